@@ -1,0 +1,63 @@
+// Where a call runs. The first argument of every operation is a context: `host` here, `cuda` under nvcc. A combination
+// that a backend lacks does not compile; there is no silent fallback.
+#pragma once
+
+#include <cstdint>
+#include <memory>
+#include <thread>
+
+#include <kvpolicy/core/config.hpp>
+#include <kvpolicy/core/error.hpp>
+#include <kvpolicy/detail/thread_pool.hpp>
+
+namespace kvpolicy {
+
+/// The instruction sets that the host backend has bodies for. `portable` is plain C++ that the compiler vectorises for
+/// its baseline; `avx2` needs AVX2, FMA and F16C.
+enum class isa : std::uint8_t { portable, avx2 };
+
+/// The best instruction set of this machine.
+inline isa detected_isa() noexcept {
+#if KVPOLICY_X86
+    static const isa found = [] {
+        __builtin_cpu_init();
+        // F16C is older than AVX2 and on every processor that has it; clang 14 cannot ask for it by name.
+        return __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma") ? isa::avx2 : isa::portable;
+    }();
+    return found;
+#else
+    return isa::portable;
+#endif
+}
+
+/// The host backend: a pool of threads and an instruction set. Calls are synchronous. One object serves one caller at a
+/// time (concurrent callers wait for each other); make one per thread that decodes on its own. Results do not depend on
+/// the number of threads.
+class host {
+public:
+    /// `threads` >= 1 counts the caller; 0 takes all hardware threads. `set` may only lower the instruction set.
+    explicit host(int threads = 0, isa set = detected_isa()) : set_(set) {
+        detail::require(threads >= 0 && threads <= 4096, "host threads", threads, "0 (all) to 4096");
+        detail::require(set <= detected_isa(), "host isa", "avx2", "one that this processor has (portable)");
+        if (threads == 0) {
+            const unsigned all = std::thread::hardware_concurrency();
+            threads = all == 0 ? 1 : static_cast<int>(all);
+        }
+        pool_ = std::make_unique<detail::thread_pool>(threads);
+    }
+
+    [[nodiscard]] int threads() const { return pool_->threads(); }
+    [[nodiscard]] isa instructions() const { return set_; }
+
+    /// Calls body(i) for every i in [0, count) on the pool's threads.
+    template <class Body>
+    void parallel_for(std::int64_t count, Body&& body) const {
+        pool_->parallel_for(count, static_cast<Body&&>(body));
+    }
+
+private:
+    std::unique_ptr<detail::thread_pool> pool_;
+    isa set_;
+};
+
+}  // namespace kvpolicy

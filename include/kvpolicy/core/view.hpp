@@ -1,0 +1,131 @@
+// Views, not tensors: a pointer, a shape and strides, and nothing owned. Strides count elements, in 64 bits, so NHD,
+// HND, fused QKV rows and [N, 2, block, H, D] pools are all just strides. They are aggregates with the same layout
+// under every compiler and go to kernels by value.
+#pragma once
+
+#include <cstddef>
+#include <cstdint>
+#include <type_traits>
+
+#include <kvpolicy/core/config.hpp>
+
+namespace kvpolicy {
+
+/// Rows of vectors, [batch, heads, length, dim]; the elements of one row are contiguous.
+template <class T>
+struct rows_view {
+    T* data = nullptr;
+    std::int32_t batch = 0;
+    std::int32_t heads = 0;
+    std::int32_t length = 0;
+    std::int32_t dim = 0;
+    std::int64_t batch_stride = 0;
+    std::int64_t head_stride = 0;
+    std::int64_t row_stride = 0;
+
+    /// The row of token t of head h of sequence b.
+    KVPOLICY_HOST_DEVICE constexpr T* row(std::int64_t b, std::int64_t h, std::int64_t t) const {
+        return data + b * batch_stride + h * head_stride + t * row_stride;
+    }
+
+    KVPOLICY_HOST_DEVICE constexpr operator rows_view<const T>() const
+        requires(!std::is_const_v<T>)
+    {
+        return {data, batch, heads, length, dim, batch_stride, head_stride, row_stride};
+    }
+};
+
+/// One number per token, [batch, heads, length]; the numbers of one head are contiguous.
+template <class T>
+struct plane_view {
+    T* data = nullptr;
+    std::int32_t batch = 0;
+    std::int32_t heads = 0;
+    std::int32_t length = 0;
+    std::int64_t batch_stride = 0;
+    std::int64_t head_stride = 0;
+
+    /// The numbers of head h of sequence b.
+    KVPOLICY_HOST_DEVICE constexpr T* head(std::int64_t b, std::int64_t h) const {
+        return data + b * batch_stride + h * head_stride;
+    }
+
+    KVPOLICY_HOST_DEVICE constexpr operator plane_view<const T>() const
+        requires(!std::is_const_v<T>)
+    {
+        return {data, batch, heads, length, batch_stride, head_stride};
+    }
+
+    KVPOLICY_HOST_DEVICE constexpr explicit operator bool() const { return data != nullptr; }
+};
+
+/// A contiguous [batch, heads, length, dim] tensor (HND).
+template <class T>
+KVPOLICY_HOST_DEVICE constexpr rows_view<T> view_bhsd(T* data, std::int32_t batch, std::int32_t heads,
+                                                      std::int32_t length, std::int32_t dim) {
+    const std::int64_t row = dim;
+    return {data, batch, heads, length, dim, row * length * heads, row * length, row};
+}
+
+/// A contiguous [batch, length, heads, dim] tensor (NHD): what projections write.
+template <class T>
+KVPOLICY_HOST_DEVICE constexpr rows_view<T> view_bshd(T* data, std::int32_t batch, std::int32_t length,
+                                                      std::int32_t heads, std::int32_t dim) {
+    const std::int64_t row = static_cast<std::int64_t>(heads) * dim;
+    return {data, batch, heads, length, dim, row * length, dim, row};
+}
+
+/// A contiguous [batch, heads, length] plane.
+template <class T>
+KVPOLICY_HOST_DEVICE constexpr plane_view<T> view_bhs(T* data, std::int32_t batch, std::int32_t heads,
+                                                      std::int32_t length) {
+    return {data, batch, heads, length, static_cast<std::int64_t>(heads) * length, length};
+}
+
+/// Memory that the caller lends to one call. The matching ..._workspace_bytes says how much a call needs; too little is
+/// refused before anything is written. The contents before a call do not matter.
+struct workspace_view {
+    void* data = nullptr;
+    std::size_t bytes = 0;
+};
+
+/// The sequences of one call. By default all `batch` sequences have the full length of the views. `lengths[b]`, where
+/// given, says how many tokens of sequence b count; the rest is neither read nor written. `starts[b]`, where given, is
+/// the position of sequence b's first query in the frame of the mask (chunked prefill). `segments` > 0 packs several
+/// samples into each sequence: cu_seqlens[0..segments] are their edges, and sinks, window, budget and scorer state start
+/// anew at each. Leaving cu_seqlens null keeps attention across packed samples (KVpop's training).
+struct Sequences {
+    std::int32_t batch = 0;
+    std::int32_t length = 0;
+    const std::int32_t* lengths = nullptr;     // [batch]
+    const std::int32_t* starts = nullptr;      // [batch]
+    const std::int32_t* cu_seqlens = nullptr;  // [segments + 1], rising, cu_seqlens[0] = 0
+    std::int32_t segments = 0;
+
+    KVPOLICY_HOST_DEVICE constexpr std::int32_t length_of(std::int64_t b) const { return lengths ? lengths[b] : length; }
+    KVPOLICY_HOST_DEVICE constexpr std::int32_t start_of(std::int64_t b) const { return starts ? starts[b] : 0; }
+};
+
+/// The active sequences of one call on a cache. Entry i of q, k, v and out belongs to cache slot slots[i] (default: i)
+/// and brings q_len[i] tokens (default: the views' length); 0 leaves that slot untouched.
+struct Batch {
+    std::int32_t count = 0;
+    const std::int32_t* slots = nullptr;  // [count], all different
+    const std::int32_t* q_len = nullptr;  // [count]
+
+    KVPOLICY_HOST_DEVICE constexpr std::int32_t slot(std::int64_t i) const {
+        return slots ? slots[i] : static_cast<std::int32_t>(i);
+    }
+    KVPOLICY_HOST_DEVICE constexpr std::int32_t tokens(std::int64_t i, std::int32_t length) const {
+        return q_len ? q_len[i] : length;
+    }
+};
+
+/// The numbers of an attention call that are not tensors. logit = scale * <q, k>, then softcap * tanh(logit / softcap)
+/// where softcap > 0. scale = 0 stands for 1 / sqrt(head_dim of the keys).
+struct Attention {
+    float scale = 0.0f;
+    float softcap = 0.0f;
+};
+
+}  // namespace kvpolicy

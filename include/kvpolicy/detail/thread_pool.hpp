@@ -1,0 +1,136 @@
+// A small fixed pool of threads for the host backend: parallel_for over an index range, the caller taking part.
+#pragma once
+
+#include <atomic>
+#include <condition_variable>
+#include <cstdint>
+#include <exception>
+#include <memory>
+#include <mutex>
+#include <thread>
+#include <type_traits>
+#include <vector>
+
+#include <kvpolicy/core/config.hpp>
+
+namespace kvpolicy::detail {
+
+/// Runs index ranges on `threads` threads (the caller is one of them). One range at a time: concurrent callers of one
+/// pool are serialised. A worker spins a moment before it sleeps, since a decode step asks for a range every few
+/// microseconds. What an index throws is thrown again to the caller, the lowest index first, after all have ended.
+class thread_pool {
+public:
+    explicit thread_pool(int threads) {
+        workers_.reserve(static_cast<std::size_t>(threads > 1 ? threads - 1 : 0));
+        for (int i = 1; i < threads; ++i) { workers_.emplace_back([this] { work(); }); }
+    }
+    thread_pool(const thread_pool&) = delete;
+    thread_pool& operator=(const thread_pool&) = delete;
+
+    ~thread_pool() {
+        {
+            const std::lock_guard lock(mutex_);
+            stopping_ = true;
+            generation_.fetch_add(1, std::memory_order_release);
+        }
+        wake_.notify_all();
+        for (std::thread& worker : workers_) { worker.join(); }
+    }
+
+    [[nodiscard]] int threads() const { return static_cast<int>(workers_.size()) + 1; }
+
+    /// Calls body(i) for every i in [0, count), in any order, on all threads.
+    template <class Body>
+    void parallel_for(std::int64_t count, Body&& body) {
+        if (count <= 0) { return; }
+        if (workers_.empty() || count == 1) {
+            for (std::int64_t i = 0; i < count; ++i) { body(i); }
+            return;
+        }
+        const std::lock_guard one_caller(callers_);
+        using body_type = std::remove_reference_t<Body>;
+        job_ = [](void* context, std::int64_t i) { (*static_cast<body_type*>(context))(i); };
+        context_ = const_cast<void*>(static_cast<const void*>(std::addressof(body)));
+        count_ = count;
+        next_.store(0, std::memory_order_relaxed);
+        running_.store(static_cast<int>(workers_.size()), std::memory_order_relaxed);
+        {
+            const std::lock_guard lock(mutex_);
+            generation_.fetch_add(1, std::memory_order_release);
+        }
+        wake_.notify_all();
+        drain();
+        for (int spins = 0; running_.load(std::memory_order_acquire) != 0; ++spins) {
+            if (spins < spin_limit) { pause(); } else { std::this_thread::yield(); }
+        }
+#if KVPOLICY_EXCEPTIONS
+        if (failure_) {
+            std::exception_ptr failure;
+            std::swap(failure, failure_);
+            std::rethrow_exception(failure);
+        }
+#endif
+    }
+
+private:
+    static constexpr int spin_limit = 2000;
+
+    static void pause() {
+#if KVPOLICY_X86
+        __builtin_ia32_pause();
+#endif
+    }
+
+    void drain() {
+        for (std::int64_t i; (i = next_.fetch_add(1, std::memory_order_relaxed)) < count_;) {
+#if KVPOLICY_EXCEPTIONS
+            try {
+                job_(context_, i);
+            } catch (...) {
+                const std::lock_guard lock(mutex_);
+                if (!failure_ || i < failed_index_) {
+                    failure_ = std::current_exception();
+                    failed_index_ = i;
+                }
+            }
+#else
+            job_(context_, i);
+#endif
+        }
+    }
+
+    void work() {
+        std::uint64_t seen = 0;
+        for (;;) {
+            for (int spins = 0; spins < spin_limit && generation_.load(std::memory_order_acquire) == seen; ++spins) {
+                pause();
+            }
+            {
+                std::unique_lock lock(mutex_);
+                wake_.wait(lock, [&] { return generation_.load(std::memory_order_relaxed) != seen; });
+                seen = generation_.load(std::memory_order_relaxed);
+                if (stopping_) { return; }
+            }
+            drain();
+            running_.fetch_sub(1, std::memory_order_release);
+        }
+    }
+
+    std::vector<std::thread> workers_;
+    std::mutex callers_;
+    std::mutex mutex_;
+    std::condition_variable wake_;
+    std::atomic<std::uint64_t> generation_{0};
+    bool stopping_ = false;
+    void (*job_)(void*, std::int64_t) = nullptr;
+    void* context_ = nullptr;
+    std::int64_t count_ = 0;
+    std::atomic<std::int64_t> next_{0};
+    std::atomic<int> running_{0};
+#if KVPOLICY_EXCEPTIONS
+    std::exception_ptr failure_;
+    std::int64_t failed_index_ = 0;
+#endif
+};
+
+}  // namespace kvpolicy::detail

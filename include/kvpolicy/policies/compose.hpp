@@ -1,0 +1,160 @@
+// A policy is a type: a list of parts, composed. expiry = max(sink, keep, window, min(gate, budget)).
+#pragma once
+
+#include <cmath>
+#include <string>
+#include <tuple>
+#include <type_traits>
+
+#include <kvpolicy/core/error.hpp>
+#include <kvpolicy/policies/concept.hpp>
+#include <kvpolicy/scorers/concept.hpp>
+
+namespace kvpolicy {
+
+namespace detail {
+
+template <class P>
+concept has_kind = requires {
+    { P::kind } -> std::convertible_to<part_kind>;
+};
+
+template <part_kind Kind, class... Parts>
+inline constexpr int count_of = (0 + ... + (Parts::kind == Kind ? 1 : 0));
+
+/// The part of a kind, or Default where the policy has none.
+template <part_kind Kind, class Default, class... Parts>
+struct part_of {
+    using type = Default;
+};
+template <part_kind Kind, class Default, class First, class... Rest>
+struct part_of<Kind, Default, First, Rest...> {
+    using type =
+        typename std::conditional_t<First::kind == Kind, std::type_identity<First>, part_of<Kind, Default, Rest...>>::type;
+};
+
+/// A gate that is always open, for policies without one.
+struct no_gate {
+    static constexpr part_kind kind = part_kind::gate;
+    KVPOLICY_HOST_DEVICE constexpr void write(HeadRule&, std::int32_t, std::int32_t) const {}
+    KVPOLICY_HOST_DEVICE constexpr bool open(float, const HeadRule&) const { return true; }
+};
+
+}  // namespace detail
+
+/// A KV-cache policy: `Policy<Sink<4>, Window<256>, TopKBudget<3836>, mLSTMScorer<128>>`. Parts in any order, at most
+/// one of a kind (keep parts: several). Fixed parts need no argument; parts with run-time values are given to the
+/// constructor. A policy with a budget or a gate and no scorer takes scores from its caller (GivenScores).
+///
+/// Lifetimes, for KV head h (design, section 1): sinks and kept keys never expire; every key is visible for w queries;
+/// a key that leaves the window with its gate open competes for the k long-range places. Without gate and budget a key
+/// expires with its window (StreamingLLM).
+template <class... Parts>
+class Policy {
+    static_assert((detail::has_kind<Parts> && ...),
+                  "kvpolicy: every part of a Policy needs `static constexpr kvpolicy::part_kind kind`");
+    static_assert(detail::count_of<part_kind::sink, Parts...> <= 1, "kvpolicy: a Policy has at most one Sink");
+    static_assert(detail::count_of<part_kind::window, Parts...> <= 1, "kvpolicy: a Policy has at most one Window");
+    static_assert(detail::count_of<part_kind::gate, Parts...> <= 1, "kvpolicy: a Policy has at most one gate");
+    static_assert(detail::count_of<part_kind::budget, Parts...> <= 1, "kvpolicy: a Policy has at most one TopKBudget");
+    static_assert(detail::count_of<part_kind::decay, Parts...> <= 1, "kvpolicy: a Policy has at most one Decay");
+    static_assert(detail::count_of<part_kind::scorer, Parts...> <= 1, "kvpolicy: a Policy has at most one scorer");
+
+public:
+    static constexpr bool has_gate = detail::count_of<part_kind::gate, Parts...> == 1;
+    static constexpr bool has_budget = detail::count_of<part_kind::budget, Parts...> == 1;
+    static constexpr bool has_decay = detail::count_of<part_kind::decay, Parts...> == 1;
+    static constexpr bool has_keep = detail::count_of<part_kind::keep, Parts...> > 0;
+    /// Whether a key's fate depends on its score.
+    static constexpr bool ranked = has_gate || has_budget;
+
+    using gate_type = typename detail::part_of<part_kind::gate, detail::no_gate, Parts...>::type;
+    using scorer_type = typename detail::part_of<part_kind::scorer, GivenScores, Parts...>::type;
+    static_assert(Gate<gate_type>,
+                  "kvpolicy: a gate needs `bool open(float score, const HeadRule&) const` and `void write(HeadRule&, "
+                  "int layer, int head) const`");
+    static_assert(Scorer<scorer_type>,
+                  "kvpolicy: a scorer needs `kind = part_kind::scorer`, `when`, and either `score(head, key, value)` or "
+                  "state_size, reset, absorb and read");
+
+    /// A policy whose parts are all fixed (or whose run-time parts keep their defaults).
+    constexpr Policy() = default;
+    /// A policy from its parts, in the order of the type.
+    constexpr explicit Policy(Parts... parts)
+        requires(sizeof...(Parts) > 0)
+        : parts_(parts...) {}
+
+    /// The numbers for one KV head. Not checked: check() does that once, where a policy meets a shape.
+    constexpr HeadRule rule(std::int32_t layer, std::int32_t head) const {
+        HeadRule rule;
+        std::apply([&](const auto&... part) { (write_part(part, rule, layer, head), ...); }, parts_);
+        if (has_gate && !has_budget) { rule.budget = unlimited; }
+        return rule;
+    }
+
+    constexpr gate_type gate() const {
+        if constexpr (has_gate) { return std::get<gate_type>(parts_); } else { return {}; }
+    }
+
+    constexpr scorer_type scorer() const {
+        if constexpr (std::is_same_v<scorer_type, GivenScores>) { return {}; } else { return std::get<scorer_type>(parts_); }
+    }
+
+    /// Whether a keep part holds position t for good.
+    constexpr bool keeps(position_t t) const {
+        return std::apply([&](const auto&... part) { return (false || ... || part_keeps(part, t)); }, parts_);
+    }
+
+    /// Refuses numbers that no policy can have, naming layer and head.
+    void check(std::int32_t layers, std::int32_t heads) const {
+        for (std::int32_t layer = 0; layer < layers; ++layer) {
+            for (std::int32_t head = 0; head < heads; ++head) { check(rule(layer, head), layer, head); }
+        }
+    }
+
+private:
+    template <class Part>
+    static constexpr void write_part(const Part& part, HeadRule& rule, std::int32_t layer, std::int32_t head) {
+        if constexpr (RulePart<Part>) { part.write(rule, layer, head); }
+    }
+    template <class Part>
+    static constexpr bool part_keeps(const Part& part, position_t t) {
+        if constexpr (KeepPart<Part>) { return part.keeps(t); } else { return false; }
+    }
+
+    static void check(const HeadRule& rule, std::int32_t layer, std::int32_t head) {
+        const auto name = [&](const char* argument) {
+            return std::string(argument) + " of layer " + std::to_string(layer) + ", head " + std::to_string(head);
+        };
+        detail::require(rule.sinks >= 0, name("sinks").c_str(), rule.sinks, "0 or more");
+        detail::require(rule.window >= 1, name("window").c_str(), rule.window, "1 or more, since a query sees itself");
+        detail::require(rule.budget >= 0, name("budget k").c_str(), rule.budget, "0 or more, or kvpolicy::unlimited");
+        detail::require(rule.decay_step >= 1, name("decay step n").c_str(), rule.decay_step, "1 or more");
+        detail::require(rule.log_gamma <= 0.0f && std::isfinite(rule.log_gamma), name("log gamma").c_str(),
+                        rule.log_gamma, "finite and at most 0 (0 < gamma <= 1)");
+        detail::require(rule.threshold == rule.threshold, name("tau").c_str(), rule.threshold, "a number");
+    }
+
+    std::tuple<Parts...> parts_{};
+};
+
+namespace detail {
+template <class T>
+inline constexpr bool is_policy = false;
+template <class... Parts>
+inline constexpr bool is_policy<Policy<Parts...>> = true;
+}  // namespace detail
+
+/// Anything made by Policy<...>.
+template <class P>
+concept AnyPolicy = detail::is_policy<P>;
+
+/// k for a total budget B = s + w + k (kvpop.txt, eq. 1). Refuses B < s + w.
+inline std::int32_t budget_for_total(std::int64_t total, std::int32_t sinks, std::int32_t window) {
+    const std::int64_t least = std::int64_t{sinks} + window;
+    detail::require(total >= least && total - least < unlimited, "total budget", total,
+                    "at least sinks + window = " + std::to_string(least));
+    return static_cast<std::int32_t>(total - least);
+}
+
+}  // namespace kvpolicy

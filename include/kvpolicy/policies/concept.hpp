@@ -1,0 +1,43 @@
+// What a part of a policy is. A policy is a list of parts; each part says its kind and writes its numbers into the
+// HeadRule of a head. A part of one's own needs nothing else.
+#pragma once
+
+#include <concepts>
+#include <cstdint>
+
+#include <kvpolicy/policies/parameters.hpp>
+
+namespace kvpolicy {
+
+/// The kinds of parts. A policy has at most one of each, except `keep`, of which it may have several.
+enum class part_kind : std::uint8_t {
+    sink,    ///< the first keys never leave
+    window,  ///< the most recent keys are always visible
+    keep,    ///< keys that never leave, by position: bool keeps(position_t) const
+    gate,    ///< admission at the window's edge: bool open(float score, const HeadRule&) const
+    budget,  ///< eviction: the k best eligible keys
+    decay,   ///< how scores age
+    scorer,  ///< where scores come from
+};
+
+/// A part that writes numbers: Sink, Window, TopKBudget, Decay, and gates with a threshold.
+template <class P>
+concept RulePart = requires(const P& part, HeadRule& rule, std::int32_t layer, std::int32_t head) {
+    { P::kind } -> std::convertible_to<part_kind>;
+    { part.write(rule, layer, head) };
+};
+
+/// An admission gate: says from a key's score (a raw logit) whether it is kept when it leaves the window.
+template <class P>
+concept Gate = RulePart<P> && P::kind == part_kind::gate &&
+               requires(const P& part, float score, const HeadRule& rule) {
+                   { part.open(score, rule) } -> std::same_as<bool>;
+               };
+
+/// Keys that never leave because of where they stand (every 16th, say).
+template <class P>
+concept KeepPart = P::kind == part_kind::keep && requires(const P& part, position_t position) {
+    { part.keeps(position) } -> std::same_as<bool>;
+};
+
+}  // namespace kvpolicy

@@ -1,0 +1,55 @@
+// How scores age: the per-head decay of kvpop.txt, eq. 5, 18 and 21.
+#pragma once
+
+#include <cmath>
+
+#include <kvpolicy/policies/concept.hpp>
+
+namespace kvpolicy {
+
+/// The effective score of key t at query q is r_t + floor((q - t) / n) * log(gamma_h), 0 < gamma_h <= 1. A policy
+/// without Decay has gamma = 1. Decay<1> is ranked by a static priority; any other step ranks at each query.
+template <std::int32_t Step = 1>
+struct Decay {
+    static_assert(Step >= 1, "kvpolicy: Decay<n> needs a step n >= 1");
+    static constexpr part_kind kind = part_kind::decay;
+    HeadValues<float> log_gamma;
+
+    constexpr Decay() = default;
+    /// `log_gamma_values` are natural logs, <= 0, by layer and head or one for all.
+    constexpr explicit Decay(HeadValues<float> log_gamma_values) : log_gamma(log_gamma_values) {}
+
+    KVPOLICY_HOST_DEVICE constexpr void write(HeadRule& rule, std::int32_t layer, std::int32_t head) const {
+        rule.decay_step = Step;
+        rule.log_gamma = log_gamma.at(layer, head);
+    }
+};
+
+/// A decay whose step n is a run-time value too.
+template <>
+struct Decay<dynamic> {
+    static constexpr part_kind kind = part_kind::decay;
+    HeadValues<float> log_gamma;
+    HeadValues<std::int32_t> step{1};
+
+    constexpr Decay() = default;
+    constexpr Decay(HeadValues<float> log_gamma_values, HeadValues<std::int32_t> steps)
+        : log_gamma(log_gamma_values), step(steps) {}
+
+    KVPOLICY_HOST_DEVICE constexpr void write(HeadRule& rule, std::int32_t layer, std::int32_t head) const {
+        rule.decay_step = step.at(layer, head);
+        rule.log_gamma = log_gamma.at(layer, head);
+    }
+};
+
+static_assert(RulePart<Decay<1>> && RulePart<Decay<64>> && RulePart<Decay<dynamic>>);
+
+/// log(gamma) from the unconstrained parameter alpha (eq. 21):
+/// log(gamma_min) + sigmoid(alpha) * (log(gamma_max) - log(gamma_min)), in double, rounded once to fp32.
+inline float log_gamma_of(double alpha, double gamma_min, double gamma_max) {
+    const double low = std::log(gamma_min);
+    const double high = std::log(gamma_max);
+    return static_cast<float>(low + (high - low) / (1.0 + std::exp(-alpha)));
+}
+
+}  // namespace kvpolicy

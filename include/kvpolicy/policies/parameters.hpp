@@ -1,0 +1,51 @@
+// The numbers of a policy, and how they may differ by layer and head.
+#pragma once
+
+#include <cstdint>
+
+#include <kvpolicy/core/config.hpp>
+#include <kvpolicy/core/types.hpp>
+
+namespace kvpolicy {
+
+/// A parameter's value: one number for all, or an array [layers, heads] that the caller keeps alive. Made implicitly
+/// from a number: Window<>{256}; from an array: Window<>{per_head(array, layers, heads)}.
+template <class T>
+struct HeadValues {
+    T value{};
+    const T* array = nullptr;
+    std::int32_t layers = 0;
+    std::int32_t heads = 0;
+
+    constexpr HeadValues() = default;
+    KVPOLICY_HOST_DEVICE constexpr HeadValues(T one) : value(one) {}  // implicit: a number is the common case
+    KVPOLICY_HOST_DEVICE constexpr HeadValues(const T* values, std::int32_t layer_count, std::int32_t head_count)
+        : array(values), layers(layer_count), heads(head_count) {}
+
+    /// The value for one head. Arrays with one layer (or one head) serve every layer (or head).
+    KVPOLICY_HOST_DEVICE constexpr T at(std::int32_t layer, std::int32_t head) const {
+        if (array == nullptr) { return value; }
+        const std::int64_t l = layers == 1 ? 0 : layer;
+        const std::int64_t h = heads == 1 ? 0 : head;
+        return array[l * heads + h];
+    }
+};
+
+/// Values by layer and head: array[layer * heads + head].
+template <class T>
+constexpr HeadValues<T> per_head(const T* array, std::int32_t layers, std::int32_t heads) {
+    return {array, layers, heads};
+}
+
+/// All numbers that decide a key's lifetime, for one KV head. What a policy's type leaves out has its neutral value:
+/// no sinks, a window of 1, no long-range budget, gamma = 1, decay step 1.
+struct HeadRule {
+    std::int32_t sinks = 0;          ///< s >= 0
+    std::int32_t window = 1;         ///< w >= 1; a query sees its w most recent keys, itself included
+    std::int32_t budget = 0;         ///< k >= 0 long-range keys, or `unlimited`
+    std::int32_t decay_step = 1;     ///< n >= 1
+    float log_gamma = 0.0f;          ///< log of the per-head decay factor, <= 0
+    float threshold = 0.0f;          ///< the gate's tau as a logit
+};
+
+}  // namespace kvpolicy

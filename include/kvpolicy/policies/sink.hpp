@@ -1,0 +1,33 @@
+// Attention sinks: the first tokens of a sequence never leave the cache (Xiao et al., 2023).
+#pragma once
+
+#include <kvpolicy/core/error.hpp>
+#include <kvpolicy/policies/concept.hpp>
+
+namespace kvpolicy {
+
+/// The first `Count` keys never expire: expiry = never for t < s. Sink<>{s} takes s at run time, by layer and head.
+template <std::int32_t Count = dynamic>
+struct Sink {
+    static_assert(Count >= 0, "kvpolicy: Sink<s> needs s >= 0");
+    static constexpr part_kind kind = part_kind::sink;
+
+    KVPOLICY_HOST_DEVICE constexpr void write(HeadRule& rule, std::int32_t, std::int32_t) const { rule.sinks = Count; }
+};
+
+template <>
+struct Sink<dynamic> {
+    static constexpr part_kind kind = part_kind::sink;
+    HeadValues<std::int32_t> count;
+
+    constexpr Sink() = default;
+    constexpr explicit Sink(HeadValues<std::int32_t> sinks) : count(sinks) {}
+
+    KVPOLICY_HOST_DEVICE constexpr void write(HeadRule& rule, std::int32_t layer, std::int32_t head) const {
+        rule.sinks = count.at(layer, head);
+    }
+};
+
+static_assert(RulePart<Sink<4>> && RulePart<Sink<>>);
+
+}  // namespace kvpolicy

@@ -1,0 +1,51 @@
+// Admission by a threshold: a key is kept for good when it leaves the window with its gate open (SP-KV, WG-KV, LTE).
+#pragma once
+
+#include <cmath>
+
+#include <kvpolicy/core/error.hpp>
+#include <kvpolicy/policies/concept.hpp>
+
+namespace kvpolicy {
+
+/// ThresholdGate<at_least>: open where u >= tau (SP-KV, WG-KV).
+struct at_least {};
+/// ThresholdGate<above>: open where u > tau (LTE).
+struct above {};
+
+/// The logit of a probability threshold, in double, rounded once to fp32: tau = 0.5 is 0, 0 is -inf, 1 is +inf.
+inline float logit_of(double probability) {
+    detail::require(probability >= 0.0 && probability <= 1.0, "tau", probability, "a probability in [0, 1]");
+    return static_cast<float>(std::log(probability) - std::log1p(-probability));
+}
+
+/// expiry = never where the gate is open, t + w where it is closed. Scores are raw logits, and so is the threshold:
+/// ThresholdGate<at_least>::probability(0.5) converts once on the host. A NaN score is closed.
+template <class Comparison = at_least>
+struct ThresholdGate {
+    static_assert(std::is_same_v<Comparison, at_least> || std::is_same_v<Comparison, above>,
+                  "kvpolicy: ThresholdGate<c> needs c = at_least or above");
+    static constexpr part_kind kind = part_kind::gate;
+    HeadValues<float> threshold;
+
+    constexpr ThresholdGate() = default;
+    /// `logits` are thresholds on raw scores, by layer and head or one for all.
+    constexpr explicit ThresholdGate(HeadValues<float> logits) : threshold(logits) {}
+    /// The gate for a threshold on sigmoid(score).
+    static ThresholdGate probability(double tau) { return ThresholdGate(HeadValues<float>(logit_of(tau))); }
+
+    KVPOLICY_HOST_DEVICE constexpr void write(HeadRule& rule, std::int32_t layer, std::int32_t head) const {
+        rule.threshold = threshold.at(layer, head);
+    }
+    KVPOLICY_HOST_DEVICE constexpr bool open(float score, const HeadRule& rule) const {
+        if constexpr (std::is_same_v<Comparison, at_least>) {
+            return score >= rule.threshold;
+        } else {
+            return score > rule.threshold;
+        }
+    }
+};
+
+static_assert(Gate<ThresholdGate<at_least>> && Gate<ThresholdGate<above>>);
+
+}  // namespace kvpolicy

@@ -1,0 +1,34 @@
+// The long-range budget: of the keys that left the window, the k with the best effective scores stay (kvpop.txt, 3).
+#pragma once
+
+#include <kvpolicy/policies/concept.hpp>
+
+namespace kvpolicy {
+
+/// At query q the k best keys of E(q) = {t : s <= t <= q - w} are visible, ranked by effective score (eq. 5), ties to
+/// the older key. expiry = the first q >= t + w at which t is not among them. Under a gate only open keys count.
+/// TopKBudget<>{k} takes k at run time, by layer and head; `unlimited` keeps all (full-attention heads).
+template <std::int32_t Keys = dynamic>
+struct TopKBudget {
+    static_assert(Keys >= 0, "kvpolicy: TopKBudget<k> needs k >= 0");
+    static constexpr part_kind kind = part_kind::budget;
+
+    KVPOLICY_HOST_DEVICE constexpr void write(HeadRule& rule, std::int32_t, std::int32_t) const { rule.budget = Keys; }
+};
+
+template <>
+struct TopKBudget<dynamic> {
+    static constexpr part_kind kind = part_kind::budget;
+    HeadValues<std::int32_t> keys;
+
+    constexpr TopKBudget() = default;
+    constexpr explicit TopKBudget(HeadValues<std::int32_t> k) : keys(k) {}
+
+    KVPOLICY_HOST_DEVICE constexpr void write(HeadRule& rule, std::int32_t layer, std::int32_t head) const {
+        rule.budget = keys.at(layer, head);
+    }
+};
+
+static_assert(RulePart<TopKBudget<3836>> && RulePart<TopKBudget<>>);
+
+}  // namespace kvpolicy

@@ -1,0 +1,33 @@
+// The protected window: a query always sees its most recent keys.
+#pragma once
+
+#include <kvpolicy/policies/concept.hpp>
+
+namespace kvpolicy {
+
+/// A query sees its w most recent keys, itself included: expiry >= t + w. A policy without a Window has w = 1.
+/// Window<>{w} takes w at run time, by layer and head.
+template <std::int32_t Width = dynamic>
+struct Window {
+    static_assert(Width >= 1, "kvpolicy: Window<w> needs w >= 1, since a query always sees itself");
+    static constexpr part_kind kind = part_kind::window;
+
+    KVPOLICY_HOST_DEVICE constexpr void write(HeadRule& rule, std::int32_t, std::int32_t) const { rule.window = Width; }
+};
+
+template <>
+struct Window<dynamic> {
+    static constexpr part_kind kind = part_kind::window;
+    HeadValues<std::int32_t> width{1};
+
+    constexpr Window() = default;
+    constexpr explicit Window(HeadValues<std::int32_t> window) : width(window) {}
+
+    KVPOLICY_HOST_DEVICE constexpr void write(HeadRule& rule, std::int32_t layer, std::int32_t head) const {
+        rule.window = width.at(layer, head);
+    }
+};
+
+static_assert(RulePart<Window<256>> && RulePart<Window<>>);
+
+}  // namespace kvpolicy

@@ -1,0 +1,56 @@
+// What a scorer is: a value (sizes, and views of weights that the caller keeps) that gives a key a raw logit.
+#pragma once
+
+#include <concepts>
+#include <cstddef>
+#include <cstdint>
+
+#include <kvpolicy/core/types.hpp>
+#include <kvpolicy/policies/concept.hpp>
+
+namespace kvpolicy {
+
+/// When a key's score is known.
+enum class score_time : std::uint8_t {
+    given,       ///< the caller brings it with the key (injected scores, predictors on hidden states)
+    on_arrival,  ///< from the key and value alone; stored with the row
+    on_leaving,  ///< when the key leaves the window, from a state that has absorbed all tokens up to then
+};
+
+/// Scores come from the caller, with each key, as a plane [B, Hkv, S]. The scorer of a ranked policy that names none.
+struct GivenScores {
+    static constexpr part_kind kind = part_kind::scorer;
+    static constexpr score_time when = score_time::given;
+};
+
+/// A stateless scorer: float score(head, key, value, scratch) const, with key[Dk], value[Dv] as fp32 (cached values,
+/// so keys after RoPE) and scratch of scratch_size() floats. Called from several threads at once. One scorer object
+/// serves one layer.
+template <class S>
+concept StatelessScorer = S::when == score_time::on_arrival &&
+                          requires(const S& scorer, std::int32_t head, const float* key, const float* value,
+                                   float* scratch) {
+                              { scorer.score(head, key, value, scratch) } -> std::convertible_to<float>;
+                              { scorer.scratch_size() } -> std::convertible_to<std::size_t>;
+                          };
+
+/// A scorer with a state per (sequence, head) of state_size() floats: reset(state); absorb(head, state, key, value,
+/// scratch) takes in token q; read(head, state, key, value, scratch) scores the key that leaves at q.
+template <class S>
+concept StatefulScorer = S::when == score_time::on_leaving &&
+                         requires(const S& scorer, std::int32_t head, const float* key, const float* value,
+                                  float* state, const float* same_state, float* scratch) {
+                             { scorer.state_size() } -> std::convertible_to<std::size_t>;
+                             { scorer.scratch_size() } -> std::convertible_to<std::size_t>;
+                             { scorer.reset(state) };
+                             { scorer.absorb(head, state, key, value, scratch) };
+                             { scorer.read(head, same_state, key, value, scratch) } -> std::convertible_to<float>;
+                         };
+
+template <class S>
+concept Scorer = S::kind == part_kind::scorer &&
+                 (S::when == score_time::given || StatelessScorer<S> || StatefulScorer<S>);
+
+static_assert(Scorer<GivenScores>);
+
+}  // namespace kvpolicy
