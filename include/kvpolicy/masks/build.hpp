@@ -1,0 +1,70 @@
+// From a policy and scores to lifetimes: the mask that training and prefill read.
+#pragma once
+
+#include <cstddef>
+#include <cstdint>
+
+#include <kvpolicy/core/context.hpp>
+#include <kvpolicy/core/types.hpp>
+#include <kvpolicy/core/view.hpp>
+#include <kvpolicy/policies/compose.hpp>
+#include <kvpolicy/policies/cutoff.hpp>
+#include <kvpolicy/policies/ranking.hpp>
+
+namespace kvpolicy {
+
+/// How a mask is built, where the default does not do.
+struct MaskOptions {
+    /// The layer whose rules hold.
+    std::int32_t layer = 0;
+    /// Static priorities are taken relative to a base that moves at multiples of this (tests lower it).
+    position_t rebase_limit = kvpolicy::rebase_limit;
+    /// false: a NaN score is refused. true: it ranks last, closes its gate, and sets status_nan_score, as on a device.
+    bool nan_ranks_last = false;
+};
+
+/// Bytes of workspace that build_mask needs for `heads` KV heads.
+template <AnyPolicy P>
+std::size_t build_mask_workspace_bytes(const host& on, const P& policy, const Sequences& sequences, std::int32_t heads,
+                                       const MaskOptions& options = {});
+
+/// Writes expiry [B, Hkv, S], fp32 scores [B, Hkv, S] given (empty for a policy that ranks nothing):
+///
+///     visible(h, q, t)  <=>  t <= q  and  q < expiry[h][t]
+///     expiry = max(sink, keep, window, min(gate, budget))      (design, section 1; kvpop.txt, C.1)
+///
+/// Overwrites expiry[b][h][t] for t < the sequence's length and nothing else. A score is read only where its key leaves
+/// the window before its sequence (or packed segment) ends, is no sink and not kept by position. With cu_seqlens every
+/// segment starts anew and its keys expire with it. `status`, where given, is one word per sequence, OR-ed into.
+/// Synchronous; O(S log k) per head for decay step 1, O(S k) otherwise. Refuses, before anything is written: numbers that
+/// no policy can have, shapes that disagree, lengths below 0 or over S, cu_seqlens that do not rise from 0 to the
+/// length, a NaN score that is read (unless nan_ranks_last), too little workspace.
+template <AnyPolicy P>
+void build_mask(const host& on, const P& policy, plane_view<const float> scores, const Sequences& sequences,
+                plane_view<expiry_t> expiry, workspace_view workspace, const MaskOptions& options = {},
+                std::uint32_t* status = nullptr);
+
+/// Bytes of workspace that build_cutoffs needs.
+template <Cutoff C = FenwickCutoff, AnyPolicy P>
+std::size_t build_cutoffs_workspace_bytes(const host& on, const P& policy, const Sequences& sequences,
+                                          std::int32_t heads);
+
+/// The paper's pair for a kernel that takes a predicate (kvpop.txt, C.3): rank [B, Hkv, S], 0 for the best of the keys
+/// that compete in the sequence and no_rank for the others, and cutoff [B, Hkv, S], the rank of the k-th best eligible
+/// key at each query. t is visible at q >= t + w iff it is a sink, or rank[t] != no_rank and rank[t] <= cutoff[q].
+/// For decay step 1, whole sequences without cu_seqlens, and lengths below rebase_limit; other calls are refused.
+template <Cutoff C = FenwickCutoff, AnyPolicy P>
+void build_cutoffs(const host& on, const P& policy, plane_view<const float> scores, const Sequences& sequences,
+                   plane_view<std::int32_t> rank, plane_view<std::int32_t> cutoff, workspace_view workspace,
+                   std::int32_t layer = 0);
+
+/// Expiry from ranks and cutoffs by binary search: cutoffs only fall once the budget is full. The same integers as
+/// build_mask. `rank` and `cutoff` come from build_cutoffs with the same policy and sequences.
+template <AnyPolicy P>
+void expiry_from_cutoffs(const host& on, const P& policy, plane_view<const std::int32_t> rank,
+                         plane_view<const std::int32_t> cutoff, const Sequences& sequences, plane_view<expiry_t> expiry,
+                         std::int32_t layer = 0);
+
+}  // namespace kvpolicy
+
+#include <kvpolicy/host/build_mask.hpp>
