@@ -147,15 +147,16 @@ struct portable_kernels {
         }
     }
 
-    /// scores[rows][0..count) = q[rows][dim] . keys, read in place.
-    static void direct_qk(const real* q, std::int32_t rows, std::int32_t dim, const T* const* k,
-                          std::int32_t count, real* scores) {
-        for (std::int32_t j = 0; j < count; ++j) {
+    /// scores[rows][0..count) = q[rows][Dk] . keys, read in place.
+    static void direct_qk(const attention_shape& shape, const key_block<T>& keys, std::int32_t rows,
+                          const real* q, real* scores) {
+        const std::int32_t dim = shape.dim_k;
+        for (std::int32_t j = 0; j < keys.count; ++j) {
             for (std::int32_t r = 0; r < rows; ++r) {
                 real sum[8] = {};
                 for (std::int32_t d = 0; d < dim; d += 8) {
                     for (std::int32_t lane = 0; lane < 8; ++lane) {
-                        sum[lane] += q[std::int64_t{r} * dim + d + lane] * to_compute(k[j][d + lane]);
+                        sum[lane] += q[std::int64_t{r} * dim + d + lane] * to_compute(keys.k[j][d + lane]);
                     }
                 }
                 scores[r * block_keys + j] =
@@ -164,15 +165,15 @@ struct portable_kernels {
         }
     }
 
-    /// out = decay * out + weights[rows][0..count) . values, read in place; `dim` columns.
-    static void direct_pv(const real* weights, std::int32_t rows, const T* const* v, std::int32_t count,
-                          std::int32_t dim, const real* decay, real* out, std::int32_t stride) {
+    /// out = decay * out + weights[rows][0..count) . values, read in place.
+    static void direct_pv(const attention_shape& shape, const key_block<T>& keys, std::int32_t rows,
+                          const real* weights, const real* decay, real* out, std::int32_t stride) {
         for (std::int32_t r = 0; r < rows; ++r) {
-            for (std::int32_t c = 0; c < dim; c += 8) {
+            for (std::int32_t c = 0; c < shape.dim_v; c += 8) {
                 real sum[8] = {};
-                for (std::int32_t j = 0; j < count; ++j) {
+                for (std::int32_t j = 0; j < keys.count; ++j) {
                     for (std::int32_t lane = 0; lane < 8; ++lane) {
-                        sum[lane] += weights[r * block_keys + j] * to_compute(v[j][c + lane]);
+                        sum[lane] += weights[r * block_keys + j] * to_compute(keys.v[j][c + lane]);
                     }
                 }
                 real* target = out + std::int64_t{r} * stride + c;
