@@ -9,6 +9,7 @@
 #if KVPOLICY_X86
 
 #include <kvpolicy/core/types.hpp>
+#include <kvpolicy/detail/unroll.hpp>
 #include <kvpolicy/host/attention_math.hpp>
 
 #include <immintrin.h>
@@ -17,13 +18,6 @@
 
 #define KVPOLICY_AVX2 __attribute__((target("avx2,fma,f16c")))
 #define KVPOLICY_AVX2_INLINE __attribute__((target("avx2,fma,f16c"), always_inline)) inline
-
-// Small arrays of vectors live in registers only where loops over them are unrolled, which g++ does not do at -O2.
-#if defined(__clang__)
-#define KVPOLICY_UNROLL _Pragma("clang loop unroll(full)")
-#else
-#define KVPOLICY_UNROLL _Pragma("GCC unroll 16")
-#endif
 
 namespace kvpolicy::host_backend::avx2 {
 
