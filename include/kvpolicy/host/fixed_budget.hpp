@@ -5,6 +5,7 @@
 #include <cstring>
 
 #include <kvpolicy/caches/fixed_budget.hpp>
+#include <kvpolicy/host/attention_types.hpp>
 #include <kvpolicy/host/check.hpp>
 
 namespace kvpolicy {
@@ -17,17 +18,14 @@ std::int64_t state_floats(const S& scorer) {
     if constexpr (StatefulScorer<S>) { return static_cast<std::int64_t>(scorer.state_size()); } else { return 0; }
 }
 
-/// Whether attention has bodies for this head_dim.
-constexpr bool supported_dim(std::int32_t dim) { return dim >= 8 && dim <= 256 && dim % 8 == 0; }
-
 inline void check_shape(const CacheShape& shape) {
     detail::require(shape.layers >= 1, "layers", shape.layers, "1 or more");
     detail::require(shape.slots >= 1, "slots", shape.slots, "1 or more");
     detail::require(shape.kv_heads >= 1, "kv_heads", shape.kv_heads, "1 or more");
     detail::require(shape.query_heads >= 1 && shape.query_heads % shape.kv_heads == 0, "query_heads", shape.query_heads,
                     "a multiple of kv_heads = " + std::to_string(shape.kv_heads));
-    detail::require(supported_dim(shape.dim_k), "head_dim of keys", shape.dim_k, "a multiple of 8 from 8 to 256");
-    detail::require(supported_dim(shape.dim_v), "head_dim of values", shape.dim_v, "a multiple of 8 from 8 to 256");
+    detail::require(head_dim_supported(shape.dim_k), "head_dim of keys", shape.dim_k, "a multiple of 8 up to " + std::to_string(max_head_dim));
+    detail::require(head_dim_supported(shape.dim_v), "head_dim of values", shape.dim_v, "a multiple of 8 up to " + std::to_string(max_head_dim));
     detail::require(shape.page_rows >= 1, "page_rows", shape.page_rows, "1 or more");
 }
 

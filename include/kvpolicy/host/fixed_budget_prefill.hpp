@@ -2,7 +2,6 @@
 #pragma once
 
 #include <algorithm>
-#include <atomic>
 
 #include <kvpolicy/host/fixed_budget_step.hpp>
 #include <kvpolicy/masks/contest.hpp>
@@ -197,6 +196,17 @@ void chunk_segments(const FixedBudgetRef<P, T>& cache, std::int32_t slot, std::i
 }  // namespace host_backend
 
 template <class P, Storage T>
+std::size_t cache_workspace_bytes(const host& on, const FixedBudgetRef<P, T>& cache, std::int32_t count,
+                                  std::int32_t tokens) {
+    namespace hb = host_backend;
+    const std::size_t heads = static_cast<std::size_t>(count) * static_cast<std::size_t>(cache.kv_heads);
+    const std::size_t step_bytes = heads * hb::step_task_bytes(cache) + hb::decode_bytes(on, cache, count);
+    const std::size_t prefill_bytes = static_cast<std::size_t>(count) * hb::chunk_bytes(cache, tokens) +
+                                      hb::chunk_attention_bytes(on, cache);
+    return std::max(step_bytes, prefill_bytes) + hb::alignment;
+}
+
+template <class P, Storage T>
 void prefill(const host& on, const FixedBudgetRef<P, T>& cache, const Batch& batch, rows_view<const T> q,
              rows_view<const T> k, rows_view<const T> v, rows_view<T> out, workspace_view workspace, std::uint32_t*,
              const CacheExtras& extras) {
@@ -225,7 +235,7 @@ void prefill(const host& on, const FixedBudgetRef<P, T>& cache, const Batch& bat
             hb::decide_chunk(cache, batch.slot(i), h, batch.tokens(i), k, v, i, given, plan_for(i, h));
         if (bad >= 0) { hb::refuse_computed_score(i, h, bad); }
     });
-    hb::attend_chunk(on, cache, hb::shape_of(cache), batch, q, out, extras.lse, longest,
+    hb::attend_chunk(on, cache, batch, q, out, extras.lse, longest,
                      memory + static_cast<std::size_t>(batch.count) * entry_bytes,
                      [&](std::int32_t i, std::int32_t h, hb::key_segment<T>(&segments)[2]) {
                          hb::chunk_segments(cache, batch.slot(i), h, batch.tokens(i), k, v, i, plan_for(i, h), segments);

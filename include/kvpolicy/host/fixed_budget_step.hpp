@@ -5,9 +5,9 @@
 #include <cstring>
 
 #include <kvpolicy/caches/fixed_budget.hpp>
-#include <kvpolicy/host/attention_kernel.hpp>
 #include <kvpolicy/host/check.hpp>
 #include <kvpolicy/host/fixed_budget.hpp>
+#include <kvpolicy/host/fixed_budget_attend.hpp>
 
 namespace kvpolicy {
 
@@ -149,11 +149,6 @@ std::size_t scorer_bytes(const FixedBudgetRef<P, T>& cache) {
     }
 }
 
-template <class P, class T>
-attention_shape shape_of(const FixedBudgetRef<P, T>& cache) {
-    return resolve(cache.attention, cache.dim_k, cache.dim_v);
-}
-
 template <class T>
 void copy_row(const T* from, std::int32_t dim, T* to) {
     std::memcpy(to, from, static_cast<std::size_t>(dim) * sizeof(T));
@@ -279,7 +274,6 @@ void step(const host& on, const FixedBudgetRef<P, T>& cache, const Batch& batch,
     hb::check_cache_call(cache, batch, longest, q, k, v, out, extras);
     hb::check_workspace(workspace, cache_workspace_bytes(on, cache, batch.count, 1));
     std::byte* memory = hb::aligned(workspace.data);
-    const hb::attention_shape shape = hb::shape_of(cache);
     const std::int64_t tasks = std::int64_t{batch.count} * cache.kv_heads;
     const std::size_t score_bytes = hb::step_task_bytes(cache);
     const auto task_memory = [&](std::int64_t task) { return memory + static_cast<std::size_t>(task) * score_bytes; };
@@ -327,11 +321,10 @@ void step(const host& on, const FixedBudgetRef<P, T>& cache, const Batch& batch,
         rows.put(rows.layout.recent(position), k.row(i, h, 0), v.row(i, h, 0), position, scores.arriving);
     };
 
-    std::byte* attention_memory = memory + static_cast<std::size_t>(tasks) * hb::aligned_size(score_bytes);
     on.parallel_for(tasks, [&](std::int64_t task) {
         if (batch.tokens(entry_of(task)) != 0) { append(task); }
     });
-    hb::attend_rows(on, cache, shape, batch, q, out, extras.lse, 1, attention_memory);
+    hb::attend_rows(on, cache, batch, q, out, extras.lse, 1, memory + static_cast<std::size_t>(tasks) * score_bytes);
 }
 
 template <class P, Storage T>
@@ -342,7 +335,7 @@ void attend(const host& on, const FixedBudgetRef<P, T>& cache, const Batch& batc
     hb::check_rows("q", q, batch.count, cache.kv_heads * cache.group, longest, cache.dim_k);
     hb::check_rows("out", out, batch.count, cache.kv_heads * cache.group, longest, cache.dim_v);
     hb::check_workspace(workspace, cache_workspace_bytes(on, cache, batch.count, 1));
-    hb::attend_rows(on, cache, hb::shape_of(cache), batch, q, out, lse, 0, hb::aligned(workspace.data));
+    hb::attend_rows(on, cache, batch, q, out, lse, 0, hb::aligned(workspace.data));
 }
 
 template <class P, Storage T>
