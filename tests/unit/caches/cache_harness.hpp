@@ -12,7 +12,7 @@
 #include <kvpolicy/caches/fixed_budget.hpp>
 #include <kvpolicy/masks/build.hpp>
 
-#include "../support/cases.hpp"
+#include "../../support/cases.hpp"
 
 namespace test {
 
