@@ -18,6 +18,7 @@ struct chunk_plan {
     float* score;                 // [n]: scores of the chunk's tokens, where known on arrival
     detail::contestant* keepers;  // survivors after the chunk
     std::int32_t* keeper_count;
+    position_t* bad;              // the first position whose score is NaN, or -1
     std::byte* scorer;            // the state copy, then the scorer's scratch
     std::size_t bytes;
 
@@ -35,6 +36,7 @@ struct chunk_plan {
         score = reinterpret_cast<float*>(take(n, sizeof(float)));
         keepers = reinterpret_cast<detail::contestant*>(take(static_cast<std::size_t>(places), sizeof(detail::contestant)));
         keeper_count = reinterpret_cast<std::int32_t*>(take(1, sizeof(std::int32_t)));
+        bad = reinterpret_cast<position_t*>(take(1, sizeof(position_t)));
         scorer = take(scorer_bytes, 1);
         bytes = at;
     }
@@ -231,10 +233,17 @@ void prefill(const host& on, const FixedBudgetRef<P, T>& cache, const Batch& bat
     };
     for_each_head([&](std::int32_t i, std::int32_t h) {
         const float* given = extras.scores ? extras.scores.head(i, h) : nullptr;
-        const position_t bad =
-            hb::decide_chunk(cache, batch.slot(i), h, batch.tokens(i), k, v, i, given, plan_for(i, h));
-        if (bad >= 0) { hb::refuse_computed_score(i, h, bad); }
+        const hb::chunk_plan plan = plan_for(i, h);
+        *plan.bad = hb::decide_chunk(cache, batch.slot(i), h, batch.tokens(i), k, v, i, given, plan);
     });
+    // Refused from here and not from a task: without exceptions a handler may jump out of the call.
+    for (std::int64_t task = 0; task < tasks; ++task) {
+        const auto i = static_cast<std::int32_t>(task / cache.kv_heads);
+        const auto h = static_cast<std::int32_t>(task % cache.kv_heads);
+        if (batch.tokens(i) == 0) { continue; }
+        const position_t bad = *plan_for(i, h).bad;
+        if (bad >= 0) { hb::refuse_computed_score(i, h, bad); }
+    }
     hb::attend_chunk(on, cache, batch, q, out, extras.lse, longest,
                      memory + static_cast<std::size_t>(batch.count) * entry_bytes,
                      [&](std::int32_t i, std::int32_t h, hb::key_segment<T>(&segments)[2]) {

@@ -281,7 +281,7 @@ void step(const host& on, const FixedBudgetRef<P, T>& cache, const Batch& batch,
     const auto head_of = [&](std::int64_t task) { return static_cast<std::int32_t>(task % cache.kv_heads); };
 
     // Phase one only reads the cache, so that a NaN score is refused with nothing changed.
-    const auto score_task = [&](std::int64_t task) {
+    [[maybe_unused]] const auto score_task = [&](std::int64_t task) {
         const std::int32_t i = entry_of(task), h = head_of(task);
         if (batch.tokens(i) == 0) { return; }
         const std::int32_t slot = batch.slot(i);
@@ -289,14 +289,23 @@ void step(const host& on, const FixedBudgetRef<P, T>& cache, const Batch& batch,
         std::byte* mine = task_memory(task);
         const hb::step_scores scores = hb::score_step(cache, slot, h, k.row(i, h, 0), v.row(i, h, 0), given,
                                                       mine + hb::aligned_size(sizeof(hb::step_scores)));
-        if (scores.arriving != scores.arriving) { hb::refuse_computed_score(i, h, cache.length[slot]); }
-        if (scores.leaving != scores.leaving) {
-            hb::refuse_computed_score(i, h, cache.length[slot] - cache.rules[h].window);
-        }
         *reinterpret_cast<hb::step_scores*>(mine) = scores;
     };
     constexpr bool computed = P::ranked && P::scorer_type::when != score_time::given;
-    if constexpr (computed) { on.parallel_for(tasks, score_task); }
+    if constexpr (computed) {
+        on.parallel_for(tasks, score_task);
+        // Refused from here and not from a task: without exceptions a handler may jump out of the call.
+        for (std::int64_t task = 0; task < tasks; ++task) {
+            const std::int32_t i = entry_of(task), h = head_of(task);
+            if (batch.tokens(i) == 0) { continue; }
+            const auto& scores = *reinterpret_cast<const hb::step_scores*>(task_memory(task));
+            const position_t position = cache.length[batch.slot(i)];
+            if (scores.arriving != scores.arriving) { hb::refuse_computed_score(i, h, position); }
+            if (scores.leaving != scores.leaving) {
+                hb::refuse_computed_score(i, h, position - cache.rules[h].window);
+            }
+        }
+    }
 
     const auto append = [&](std::int64_t task) {
         const std::int32_t i = entry_of(task), h = head_of(task);
