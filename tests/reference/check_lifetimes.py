@@ -1,4 +1,4 @@
-"""Checks of lifetimes.py, cutoff.py and metrics.py against a second brute force that shares nothing with them.
+"""Checks of lifetimes.py, cutoff.py, metrics.py and cache.py against a second, differently built brute force.
 
 Where lifetimes.py steps through queries with a sorted list of survivors, this file asks per key and counts: for n = 1
 a key is visible at q as long as fewer than k eligible keys beat it (no state, valid because the k best of a growing set
@@ -12,6 +12,7 @@ from fractions import Fraction
 
 import numpy as np
 
+import cache
 import cutoff
 import lifetimes
 import metrics
@@ -134,6 +135,9 @@ def check_one(scores, rule):
     if rule.decay_step == 1 and rule.rebase_limit >= length:
         assert np.array_equal(expiry, counted_expiry(scores, rule)), (scores, rule)
         assert np.array_equal(expiry, cutoff.expiry_from_cutoffs(scores, rule)), (scores, rule)
+        competing = cutoff.competing_ranks(scores, rule)
+        assert np.array_equal(expiry, cutoff.expiry_from_cutoffs(scores, rule, competing)), (scores, rule)
+        assert np.array_equal(cutoff.cutoffs(scores, rule)[1], cutoff.cutoffs(scores, rule, competing)[1])
 
     # A query sees itself and its window; long-range keys are within the budget; nobody reads what is never scored.
     t = np.arange(length)
@@ -154,6 +158,29 @@ def check_one(scores, rule):
     if length:
         causal = length * (length + 1) // 2
         assert math.isclose(metrics.density(expiry, length), visible.sum() / causal)
+
+
+def check_cache(scores, rule, random):
+    """A cache holds what the mask says is visible, never more than s + w + k rows, and its outputs are those of dense
+    attention whose invisible logits are -inf. It asks for a score only where the key competes."""
+    length, group, dim = len(scores), 2, 4
+    q, k, v = (random.standard_normal(shape) for shape in ((group, length, dim), (1, length, dim), (1, length, dim)))
+    expiry = lifetimes.lifetimes(scores, rule)
+    never_read = lifetimes.unread(length, rule)
+    given = np.where(never_read, np.nan, np.asarray(scores, dtype=np.float64))[None]
+    for softcap in (0.0, 2.0):
+        out, lse, retained = cache.run([rule], given, q, k, v, 0.5, softcap)
+        logits = 0.5 * np.einsum("gqd,td->gqt", q, k[0])
+        logits = softcap * np.tanh(logits / softcap) if softcap else logits
+        logits = np.where(metrics.visible(expiry, length), logits, -np.inf)
+        weights = np.exp(logits)
+        total = weights.sum(axis=2)
+        assert np.allclose(lse, np.log(total), rtol=1e-12, atol=1e-12)
+        assert np.allclose(out, np.einsum("gqt,td->gqd", weights, v[0]) / total[:, :, None], rtol=1e-11, atol=1e-11)
+        for step in range(length):
+            assert retained[0][step] == np.flatnonzero(metrics.visible(expiry, length)[step]).tolist()
+            if rule.keep_every == 0:
+                assert len(retained[0][step]) <= rule.sinks + rule.window + rule.places
 
 
 def check_known_answers():
@@ -178,13 +205,14 @@ def check_known_answers():
     assert lifetimes.lifetimes(rising, Rule(window=1, budget=2)).tolist() == [3, 4, n, n, n]
     packed = lifetimes.packed_lifetimes(keys, Rule(sinks=1, window=2), [0, 3, 3, 8])
     assert packed.tolist() == [3, 3, 3, 8, 6, 7, 8, 8]
-    # n = 3, w = 1, k = 1, log gamma = -1: at q = 2 key 0 (age 2, no decay yet) ties with key 1 and wins; at q = 3 it has
-    # age 3 and loses to key 2; key 1, though now better than key 0, is gone for good.
+    # n = 3, w = 1, k = 1, log gamma = -1: at q = 2 key 0 (age 2, no decay yet) ties with key 1 and wins; at q = 3 it
+    # has age 3 and loses to key 2; key 1, though now better than key 0, is gone for good.
     assert lifetimes.lifetimes([0.0] * 4, Rule(budget=1, log_gamma=-1.0, decay_step=3)).tolist() == [3, 2, n, n]
 
     # Cutoffs: INT32_MAX while fewer than k keys are eligible, -1 for k = 0.
-    rank_limit, boundary = cutoff.cutoffs(rising, Rule(window=1, budget=2))
-    assert rank_limit.tolist() == [cutoff.NO_CUTOFF, cutoff.NO_CUTOFF, 4, 3, 2] and boundary.tolist() == [-1, -1, 0, 1, 2]
+    limit, boundary = cutoff.cutoffs(rising, Rule(window=1, budget=2))
+    assert limit.tolist() == [cutoff.NO_CUTOFF, cutoff.NO_CUTOFF, 4, 3, 2]
+    assert boundary.tolist() == [-1, -1, 0, 1, 2]
     assert cutoff.cutoffs(rising, Rule(window=1, budget=0))[0].tolist() == [-1] * 5
 
     # Metrics: teacher keeps keys {0, 1}, student the two newest.
@@ -202,15 +230,18 @@ def check_known_answers():
 def main(cases=600, seed=20260101):
     check_known_answers()
     source = random.Random(seed)
+    random_numbers = np.random.RandomState(seed)
     for _ in range(cases):
-        check_one(random_scores(source, source.choice([0, 1, 2, 3, 5, 17, 33, 60])), random_rule(source))
+        scores, rule = random_scores(source, source.choice([0, 1, 2, 3, 5, 17, 33, 60])), random_rule(source)
+        check_one(scores, rule)
+        check_cache(scores, rule, random_numbers)
     # Where every priority is exact, moving the base changes nothing.
     for _ in range(cases // 10):
         scores = [float(source.randrange(-8, 8)) for _ in range(50)]
         numbers = dict(sinks=2, window=3, budget=6, log_gamma=-0.25)
         once = lifetimes.lifetimes(scores, Rule(**numbers))
         assert np.array_equal(once, lifetimes.lifetimes(scores, Rule(**numbers, rebase_limit=7)))
-    print(f"lifetimes: {cases} random cases and the known answers agree")
+    print(f"lifetimes, cutoffs, metrics, caches: {cases} random cases and the known answers agree")
 
 
 if __name__ == "__main__":

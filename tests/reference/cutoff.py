@@ -26,13 +26,23 @@ def ranks(scores, rule):
     return rank
 
 
-def cutoffs(scores, rule):
+def competing_ranks(scores, rule):
+    """The same order among the keys that compete within the sequence only (those in E(S - 1)), and INT32_MAX for the
+    others, whose scores are then not read. Visibility and boundary are the same as with ranks()."""
+    rank = ranks(scores, rule)
+    competing = sorted(eligible(scores, rule, len(scores) - 1), key=lambda t: rank[t])
+    result = np.full(len(scores), NO_CUTOFF, dtype=np.int64)
+    result[competing] = np.arange(len(competing))
+    return result
+
+
+def cutoffs(scores, rule, rank=None):
     """(cutoff[q], boundary[q]): the rank, and the position, of the k-th best key of E(q).
 
     With fewer than k eligible keys the cutoff is INT32_MAX and with k = 0 it is -1; the position is -1 in both cases.
     The position depends on the eligible keys alone, the rank also on the scores of keys that never compete.
     """
-    rank = ranks(scores, rule)
+    rank = ranks(scores, rule) if rank is None else rank
     cutoff = np.full(len(scores), NO_CUTOFF, dtype=np.int64)
     boundary = np.full(len(scores), -1, dtype=np.int64)
     for q in range(len(scores)):
@@ -45,10 +55,10 @@ def cutoffs(scores, rule):
     return cutoff, boundary
 
 
-def expiry_from_cutoffs(scores, rule):
+def expiry_from_cutoffs(scores, rule, rank=None):
     """The expiry that rank and cutoff imply (eq. 26): a long-range key is visible at q while rank(t) <= cutoff[q]."""
-    rank = ranks(scores, rule)
-    cutoff, _ = cutoffs(scores, rule)
+    rank = ranks(scores, rule) if rank is None else rank
+    cutoff, _ = cutoffs(scores, rule, rank)
     expiry = np.full(len(scores), NEVER, dtype=np.int64)
     for t in range(len(scores)):
         if rule.keeps(t):

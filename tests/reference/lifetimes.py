@@ -29,7 +29,8 @@ class Rule:
     sinks s, window w >= 1 and the long-range part: `gate` is "none", "at_least" (open where r >= tau) or "above" (open
     where r > tau); `budget` is k, UNLIMITED for a gate without a cap or a full-attention head, and None where the
     policy has no long-range part at all unless a gate is given (StreamingLLM). tau and log_gamma are fp32 values; tau
-    is a logit, as scores are. keep_every = m > 0 adds a keep part: keys t with t % m == 0 never leave and do not compete.
+    is a logit, as scores are. keep_every = m > 0 adds a keep part: keys t with t % m == 0 never leave and do not
+    compete.
     """
 
     sinks: int = 0

@@ -19,10 +19,13 @@ lifetimes.kvpv (see vectors.py for the container)
 cutoff.kvpv         the same columns for n = 1 under the default base, and by query or key
     rank, cutoff    int32                    rank(t) among all tokens; rank of the k-th best eligible key, INT32_MAX, -1
     boundary        int32                    position of that key, -1 where there is none
+    competing_rank, competing_cutoff         the same with ranks among the keys that compete within the sequence only,
+                                             INT32_MAX for the others; independent of scores that nothing may read
 
 metrics.kvpv        scores [pairs, 2, S]     teacher and student under one rule; expiry [pairs, 2, S] clamped to S
-    numbers         float64 [pairs, 9]       density and evict ratio of the student, oracle recall mean, its chance, last,
-                                             its chance, queries in the mean, density and evict ratio of the teacher
+    numbers         float64 [pairs, 9]       density and evict ratio of the student; oracle recall mean, its chance,
+                                             last, its chance, queries in the mean; density and evict ratio of the
+                                             teacher
     live            int32 [pairs, S]         keys that each query of the student sees
 
 cache.kvpv          q [6, S, 64], k, v [2, S, 64]  float32, exact in bf16 and fp16; query head i reads KV head i // 3
@@ -89,7 +92,8 @@ def numbers_of(rule, pattern, length):
     return row, [rule.tau, rule.log_gamma]
 
 
-SHAPES = [(4, 16, 12), (0, 1, 1), (1, 5, 7), (0, 8, 20), (4, 1, 3), (3, 64, 5), (0, 1, 40), (2, 16, 0), (0, 3, UNLIMITED)]
+SHAPES = [(4, 16, 12), (0, 1, 1), (1, 5, 7), (0, 8, 20), (4, 1, 3), (3, 64, 5), (0, 1, 40), (2, 16, 0),
+          (0, 3, UNLIMITED)]  # s, w, k
 SLOPES = [f32(x) for x in (-0.01, -0.25, 0.0, -0.7, -3.0, -0.03, -1e-40, -100.0)]
 LEVELS = [f32(x) for x in (0.5, 0.0, -0.0, -0.5, np.inf, -np.inf)]
 
@@ -104,7 +108,8 @@ def lifetime_cases(names, random):
     def add(pattern, length, cu=(), **numbers):
         slope = f32(-0.25) if names[pattern] == "balanced" else numbers.pop("log_gamma", pick(SLOPES))
         numbers.pop("log_gamma", None)
-        cases.append((Rule(tau=numbers.pop("tau", pick(LEVELS)), log_gamma=slope, **numbers), pattern, length, list(cu)))
+        rule = Rule(tau=numbers.pop("tau", pick(LEVELS)), log_gamma=slope, **numbers)
+        cases.append((rule, pattern, length, list(cu)))
 
     def shaped(shape):
         return dict(sinks=shape[0], window=shape[1], budget=shape[2])
@@ -116,11 +121,12 @@ def lifetime_cases(names, random):
                 for step, limit in ((1, REBASE_LIMIT), (1, 32), (3, REBASE_LIMIT), (64, REBASE_LIMIT)):
                     if limit == 32:
                         limit = pick([32, 32, 5, 1, 100])
-                    length = pick([LONGEST, 200, 120, 90]) if step == 64 or limit != REBASE_LIMIT else pick([150, 120, 90])
+                    longer = step == 64 or limit != REBASE_LIMIT
+                    length = pick([LONGEST, 200, 120, 90]) if longer else pick([150, 120, 90])
                     tau = f32(0.5) if names[pattern] == "threshold edge" else pick(LEVELS[:4])
                     add(pattern, length, gate=gate, decay_step=step, keep_every=keep * pick([3, 16, 50]), tau=tau,
                         rebase_limit=limit, **shaped(pick(SHAPES[:7])))
-    # Decay steps on hard roundings, in number: an order that is static within t mod n in exact arithmetic is not in fp64.
+    # Decay steps on hard roundings: an order that is static within t mod n in exact arithmetic is not so in float64.
     for pattern in [names.index(name) for name in ("huge equal", "huge few", "huge spread", "normal", "infinities")]:
         for step in (1, 2, 3, 64):
             for slope in (-0.7, -3.0, -100.0):
@@ -133,7 +139,8 @@ def lifetime_cases(names, random):
             for pattern in range(len(names)):
                 if gate != "none":
                     tau = f32(0.5) if names[pattern] == "threshold edge" else pick(LEVELS)
-                    add(pattern, pick([60, 100]), gate=gate, tau=tau, keep_every=keep, sinks=pick([0, 4]), window=pick([1, 2, 16]))
+                    add(pattern, pick([60, 100]), gate=gate, tau=tau, keep_every=keep, sinks=pick([0, 4]),
+                        window=pick([1, 2, 16]))
         for shape in SHAPES[7:]:
             add(names.index("normal"), 80, gate=gate, **shaped(shape))
     # Sinks, window, sinks + window, with and without a keep part.
@@ -194,26 +201,31 @@ def lifetime_file(patterns, random):
 
 def cutoff_file(patterns, random):
     names, scores = list(patterns), np.array(list(patterns.values())).astype(f32)
-    rows, ranks, limits, boundaries = [], [], [], []
+    rows, ranks, limits, boundaries, competing, competing_limits = [], [], [], [], [], []
     for pattern in range(len(names)):
         for number, (s, w, k) in enumerate(SHAPES):
-            rule = Rule(sinks=s, window=w, budget=k, tau=LEVELS[0], gate=GATES[(pattern + number) % 3 if number > 3 else 0],
-                        log_gamma=f32(-0.25) if names[pattern] == "balanced" else SLOPES[random.randint(len(SLOPES))])
-            length = [100, 64, 33, s + w, 1][random.randint(5) if number > 3 else 0]
+            slope = f32(-0.25) if names[pattern] == "balanced" else SLOPES[random.randint(len(SLOPES))]
+            gate = GATES[(pattern + number) % 3 if number > 3 else 0]
+            rule = Rule(sinks=s, window=w, budget=k, tau=LEVELS[0], gate=gate, log_gamma=slope)
+            length = [80, 64, 33, s + w, 1][random.randint(5) if number > 3 else 0]
             mine = scores[pattern, :length]
             rows.append(numbers_of(rule, pattern, length))
             ranks.append(cutoff.ranks(mine, rule))
             limit, boundary = cutoff.cutoffs(mine, rule)
             limits.append(limit)
             boundaries.append(boundary)
+            competing.append(cutoff.competing_ranks(mine, rule))
+            competing_limits.append(cutoff.cutoffs(mine, rule, competing[-1])[0])
     return {
-        "scores": scores[:, :100],
+        "scores": scores[:, :80],
         "cases": np.array([row for row, _ in rows]),
         "levels": np.array([levels for _, levels in rows], dtype=f32),
         "offsets": offsets(ranks),
         "rank": joined(ranks),
         "cutoff": joined(limits),
         "boundary": joined(boundaries),
+        "competing_rank": joined(competing),
+        "competing_cutoff": joined(competing_limits),
     }
 
 
@@ -259,11 +271,14 @@ def cache_file(patterns, random):
         ("normal", [Rule(**base), Rule(sinks=0, window=1, budget=1)], 0.0),
         ("equal", [Rule(**base), Rule(sinks=1, window=5, budget=7, log_gamma=f32(-0.03))], 0.0),
         ("improving", [Rule(**base), Rule(sinks=2, window=100, budget=3)], 0.0),
-        ("few values", [Rule(**base, log_gamma=f32(-0.25), decay_step=3), Rule(sinks=0, window=4, budget=9, log_gamma=f32(-0.01), decay_step=64)], 30.0),
-        ("huge few", [Rule(**base, log_gamma=f32(-0.7), rebase_limit=16), Rule(sinks=0, window=4, budget=9, log_gamma=f32(-0.7), rebase_limit=16)], 0.0),
+        ("few values", [Rule(**base, log_gamma=f32(-0.25), decay_step=3),
+                        Rule(window=4, budget=9, log_gamma=f32(-0.01), decay_step=64)], 30.0),
+        ("huge few", [Rule(**base, log_gamma=f32(-0.7), rebase_limit=16),
+                      Rule(window=4, budget=9, log_gamma=f32(-0.7), rebase_limit=16)], 0.0),
         ("normal", [Rule(sinks=4, window=8), Rule(sinks=0, window=1)], 0.0),
-        ("uniform", [Rule(sinks=4, window=8, budget=12, gate="above"), Rule(window=6, budget=5, gate="above", tau=f32(1.0))], 0.0),
-        ("uniform", [Rule(sinks=0, window=8, gate="at_least", budget=30), Rule(sinks=1, window=2, gate="at_least", tau=f32(-1.0), budget=70)], 0.0),
+        ("uniform", [Rule(**base, gate="above"), Rule(window=6, budget=5, gate="above", tau=f32(1.0))], 0.0),
+        ("uniform", [Rule(window=8, budget=30, gate="at_least"),
+                     Rule(sinks=1, window=2, budget=70, gate="at_least", tau=f32(-1.0))], 0.0),
         ("worsening", [Rule(**base, keep_every=16), Rule(sinks=0, window=3, budget=0, keep_every=16)], 0.0),
     ]
     queries = sorted(set(range(0, length, 9)) | {1, length - 1})
