@@ -89,7 +89,7 @@ std::uint64_t pair_key(std::int32_t left, std::int32_t right) {
 
 /// Whether a pre-tokenizer splits digits; throws for any that is not [Digits,] ByteLevel.
 bool splits_digits(const json& pre, const std::string& file) {
-    const json steps = pre.value("type", "") == "Sequence" ? pre.value("pretokenizers", json::array()) : json{pre};
+    const json steps = pre.value("type", "") == "Sequence" ? pre.value("pretokenizers", json::array()) : json::array({pre});
     bool digits = false, byte_level = false;
     for (const json& step : steps) {
         const std::string type = step.value("type", "");
