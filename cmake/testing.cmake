@@ -77,11 +77,13 @@ foreach(variant IN LISTS KVPOLICY_TEST_VARIANTS)
         target_compile_definitions(kvpolicy_test_main_${variant}
             PUBLIC DOCTEST_CONFIG_NO_EXCEPTIONS_BUT_WITH_ALL_ASSERTS)
     endif()
-    # Builds all tests of the variant; what tools/run test --quick builds is kvpolicy_tests_plain.
-    add_custom_target(kvpolicy_tests_${variant})
 endforeach()
+
+# kvpolicy_tests builds all tests, kvpolicy_tests_<variant> those of one variant; programs that are no unit test count as
+# plain. tools/run test --quick builds the latter.
 add_custom_target(kvpolicy_tests)
-foreach(variant IN LISTS kvpolicy_test_variants)
+foreach(variant IN LISTS kvpolicy_variants)
+    add_custom_target(kvpolicy_tests_${variant})
     add_dependencies(kvpolicy_tests kvpolicy_tests_${variant})
 endforeach()
 
@@ -128,6 +130,27 @@ function(kvpolicy_add_test name)
             ENVIRONMENT "${kvpolicy_environment_${variant}}")
         kvpolicy_test_options(${test})
     endforeach()
+endfunction()
+
+# kvpolicy_add_program_test(<name> TARGET <executable> [ARGS <argument>...] [LABELS <label>...] [TIMEOUT <seconds>]
+#                           [PROCESSORS <n>])
+#
+# Runs a program of ours, an example say, and sees it exit with 0 (or 77: skipped).
+function(kvpolicy_add_program_test name)
+    cmake_parse_arguments(PARSE_ARGV 1 arg "" "TARGET;TIMEOUT;PROCESSORS" "ARGS;LABELS")
+    if(arg_UNPARSED_ARGUMENTS OR NOT TARGET "${arg_TARGET}")
+        message(FATAL_ERROR "kvpolicy_add_program_test(${name}): needs TARGET; not understood: "
+                            "${arg_UNPARSED_ARGUMENTS}")
+    endif()
+    add_dependencies(kvpolicy_tests_plain ${arg_TARGET})
+    add_test(NAME ${name} COMMAND ${kvpolicy_launch_plain} $<TARGET_FILE:${arg_TARGET}> ${arg_ARGS}
+             WORKING_DIRECTORY ${PROJECT_BINARY_DIR}/tests)
+    set_tests_properties(${name} PROPERTIES
+        LABELS "program;${arg_LABELS}"
+        TIMEOUT 600
+        SKIP_RETURN_CODE ${kvpolicy_skip_code}
+        ENVIRONMENT "${kvpolicy_environment_plain}")
+    kvpolicy_test_options(${name})
 endfunction()
 
 # kvpolicy_add_gpu_test(<name> SOURCES <file>... [LIBRARIES ...] [DEFINITIONS ...] [LABELS ...] [TIMEOUT ...])
