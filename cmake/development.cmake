@@ -1,5 +1,8 @@
 # What our own targets (tests, examples, benchmarks) share. Consumers never see this file.
 
+# What we write is C++20, not GNU C++20.
+set(CMAKE_CXX_EXTENSIONS OFF)
+
 # ---- warnings --------------------------------------------------------------------------------------------------------
 
 option(KVPOLICY_WERROR "Turn warnings in our own targets into errors (the presets do)" OFF)
