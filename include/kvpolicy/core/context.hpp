@@ -49,7 +49,7 @@ public:
     [[nodiscard]] int threads() const { return pool_->threads(); }
     [[nodiscard]] isa instructions() const { return set_; }
 
-    /// Calls body(i) for every i in [0, count) on the pool's threads.
+    /// Calls body(i), or body(i, thread) with 0 <= thread < threads(), for every i in [0, count) on the pool's threads.
     template <class Body>
     void parallel_for(std::int64_t count, Body&& body) const {
         pool_->parallel_for(count, static_cast<Body&&>(body));

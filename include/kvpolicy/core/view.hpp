@@ -107,18 +107,17 @@ struct Sequences {
 };
 
 /// The active sequences of one call on a cache. Entry i of q, k, v and out belongs to cache slot slots[i] (default: i)
-/// and brings q_len[i] tokens (default: the views' length); 0 leaves that slot untouched.
+/// and brings q_len[i] tokens (default: `length`); 0 leaves that slot untouched. Slots that no entry names are untouched.
 struct Batch {
     std::int32_t count = 0;
     const std::int32_t* slots = nullptr;  // [count], all different
-    const std::int32_t* q_len = nullptr;  // [count]
+    const std::int32_t* q_len = nullptr;  // [count], 0 to the views' length
+    std::int32_t length = 1;
 
     KVPOLICY_HOST_DEVICE constexpr std::int32_t slot(std::int64_t i) const {
         return slots ? slots[i] : static_cast<std::int32_t>(i);
     }
-    KVPOLICY_HOST_DEVICE constexpr std::int32_t tokens(std::int64_t i, std::int32_t length) const {
-        return q_len ? q_len[i] : length;
-    }
+    KVPOLICY_HOST_DEVICE constexpr std::int32_t tokens(std::int64_t i) const { return q_len ? q_len[i] : length; }
 };
 
 /// The numbers of an attention call that are not tensors. logit = scale * <q, k>, then softcap * tanh(logit / softcap)

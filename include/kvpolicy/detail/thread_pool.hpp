@@ -22,7 +22,7 @@ class thread_pool {
 public:
     explicit thread_pool(int threads) {
         workers_.reserve(static_cast<std::size_t>(threads > 1 ? threads - 1 : 0));
-        for (int i = 1; i < threads; ++i) { workers_.emplace_back([this] { work(); }); }
+        for (int i = 1; i < threads; ++i) { workers_.emplace_back([this, i] { work(i); }); }
     }
     thread_pool(const thread_pool&) = delete;
     thread_pool& operator=(const thread_pool&) = delete;
@@ -39,17 +39,18 @@ public:
 
     [[nodiscard]] int threads() const { return static_cast<int>(workers_.size()) + 1; }
 
-    /// Calls body(i) for every i in [0, count), in any order, on all threads.
+    /// Calls body(i), or body(i, thread) with 0 <= thread < threads(), for every i in [0, count), in any order, on all
+    /// threads. `thread` tells which memory of its own an index may use.
     template <class Body>
     void parallel_for(std::int64_t count, Body&& body) {
         if (count <= 0) { return; }
         if (workers_.empty() || count == 1) {
-            for (std::int64_t i = 0; i < count; ++i) { body(i); }
+            for (std::int64_t i = 0; i < count; ++i) { call(body, i, 0); }
             return;
         }
         const std::lock_guard one_caller(callers_);
         using body_type = std::remove_reference_t<Body>;
-        job_ = [](void* context, std::int64_t i) { (*static_cast<body_type*>(context))(i); };
+        job_ = [](void* context, std::int64_t i, int thread) { call(*static_cast<body_type*>(context), i, thread); };
         context_ = const_cast<void*>(static_cast<const void*>(std::addressof(body)));
         count_ = count;
         next_.store(0, std::memory_order_relaxed);
@@ -59,7 +60,7 @@ public:
             generation_.fetch_add(1, std::memory_order_release);
         }
         wake_.notify_all();
-        drain();
+        drain(0);
         for (int spins = 0; running_.load(std::memory_order_acquire) != 0; ++spins) {
             if (spins < spin_limit) { pause(); } else { std::this_thread::yield(); }
         }
@@ -75,17 +76,22 @@ public:
 private:
     static constexpr int spin_limit = 2000;
 
+    template <class Body>
+    static void call(Body& body, std::int64_t i, int thread) {
+        if constexpr (std::is_invocable_v<Body&, std::int64_t, int>) { body(i, thread); } else { body(i); }
+    }
+
     static void pause() {
 #if KVPOLICY_X86
         __builtin_ia32_pause();
 #endif
     }
 
-    void drain() {
+    void drain(int thread) {
         for (std::int64_t i; (i = next_.fetch_add(1, std::memory_order_relaxed)) < count_;) {
 #if KVPOLICY_EXCEPTIONS
             try {
-                job_(context_, i);
+                job_(context_, i, thread);
             } catch (...) {
                 const std::lock_guard lock(mutex_);
                 if (!failure_ || i < failed_index_) {
@@ -94,12 +100,12 @@ private:
                 }
             }
 #else
-            job_(context_, i);
+            job_(context_, i, thread);
 #endif
         }
     }
 
-    void work() {
+    void work(int thread) {
         std::uint64_t seen = 0;
         for (;;) {
             for (int spins = 0; spins < spin_limit && generation_.load(std::memory_order_acquire) == seen; ++spins) {
@@ -111,7 +117,7 @@ private:
                 seen = generation_.load(std::memory_order_relaxed);
                 if (stopping_) { return; }
             }
-            drain();
+            drain(thread);
             running_.fetch_sub(1, std::memory_order_release);
         }
     }
@@ -122,7 +128,7 @@ private:
     std::condition_variable wake_;
     std::atomic<std::uint64_t> generation_{0};
     bool stopping_ = false;
-    void (*job_)(void*, std::int64_t) = nullptr;
+    void (*job_)(void*, std::int64_t, int) = nullptr;
     void* context_ = nullptr;
     std::int64_t count_ = 0;
     std::atomic<std::int64_t> next_{0};

@@ -149,7 +149,7 @@ class tile_pass {
                 out[c] = static_cast<T>(from[c] * inverse);
             }
             if (block_.lse != nullptr) {
-                block_.lse[i * block_.lse_row_stride + g * block_.lse_head_stride] = lse(r);
+                block_.lse[i * block_.lse_row_stride + g * block_.lse_head_stride] = log_sum(r);
             }
         }
     }
@@ -162,9 +162,16 @@ class tile_pass {
             for (std::int32_t c = 0; c < shape_.dim_v; ++c) {
                 out[c] = from[c] * inverse;
             }
-            lse_out[r] = lse(r);
+            lse_out[r] = log_sum(r);
         }
     }
+
+    /// The log-sum-exp of one row of the tile, and its largest logit; -inf where it saw nothing.
+    [[nodiscard]] float log_sum(std::int32_t r) const {
+        return static_cast<float>(
+            lse_of(softmax_state<double>{static_cast<double>(memory_.max[r]), memory_.sum[r]}));
+    }
+    [[nodiscard]] float largest(std::int32_t r) const { return static_cast<float>(memory_.max[r]); }
 
   private:
     void load_queries() {
@@ -251,11 +258,6 @@ class tile_pass {
     real inverse_sum(std::int32_t r) const {
         return memory_.sum[r] == 0.0 ? real(0) : static_cast<real>(1.0 / memory_.sum[r]);
     }
-    float lse(std::int32_t r) const {
-        return static_cast<float>(
-            lse_of(softmax_state<double>{static_cast<double>(memory_.max[r]), memory_.sum[r]}));
-    }
-
     attention_shape shape_;
     const query_block<T>& block_;
     std::int32_t begin_;

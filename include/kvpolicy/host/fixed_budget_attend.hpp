@@ -1,0 +1,160 @@
+// Attention of a cache's calls on the host: one query a sequence over the rows in use, or a chunk over two segments.
+#pragma once
+
+#include <algorithm>
+
+#include <kvpolicy/caches/fixed_budget.hpp>
+#include <kvpolicy/host/attention_kernel.hpp>
+#include <kvpolicy/host/check.hpp>
+
+namespace kvpolicy::host_backend {
+
+template <class P, class T>
+attention_shape shape_of(const FixedBudgetRef<P, T>& cache) {
+    attention_shape shape;
+    shape.dim_k = cache.dim_k;
+    shape.dim_v = cache.dim_v;
+    shape.scale = cache.attention.scale != 0.0f ? cache.attention.scale
+                                                : 1.0f / std::sqrt(static_cast<float>(cache.dim_k));
+    shape.softcap = cache.attention.softcap;
+    return shape;
+}
+
+/// The query heads of one entry and KV head, and where their results go.
+template <class P, class T>
+query_block<T> block_of(const FixedBudgetRef<P, T>& cache, std::int32_t entry, std::int32_t head, std::int32_t tokens,
+                        rows_view<const T> q, rows_view<T> out, plane_view<float> lse) {
+    query_block<T> block;
+    const std::int32_t first_head = head * cache.group;
+    block.q = q.row(entry, first_head, 0);
+    block.row_stride = q.row_stride;
+    block.head_stride = q.head_stride;
+    block.out = out.row(entry, first_head, 0);
+    block.out_row_stride = out.row_stride;
+    block.out_head_stride = out.head_stride;
+    if (lse) {
+        block.lse = lse.head(entry, first_head);
+        block.lse_row_stride = 1;
+        block.lse_head_stride = lse.head_stride;
+    }
+    block.count = tokens;
+    block.group = cache.group;
+    return block;
+}
+
+/// Memory of one part of a decode: a partial result, then scratch.
+template <class T>
+struct decode_part {
+    std::size_t out, lse, scratch;
+    decode_part(const attention_shape& shape, std::int32_t group)
+        : out(aligned_size(static_cast<std::size_t>(group) * static_cast<std::size_t>(shape.dim_v) *
+                           sizeof(compute_t<T>))),
+          lse(aligned_size(static_cast<std::size_t>(group) * sizeof(float))),
+          scratch(aligned_size(attend_scratch_bytes<T>(shape, group, 1))) {}
+};
+
+inline constexpr std::int32_t most_decode_parts = 32;  // attend_splits never makes more than this many in all
+
+template <class P, class T>
+std::size_t decode_bytes(const host& on, const FixedBudgetRef<P, T>& cache, std::int32_t count) {
+    const decode_part<T> part(shape_of(cache), cache.group);
+    const std::size_t tasks = static_cast<std::size_t>(count) * static_cast<std::size_t>(cache.kv_heads);
+    return std::max<std::size_t>(tasks, most_decode_parts) * (part.out + part.lse) +
+           static_cast<std::size_t>(on.threads()) * part.scratch;
+}
+
+/// One query a sequence over the rows in use. `added` is 1 where the present token's row is in already but the slot's
+/// length has not moved on yet.
+template <class P, class T>
+void attend_rows(const host& on, const FixedBudgetRef<P, T>& cache, const Batch& batch, rows_view<const T> q,
+                 rows_view<T> out, plane_view<float> lse, std::int32_t added, std::byte* memory) {
+    const attention_shape shape = shape_of(cache);
+    const std::int64_t tasks = std::int64_t{batch.count} * cache.kv_heads;
+    const auto entry_of = [&](std::int64_t task) { return static_cast<std::int32_t>(task / cache.kv_heads); };
+    const auto head_of = [&](std::int64_t task) { return static_cast<std::int32_t>(task % cache.kv_heads); };
+    const auto used = [&](std::int64_t task) {
+        const std::int32_t slot = batch.slot(entry_of(task)), head = head_of(task);
+        return cache.layout(head).used(cache.length[slot] + added,
+                                       cache.kept[std::int64_t{slot} * cache.kv_heads + head]);
+    };
+    std::int64_t longest = 0;
+    for (std::int64_t task = 0; task < tasks; ++task) { longest = std::max<std::int64_t>(longest, used(task)); }
+    const std::int64_t splits = attend_splits(tasks, longest);
+
+    const decode_part<T> part(shape, cache.group);
+    std::byte* scratch = memory + static_cast<std::size_t>(tasks * splits) * (part.out + part.lse);
+    const auto segment_of = [&](std::int64_t task) {
+        const std::int64_t first = cache.first_row(batch.slot(entry_of(task)), head_of(task));
+        key_segment<T> segment;
+        segment.k = cache.k + first * cache.dim_k;
+        segment.k_stride = cache.dim_k;
+        segment.v = cache.v + first * cache.dim_v;
+        segment.v_stride = cache.dim_v;
+        segment.count = used(task);
+        segment.first = -segment.count;  // every row lies before the query at 0
+        return segment;
+    };
+    const auto block = [&](std::int64_t task) {
+        return block_of(cache, entry_of(task), head_of(task), 1, q, out, lse);
+    };
+    // [tasks][splits] outputs, then [tasks][splits] sums, each part of its own cache lines.
+    const auto out_of = [&](std::int64_t task) {
+        return reinterpret_cast<compute_t<T>*>(memory + static_cast<std::size_t>(task * splits) * part.out);
+    };
+    const auto lse_of = [&](std::int64_t task) {
+        return reinterpret_cast<float*>(memory + static_cast<std::size_t>(tasks * splits) * part.out +
+                                        static_cast<std::size_t>(task * splits) * part.lse);
+    };
+    on.parallel_for(tasks * splits, [&](std::int64_t i, int thread) {
+        const std::int64_t task = i / splits, split = i % splits;
+        if (batch.tokens(entry_of(task)) == 0) { return; }
+        const key_segment<T> segment = segment_of(task);
+        std::byte* mine = scratch + static_cast<std::size_t>(thread) * part.scratch;
+        if (splits == 1) {
+            attend_head(on.instructions(), shape, &segment, 1, block(task), 0, 1, mine);
+            return;
+        }
+        const std::int64_t step = (std::int64_t{segment.count} + splits - 1) / splits;
+        attend_head_split(on.instructions(), shape, &segment, 1, block(task), 0, 1, split * step,
+                          std::min<std::int64_t>((split + 1) * step, segment.count),
+                          out_of(task) + split * cache.group * cache.dim_v, lse_of(task) + split * cache.group, mine);
+    });
+    if (splits == 1) { return; }
+    for (std::int64_t task = 0; task < tasks; ++task) {
+        if (batch.tokens(entry_of(task)) == 0) { continue; }
+        merge_splits(shape, block(task), 0, 1, static_cast<std::int32_t>(splits), out_of(task), lse_of(task));
+    }
+}
+
+template <class P, class T>
+std::size_t chunk_attention_bytes(const host& on, const FixedBudgetRef<P, T>& cache) {
+    const attention_shape shape = shape_of(cache);
+    return static_cast<std::size_t>(on.threads()) *
+           aligned_size(attend_scratch_bytes<T>(shape, cache.group, attend_tile<T>(shape, cache.group)));
+}
+
+/// A chunk's queries over the two segments that segments_of(entry, head, segments) gives.
+template <class P, class T, class SegmentsOf>
+void attend_chunk(const host& on, const FixedBudgetRef<P, T>& cache, const Batch& batch, rows_view<const T> q,
+                  rows_view<T> out, plane_view<float> lse, std::int32_t longest, std::byte* memory,
+                  SegmentsOf&& segments_of) {
+    const attention_shape shape = shape_of(cache);
+    const std::int32_t tile = attend_tile<T>(shape, cache.group);
+    const std::int64_t tiles = (longest + tile - 1) / tile;
+    const std::int64_t heads = std::int64_t{batch.count} * cache.kv_heads;
+    const std::size_t scratch = aligned_size(attend_scratch_bytes<T>(shape, cache.group, tile));
+    on.parallel_for(tiles * heads, [&](std::int64_t task, int thread) {
+        // Late tiles see the most keys: they go first, so that no thread is left with a long one at the end.
+        const auto begin = static_cast<std::int32_t>((tiles - 1 - task / heads) * tile);
+        const auto i = static_cast<std::int32_t>(task % heads / cache.kv_heads);
+        const auto h = static_cast<std::int32_t>(task % cache.kv_heads);
+        const std::int32_t tokens = batch.tokens(i);
+        if (begin >= tokens) { return; }
+        key_segment<T> segments[2];
+        segments_of(i, h, segments);
+        attend_head(on.instructions(), shape, segments, 2, block_of(cache, i, h, tokens, q, out, lse), begin,
+                    std::min(tokens, begin + tile), memory + static_cast<std::size_t>(thread) * scratch);
+    });
+}
+
+}  // namespace kvpolicy::host_backend

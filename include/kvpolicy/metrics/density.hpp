@@ -1,0 +1,76 @@
+// How much of the past a mask shows: live keys, density, evict ratio.
+#pragma once
+
+#include <algorithm>
+#include <cstddef>
+#include <cstdint>
+
+#include <kvpolicy/core/context.hpp>
+#include <kvpolicy/core/types.hpp>
+#include <kvpolicy/core/view.hpp>
+#include <kvpolicy/host/check.hpp>
+#include <kvpolicy/policies/compose.hpp>
+
+namespace kvpolicy {
+
+/// live[b][h][q] = |{t : t <= q < expiry[b][h][t]}|, the keys that query q sees. expiry and live are [B, Hkv, S];
+/// overwrites live for the sequences' lengths. Synchronous, O(S) a head.
+inline void live_keys(const host& on, plane_view<const expiry_t> expiry, const Sequences& sequences,
+                      plane_view<std::int32_t> live) {
+    host_backend::check_sequences(sequences, expiry.batch, expiry.length);
+    detail::require(live.batch == expiry.batch && live.heads == expiry.heads && live.length >= sequences.length,
+                    "live.length", live.length, "the shape of expiry");
+    on.parallel_for(std::int64_t{expiry.batch} * expiry.heads, [&](std::int64_t task) {
+        const std::int64_t b = task / expiry.heads, h = task % expiry.heads;
+        const std::int32_t length = sequences.length_of(b);
+        const expiry_t* e = expiry.head(b, h);
+        std::int32_t* out = live.head(b, h);
+        std::fill_n(out, length, 0);
+        for (std::int32_t t = 0; t < length; ++t) {
+            if (e[t] <= t) { continue; }  // never visible at all
+            ++out[t];
+            if (e[t] < length) { --out[e[t]]; }
+        }
+        for (std::int32_t q = 1; q < length; ++q) { out[q] += out[q - 1]; }
+    });
+}
+
+/// density[b * Hkv + h]: the share of visible pairs among the S (S + 1) / 2 causal ones; 1 is dense attention, 0 for S = 0.
+inline void density(const host& on, plane_view<const expiry_t> expiry, const Sequences& sequences, double* out) {
+    host_backend::check_sequences(sequences, expiry.batch, expiry.length);
+    on.parallel_for(std::int64_t{expiry.batch} * expiry.heads, [&](std::int64_t task) {
+        const std::int64_t b = task / expiry.heads;
+        const std::int64_t length = sequences.length_of(b);
+        const expiry_t* e = expiry.head(b, task % expiry.heads);
+        std::int64_t pairs = 0;
+        for (std::int64_t t = 0; t < length; ++t) {
+            pairs += std::max<std::int64_t>(0, std::min<std::int64_t>(e[t], length) - t);
+        }
+        const double causal = static_cast<double>(length) * static_cast<double>(length + 1) / 2.0;
+        out[task] = length == 0 ? 0.0 : static_cast<double>(pairs) / causal;
+    });
+}
+
+/// evict_ratio[b * Hkv + h] (kvpop.txt, figure 8): the share of pairs with t in E(q) = {t : s <= t <= q - w} that are not
+/// visible. 0 is dense attention, 1 means nothing beyond sinks and window; 0 where no such pair exists.
+template <AnyPolicy P>
+void evict_ratio(const host& on, const P& policy, plane_view<const expiry_t> expiry, const Sequences& sequences,
+                 double* out, std::int32_t layer = 0) {
+    host_backend::check_sequences(sequences, expiry.batch, expiry.length);
+    on.parallel_for(std::int64_t{expiry.batch} * expiry.heads, [&](std::int64_t task) {
+        const std::int64_t b = task / expiry.heads;
+        const auto h = static_cast<std::int32_t>(task % expiry.heads);
+        const std::int64_t length = sequences.length_of(b);
+        const HeadRule rule = policy.rule(layer, h);
+        const expiry_t* e = expiry.head(b, h);
+        std::int64_t pairs = 0, gone = 0;
+        for (std::int64_t t = rule.sinks; t + rule.window < length; ++t) {
+            const std::int64_t eligible = t + rule.window;
+            pairs += length - eligible;
+            gone += length - std::clamp<std::int64_t>(e[t], eligible, length);
+        }
+        out[task] = pairs == 0 ? 0.0 : static_cast<double>(gone) / static_cast<double>(pairs);
+    });
+}
+
+}  // namespace kvpolicy

@@ -1,0 +1,94 @@
+// Oracle recall: how many of a teacher's long-range keys a student keeps (kvpop.txt, 4.3 and figure 7).
+#pragma once
+
+#include <algorithm>
+#include <cstddef>
+#include <cstdint>
+
+#include <kvpolicy/core/context.hpp>
+#include <kvpolicy/core/types.hpp>
+#include <kvpolicy/core/view.hpp>
+#include <kvpolicy/host/check.hpp>
+#include <kvpolicy/policies/compose.hpp>
+
+namespace kvpolicy {
+
+/// Recall of one head. With T(q) and U(q) the long-range keys (those in E(q)) visible at q under teacher and student:
+/// recall(q) = |T & U| / |T| (1 where T is empty), chance(q) = |U| / |E(q)| (1 where E is empty).
+struct Recall {
+    std::int64_t queries = 0;  ///< queries q >= s + w + k, over which the means are taken; 0: the means are 1
+    double mean = 1.0;
+    double chance_mean = 1.0;
+    double last = 1.0;  ///< the last query alone
+    double chance_last = 1.0;
+};
+
+/// Bytes of workspace that oracle_recall needs.
+inline std::size_t oracle_recall_workspace_bytes(const host&, plane_view<const expiry_t> teacher,
+                                                 const Sequences& sequences) {
+    const std::size_t row = host_backend::aligned_size(static_cast<std::size_t>(sequences.length) * 3 * sizeof(std::int32_t));
+    return static_cast<std::size_t>(teacher.batch) * static_cast<std::size_t>(teacher.heads) * row + host_backend::alignment;
+}
+
+/// out[b * Hkv + h] from two masks [B, Hkv, S] of the same policy (sinks, windows and budgets of `layer`). Overwrites.
+/// Synchronous, O(S) a head.
+template <AnyPolicy P>
+void oracle_recall(const host& on, const P& policy, plane_view<const expiry_t> teacher,
+                   plane_view<const expiry_t> student, const Sequences& sequences, Recall* out, workspace_view workspace,
+                   std::int32_t layer = 0) {
+    host_backend::check_sequences(sequences, teacher.batch, teacher.length);
+    detail::require(student.batch == teacher.batch && student.heads == teacher.heads &&
+                        student.length >= sequences.length,
+                    "student.length", student.length, "the shape of teacher");
+    host_backend::check_workspace(workspace, oracle_recall_workspace_bytes(on, teacher, sequences));
+    const std::size_t row = host_backend::aligned_size(static_cast<std::size_t>(sequences.length) * 3 * sizeof(std::int32_t));
+    std::byte* memory = host_backend::aligned(workspace.data);
+    on.parallel_for(std::int64_t{teacher.batch} * teacher.heads, [&](std::int64_t task) {
+        const std::int64_t b = task / teacher.heads;
+        const auto h = static_cast<std::int32_t>(task % teacher.heads);
+        const std::int64_t length = sequences.length_of(b);
+        const HeadRule rule = policy.rule(layer, h);
+        const expiry_t* of_teacher = teacher.head(b, h);
+        const expiry_t* of_student = student.head(b, h);
+        auto* both = reinterpret_cast<std::int32_t*>(memory + static_cast<std::size_t>(task) * row);
+        std::int32_t* kept = both + length;    // by the teacher
+        std::int32_t* tried = kept + length;   // by the student
+        std::fill_n(both, 3 * length, 0);
+        const auto count = [&](std::int32_t* live, std::int64_t from, std::int64_t to) {
+            if (from >= std::min(to, length)) { return; }
+            ++live[from];
+            if (to < length) { --live[to]; }
+        };
+        for (std::int64_t t = rule.sinks; t + rule.window < length; ++t) {
+            const std::int64_t from = t + rule.window;
+            count(both, from, std::min(of_teacher[t], of_student[t]));
+            count(kept, from, of_teacher[t]);
+            count(tried, from, of_student[t]);
+        }
+        const std::int64_t first = std::int64_t{rule.sinks} + rule.window + rule.budget;
+        Recall result;
+        double recall_sum = 0.0, chance_sum = 0.0;
+        for (std::int64_t q = 0; q < length; ++q) {
+            if (q > 0) {
+                both[q] += both[q - 1];
+                kept[q] += kept[q - 1];
+                tried[q] += tried[q - 1];
+            }
+            const std::int64_t eligible = std::max<std::int64_t>(0, q - rule.window + 1 - rule.sinks);
+            result.last = kept[q] == 0 ? 1.0 : static_cast<double>(both[q]) / kept[q];
+            result.chance_last = eligible == 0 ? 1.0 : static_cast<double>(tried[q]) / static_cast<double>(eligible);
+            if (q >= first) {
+                ++result.queries;
+                recall_sum += result.last;
+                chance_sum += result.chance_last;
+            }
+        }
+        if (result.queries > 0) {
+            result.mean = recall_sum / static_cast<double>(result.queries);
+            result.chance_mean = chance_sum / static_cast<double>(result.queries);
+        }
+        out[task] = result;
+    });
+}
+
+}  // namespace kvpolicy

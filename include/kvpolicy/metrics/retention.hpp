@@ -1,0 +1,31 @@
+// The retention map: which tokens the heads of a layer still hold at one query (kvpop.txt, figures 6 and 9).
+#pragma once
+
+#include <cstdint>
+
+#include <kvpolicy/core/context.hpp>
+#include <kvpolicy/core/types.hpp>
+#include <kvpolicy/core/view.hpp>
+#include <kvpolicy/host/check.hpp>
+
+namespace kvpolicy {
+
+/// heads_holding[b * S + t] for t < the sequence's length: how many KV heads of the layer see key t at query `query`
+/// (position in the mask's frame); 0 for t > query. `S` is sequences.length. Overwrites. Synchronous.
+inline void retention_map(const host& on, plane_view<const expiry_t> expiry, const Sequences& sequences,
+                          std::int32_t query, std::int32_t* heads_holding) {
+    host_backend::check_sequences(sequences, expiry.batch, expiry.length);
+    detail::require(query >= 0, "query", query, "0 or more");
+    on.parallel_for(expiry.batch, [&](std::int64_t b) {
+        std::int32_t* out = heads_holding + b * sequences.length;
+        for (std::int32_t t = 0; t < sequences.length_of(b); ++t) {
+            std::int32_t holding = 0;
+            for (std::int32_t h = 0; h < expiry.heads; ++h) {
+                holding += t <= query && query < expiry.head(b, h)[t] ? 1 : 0;
+            }
+            out[t] = holding;
+        }
+    });
+}
+
+}  // namespace kvpolicy

@@ -1,0 +1,203 @@
+// Runs one policy over one input three ways - as a mask, step by step, and in chunks - and compares what each keeps and
+// what each query gets.
+#pragma once
+
+#include <algorithm>
+#include <string>
+#include <vector>
+
+#include <doctest/doctest.h>
+
+#include <kvpolicy/attention/sparse.hpp>
+#include <kvpolicy/caches/fixed_budget.hpp>
+#include <kvpolicy/masks/build.hpp>
+
+#include "../../support/cases.hpp"
+
+namespace test {
+
+struct Sizes {
+    std::int32_t batch = 1;
+    std::int32_t kv_heads = 2;
+    std::int32_t group = 2;
+    std::int32_t length = 0;
+    std::int32_t dim = 8;
+};
+
+/// One bounded cache with its memory (poisoned: NaN in every float that is not written) and workspace.
+template <class P, class T>
+struct CacheUnderTest {
+    kvpolicy::FixedBudgetCache<P, T> cache;
+    std::vector<unsigned char> memory;
+
+    CacheUnderTest(const kvpolicy::host& on, const Sizes& sizes, const P& policy, kvpolicy::position_t rebase_limit,
+                   const typename P::scorer_type* scorers = nullptr, std::int32_t page_rows = 1)
+        : cache(kvpolicy::CacheShape{.layers = 1,
+                                     .slots = sizes.batch,
+                                     .query_heads = sizes.kv_heads * sizes.group,
+                                     .kv_heads = sizes.kv_heads,
+                                     .dim_k = sizes.dim,
+                                     .dim_v = sizes.dim,
+                                     .page_rows = page_rows},
+                policy, scorers),
+          memory(cache.bytes().total(), 0xff) {
+        cache.rebase_limit(rebase_limit);
+        cache.bind(on, memory.data(), memory.size());
+    }
+
+    std::vector<kvpolicy::position_t> sorted_positions(std::int32_t slot, std::int32_t head) const {
+        std::vector<kvpolicy::position_t> kept(
+            static_cast<std::size_t>(cache.occupancy(0, slot, head).rows()));
+        cache.retained(0, slot, head, kept.data());
+        std::sort(kept.begin(), kept.end());
+        return kept;
+    }
+};
+
+template <class T>
+struct Inputs {
+    Tensor<T> q, k, v;
+    Plane<float> scores;
+    Inputs(const Sizes& s, Scores kind, std::mt19937& generator)
+        : q(s.batch, s.kv_heads * s.group, s.length, s.dim), k(s.batch, s.kv_heads, s.length, s.dim),
+          v(s.batch, s.kv_heads, s.length, s.dim), scores(s.batch, s.kv_heads, s.length) {
+        q.fill_normal(generator);
+        k.fill_normal(generator);
+        v.fill_normal(generator);
+        fill_scores(scores, kind, generator);
+    }
+};
+
+/// What is kept after each token, by mask: positions t <= q < expiry[t], for one head.
+inline std::vector<kvpolicy::position_t> visible(const kvpolicy::expiry_t* expiry, std::int32_t q) {
+    std::vector<kvpolicy::position_t> keys;
+    for (std::int32_t t = 0; t <= q; ++t) {
+        if (q < expiry[t]) { keys.push_back(t); }
+    }
+    return keys;
+}
+
+/// The largest difference of two tensors.
+template <class T>
+double difference(const Tensor<T>& a, const Tensor<T>& b) {
+    double most = 0.0;
+    for (std::size_t i = 0; i < a.data.size(); ++i) {
+        const double x = static_cast<double>(static_cast<float>(a.data[i]));
+        const double y = static_cast<double>(static_cast<float>(b.data[i]));
+        most = std::max(most, x == y ? 0.0 : std::abs(x - y));
+        if (x != x || y != y) { return std::numeric_limits<double>::infinity(); }
+    }
+    return most;
+}
+
+/// Feeds tokens [from, from + count) of every sequence; one token goes through step, more through prefill.
+template <class P, class T>
+void feed(const kvpolicy::host& on, CacheUnderTest<P, T>& under_test, const Inputs<T>& in, Tensor<T>& out,
+          std::int32_t from, std::int32_t count, bool as_step) {
+    const kvpolicy::Batch batch{.count = in.q.batch, .length = count};
+    const auto ref = under_test.cache.ref(0);
+    Workspace workspace(kvpolicy::cache_workspace_bytes(on, ref, in.q.batch, count));
+    kvpolicy::CacheExtras extras;
+    if constexpr (P::ranked) { extras.scores = in.scores.tokens(from, count); }
+    if (as_step) {
+        kvpolicy::step(on, ref, batch, in.q.tokens(from, count), in.k.tokens(from, count), in.v.tokens(from, count),
+                       out.tokens(from, count), workspace, nullptr, extras);
+    } else {
+        kvpolicy::prefill(on, ref, batch, in.q.tokens(from, count), in.k.tokens(from, count), in.v.tokens(from, count),
+                          out.tokens(from, count), workspace, nullptr, extras);
+    }
+    under_test.cache.advance(on, batch);
+}
+
+/// Softmax weights are at most 1 and sum to 1, so an output differs by a few units in the last place of the largest value.
+/// The order of the keys differs between paths: the error of a sum of n terms grows like sqrt(n); n is a few hundred here.
+inline constexpr double output_tolerance = 64 * 1.2e-7 * 5.0;
+
+/// mask = steps = one chunk = random chunks, for one policy whose scores are given.
+template <class T = float, class P>
+void check_policy(const kvpolicy::host& on, const P& policy, const Sizes& sizes, Scores kind, std::mt19937& generator,
+                  kvpolicy::position_t rebase_limit = kvpolicy::rebase_limit) {
+    CAPTURE(name(kind));
+    CAPTURE(sizes.length);
+    const Inputs<T> in(sizes, kind, generator);
+    const kvpolicy::Sequences sequences{.batch = sizes.batch, .length = sizes.length};
+    const kvpolicy::MaskOptions options{.rebase_limit = rebase_limit};
+
+    Plane<kvpolicy::expiry_t> expiry(sizes.batch, sizes.kv_heads, sizes.length, -7);
+    Workspace mask_workspace(
+        kvpolicy::build_mask_workspace_bytes(on, policy, sequences, sizes.kv_heads, options));
+    kvpolicy::build_mask(on, policy, in.scores.view(), sequences, expiry.view(), mask_workspace, options);
+
+    Tensor<T> by_mask(sizes.batch, sizes.kv_heads * sizes.group, sizes.length, sizes.dim);
+    const kvpolicy::keys<T> keys{.k = in.k.view(), .v = in.v.view(), .mask = {.expiry = expiry.view()}};
+    Workspace attention_workspace(
+        kvpolicy::attend_workspace_bytes(on, kvpolicy::Attention{}, in.q.view(), keys, sequences));
+    kvpolicy::attend(on, kvpolicy::Attention{}, in.q.view(), keys, sequences, by_mask.view(), {}, attention_workspace);
+
+    CacheUnderTest<P, T> stepped(on, sizes, policy, rebase_limit);
+    Tensor<T> by_steps(sizes.batch, sizes.kv_heads * sizes.group, sizes.length, sizes.dim);
+    by_steps.fill(std::numeric_limits<float>::quiet_NaN());
+    bool same = true;
+    for (std::int32_t q = 0; q < sizes.length; ++q) {
+        feed(on, stepped, in, by_steps, q, 1, true);
+        for (std::int32_t b = 0; b < sizes.batch; ++b) {
+            for (std::int32_t h = 0; h < sizes.kv_heads; ++h) {
+                const bool equal = stepped.sorted_positions(b, h) == visible(expiry.view().head(b, h), q);
+                if (!equal && same) {
+                    CAPTURE(q);
+                    CAPTURE(h);
+                    CHECK(equal);
+                }
+                same = same && equal;
+            }
+        }
+    }
+    CHECK(same);
+    CHECK(difference(by_mask, by_steps) <= output_tolerance);
+
+    const auto check_chunked = [&](const std::vector<std::int32_t>& chunks, bool steps_between) {
+        CacheUnderTest<P, T> chunked(on, sizes, policy, rebase_limit);
+        Tensor<T> out(sizes.batch, sizes.kv_heads * sizes.group, sizes.length, sizes.dim);
+        out.fill(std::numeric_limits<float>::quiet_NaN());
+        std::int32_t at = 0;
+        bool equal = true;
+        for (const std::int32_t chunk : chunks) {
+            feed(on, chunked, in, out, at, chunk, steps_between && chunk == 1);
+            at += chunk;
+            for (std::int32_t b = 0; b < sizes.batch && at > 0; ++b) {
+                for (std::int32_t h = 0; h < sizes.kv_heads; ++h) {
+                    equal = equal && chunked.sorted_positions(b, h) == visible(expiry.view().head(b, h), at - 1);
+                }
+            }
+        }
+        CHECK(equal);
+        CHECK(difference(by_mask, out) <= output_tolerance);
+        // The rows themselves stand where stepping would have put them, and hold the same keys, values and scores.
+        const auto a = chunked.cache.ref(0), b = stepped.cache.ref(0);
+        bool rows_equal = true;
+        for (std::int32_t slot = 0; slot < sizes.batch; ++slot) {
+            for (std::int32_t h = 0; h < sizes.kv_heads; ++h) {
+                const std::int32_t used = a.used(slot, h);
+                rows_equal = rows_equal && used == b.used(slot, h);
+                for (std::int32_t r = 0; r < used && rows_equal; ++r) {
+                    const std::int64_t row = a.first_row(slot, h) + r;
+                    rows_equal = a.position[row] == b.position[row] && a.score[row] == b.score[row] &&
+                                 std::equal(a.k + row * a.dim_k, a.k + (row + 1) * a.dim_k, b.k + row * b.dim_k,
+                                            [](T x, T y) { return static_cast<float>(x) == static_cast<float>(y); });
+                }
+            }
+        }
+        CHECK(rows_equal);
+    };
+    check_chunked({sizes.length}, false);
+    std::vector<std::int32_t> chunks;
+    for (std::int32_t at = 0; at < sizes.length;) {
+        const auto most = static_cast<std::uint32_t>(generator() % 2 == 0 ? 3 : sizes.length);
+        const auto chunk = std::min(static_cast<std::int32_t>(generator() % most) + 1, sizes.length - at);
+        chunks.push_back(chunk);
+        at += chunk;
+    }
+    check_chunked(chunks, true);
+}
+
+}  // namespace test

@@ -1,0 +1,124 @@
+// The central promise: given the same scores, the mask, the stepped cache and the cache filled in any chunks hold the same
+// keys after every token, and every query gets the same output.
+#include <doctest/doctest.h>
+
+#include <kvpolicy/policies/decay.hpp>
+#include <kvpolicy/policies/sink.hpp>
+#include <kvpolicy/policies/threshold_gate.hpp>
+#include <kvpolicy/policies/topk_budget.hpp>
+#include <kvpolicy/policies/window.hpp>
+#include <kvpolicy/streaming_llm.hpp>
+
+#include "cache_harness.hpp"
+
+using namespace kvpolicy;
+using test::Sizes;
+
+namespace {
+
+using Budget = Policy<Sink<>, Window<>, TopKBudget<>, Decay<dynamic>>;
+template <class Comparison>
+using Capped = Policy<Sink<>, Window<>, ThresholdGate<Comparison>, TopKBudget<>, Decay<dynamic>>;
+
+Budget budget(std::int32_t s, std::int32_t w, std::int32_t k, float log_gamma = 0.0f, std::int32_t n = 1) {
+    return Budget{Sink<>{s}, Window<>{w}, TopKBudget<>{k}, Decay<dynamic>{log_gamma, n}};
+}
+
+struct Numbers {
+    std::int32_t s, w, k;
+};
+// s = 0, w = 1, k = 0, a window longer than the sequence, a budget longer than the sequence, and ordinary ones.
+constexpr Numbers numbers[] = {{0, 1, 0}, {0, 1, 1}, {2, 1, 3}, {3, 4, 0}, {4, 5, 7}, {0, 8, 5}, {1, 60, 4}, {2, 3, 60}};
+
+}  // namespace
+
+TEST_CASE("sinks, window and budget, every order of scores") {
+    const host on{2};
+    std::mt19937 generator(1);
+    for (const test::Scores kind : test::all_scores) {
+        for (const Numbers n : numbers) {
+            CAPTURE(n.s);
+            CAPTURE(n.w);
+            CAPTURE(n.k);
+            test::check_policy(on, budget(n.s, n.w, n.k), Sizes{.length = 41}, kind, generator);
+        }
+    }
+}
+
+TEST_CASE("decay with steps 1, 3 and 64") {
+    const host on{1};
+    std::mt19937 generator(2);
+    for (const std::int32_t step : {1, 3, 64}) {
+        for (const float log_gamma : {-1e-6f, -0.03125f, -0.3f}) {
+            for (const test::Scores kind : test::all_scores) {
+                CAPTURE(step);
+                CAPTURE(log_gamma);
+                test::check_policy(on, budget(2, 5, 6, log_gamma, step), Sizes{.length = 150}, kind, generator);
+            }
+        }
+    }
+}
+
+TEST_CASE("priorities are rebased on one schedule") {
+    const host on{1};
+    std::mt19937 generator(3);
+    for (const position_t limit : {1, 7, 32}) {
+        for (const test::Scores kind : test::all_scores) {
+            CAPTURE(limit);
+            test::check_policy(on, budget(1, 4, 9, -0.1f), Sizes{.length = 100}, kind, generator, limit);
+        }
+    }
+}
+
+TEST_CASE("a capped gate counts open keys only") {
+    const host on{1};
+    std::mt19937 generator(4);
+    for (const test::Scores kind : test::all_scores) {
+        for (const Numbers n : numbers) {
+            const auto parts = [&](auto gate) {
+                return Policy<Sink<>, Window<>, decltype(gate), TopKBudget<>, Decay<dynamic>>{
+                    Sink<>{n.s}, Window<>{n.w}, gate, TopKBudget<>{n.k}, Decay<dynamic>{-0.01f, 1}};
+            };
+            test::check_policy(on, parts(ThresholdGate<at_least>{0.0f}), Sizes{.length = 41}, kind, generator);
+            test::check_policy(on, parts(ThresholdGate<above>{0.0f}), Sizes{.length = 41}, kind, generator);
+        }
+    }
+}
+
+TEST_CASE("StreamingLLM") {
+    const host on{1};
+    std::mt19937 generator(5);
+    for (const std::int32_t length : {1, 2, 4, 5, 9, 10, 11, 40}) {
+        test::check_policy(on, StreamingLLM<4, 6>{}, Sizes{.length = length}, test::Scores::random, generator);
+    }
+}
+
+TEST_CASE("lengths from 0 to a few windows") {
+    const host on{1};
+    std::mt19937 generator(6);
+    for (std::int32_t length = 0; length <= 34; ++length) {
+        test::check_policy(on, budget(2, 8, 3), Sizes{.batch = 2, .length = length}, test::Scores::random, generator);
+    }
+}
+
+TEST_CASE("budgets, windows and decay that differ by head") {
+    const host on{2};
+    std::mt19937 generator(7);
+    const std::int32_t sinks[] = {0, 2, 5}, windows[] = {1, 9, 4}, keys[] = {6, 0, 11}, steps[] = {1, 3, 1};
+    const float decays[] = {0.0f, -0.2f, -0.01f};
+    const Budget policy{Sink<>{per_head(sinks, 1, 3)}, Window<>{per_head(windows, 1, 3)},
+                        TopKBudget<>{per_head(keys, 1, 3)},
+                        Decay<dynamic>{per_head(decays, 1, 3), per_head(steps, 1, 3)}};
+    for (const test::Scores kind : test::all_scores) {
+        test::check_policy(on, policy, Sizes{.kv_heads = 3, .group = 3, .length = 60}, kind, generator);
+    }
+}
+
+TEST_CASE("groups of 1, 3, 5, 6, 7, 12 and 16 query heads") {
+    const host on{1};
+    std::mt19937 generator(8);
+    for (const std::int32_t group : {1, 3, 5, 6, 7, 12, 16}) {
+        test::check_policy(on, budget(1, 6, 8), Sizes{.kv_heads = 1, .group = group, .length = 50, .dim = 64},
+                           test::Scores::random, generator);
+    }
+}
