@@ -30,7 +30,7 @@ struct portable_kernels {
         return scan_rows(expiry, position, first, count, first_query, last_query);
     }
 
-    /// Key panels of `count` rows; the lanes that fill up the last panel become 0.
+    /// Key panels of `count` rows; the lanes that fill up the last panel may hold anything.
     static void pack_keys(const T* const* k, std::int32_t count, std::int32_t dim, real* panel) {
         for (std::int32_t j = 0; j < count; j += panel_lanes, panel += std::int64_t{dim} * panel_lanes) {
             for (std::int32_t lane = 0; lane < panel_lanes; ++lane) {
