@@ -76,8 +76,7 @@ void check_scores(const P& policy, plane_view<const float> scores, const Sequenc
 template <class P>
 void check_mask_call(const P& policy, plane_view<const float> scores, const Sequences& sequences, std::int32_t batch,
                      std::int32_t heads, std::int32_t length, std::int32_t layer) {
-    detail::require(layer >= 0, "layer", layer, "0 or more");
-    policy.check(layer, heads);
+    policy.check_layer(layer, heads);
     check_sequences(sequences, batch, length);
     if constexpr (P::ranked) {
         detail::require(static_cast<bool>(scores) || length == 0, "scores.data", "null",
