@@ -81,11 +81,13 @@ void check_mask_call(const P& policy, plane_view<const float> scores, const Sequ
     if constexpr (P::ranked) {
         detail::require(static_cast<bool>(scores) || length == 0, "scores.data", "null",
                         "fp32 scores, since this policy ranks keys");
-        detail::require(scores.batch == batch && scores.heads == heads && scores.length >= sequences.length, "scores",
-                        std::to_string(scores.batch) + " x " + std::to_string(scores.heads) + " x " +
-                            std::to_string(scores.length),
-                        std::to_string(batch) + " x " + std::to_string(heads) + " x at least " +
-                            std::to_string(sequences.length) + ", as the output");
+        if (scores.batch != batch || scores.heads != heads || scores.length < sequences.length) {
+            detail::refuse("scores",
+                           std::to_string(scores.batch) + " x " + std::to_string(scores.heads) + " x " +
+                               std::to_string(scores.length),
+                           std::to_string(batch) + " x " + std::to_string(heads) + " x at least " +
+                               std::to_string(sequences.length) + ", as the output");
+        }
     }
 }
 
