@@ -130,9 +130,9 @@ private:
 /// What a call on a cache may take or give beside its tensors.
 struct CacheExtras {
     /// Scores of the new tokens [count, Hkv, n], for a policy whose scores are given (GivenScores).
-    plane_view<const float> scores;
+    plane_view<const float> scores{};
     /// Where to write the log-sum-exp of every query [count, Hq, n] (natural log), if wanted.
-    plane_view<float> lse;
+    plane_view<float> lse{};
 };
 
 /// Bytes of workspace for step and prefill with at most `count` entries of at most `tokens` tokens.
