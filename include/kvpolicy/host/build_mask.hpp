@@ -76,17 +76,18 @@ void check_scores(const P& policy, plane_view<const float> scores, const Sequenc
 template <class P>
 void check_mask_call(const P& policy, plane_view<const float> scores, const Sequences& sequences, std::int32_t batch,
                      std::int32_t heads, std::int32_t length, std::int32_t layer) {
-    detail::require(layer >= 0, "layer", layer, "0 or more");
-    policy.check(layer, heads);
+    policy.check_layer(layer, heads);
     check_sequences(sequences, batch, length);
     if constexpr (P::ranked) {
         detail::require(static_cast<bool>(scores) || length == 0, "scores.data", "null",
                         "fp32 scores, since this policy ranks keys");
-        detail::require(scores.batch == batch && scores.heads == heads && scores.length >= sequences.length, "scores",
-                        std::to_string(scores.batch) + " x " + std::to_string(scores.heads) + " x " +
-                            std::to_string(scores.length),
-                        std::to_string(batch) + " x " + std::to_string(heads) + " x at least " +
-                            std::to_string(sequences.length) + ", as the output");
+        if (scores.batch != batch || scores.heads != heads || scores.length < sequences.length) {
+            detail::refuse("scores",
+                           std::to_string(scores.batch) + " x " + std::to_string(scores.heads) + " x " +
+                               std::to_string(scores.length),
+                           std::to_string(batch) + " x " + std::to_string(heads) + " x at least " +
+                               std::to_string(sequences.length) + ", as the output");
+        }
     }
 }
 

@@ -170,11 +170,8 @@ void FixedBudgetCache<P, T>::clear(const host&, std::int32_t slot) {
 template <AnyPolicy P, Storage T>
 void FixedBudgetCache<P, T>::advance(const host&, const Batch& batch) {
     require_bound();
+    host_backend::check_batch(batch, shape_.slots, std::numeric_limits<std::int32_t>::max(), "any");
     auto* length = reinterpret_cast<position_t*>(memory_ + length_at_);
-    for (std::int32_t i = 0; i < batch.count; ++i) {
-        require_slot(batch.slot(i));
-        detail::require(batch.tokens(i) >= 0, "batch tokens", batch.tokens(i), "0 or more");
-    }
     for (std::int32_t i = 0; i < batch.count; ++i) { length[batch.slot(i)] += batch.tokens(i); }
 }
 

@@ -57,6 +57,7 @@ template <AnyPolicy P>
 void evict_ratio(const host& on, const P& policy, plane_view<const expiry_t> expiry, const Sequences& sequences,
                  double* out, std::int32_t layer = 0) {
     host_backend::check_sequences(sequences, expiry.batch, expiry.length);
+    policy.check_layer(layer, expiry.heads);
     on.parallel_for(std::int64_t{expiry.batch} * expiry.heads, [&](std::int64_t task) {
         const std::int64_t b = task / expiry.heads;
         const auto h = static_cast<std::int32_t>(task % expiry.heads);

@@ -37,6 +37,7 @@ void oracle_recall(const host& on, const P& policy, plane_view<const expiry_t> t
                    plane_view<const expiry_t> student, const Sequences& sequences, Recall* out, workspace_view workspace,
                    std::int32_t layer = 0) {
     host_backend::check_sequences(sequences, teacher.batch, teacher.length);
+    policy.check_layer(layer, teacher.heads);
     detail::require(student.batch == teacher.batch && student.heads == teacher.heads &&
                         student.length >= sequences.length,
                     "student.length", student.length, "the shape of teacher");

@@ -23,6 +23,9 @@ struct Decay {
         rule.decay_step = Step;
         rule.log_gamma = log_gamma.at(layer, head);
     }
+    void check_values(std::int32_t layers, std::int32_t heads) const {
+        log_gamma.check("array of log gammas", layers, heads);
+    }
 };
 
 /// A decay whose step n is a run-time value too.
@@ -39,6 +42,10 @@ struct Decay<dynamic> {
     KVPOLICY_HOST_DEVICE constexpr void write(HeadRule& rule, std::int32_t layer, std::int32_t head) const {
         rule.decay_step = step.at(layer, head);
         rule.log_gamma = log_gamma.at(layer, head);
+    }
+    void check_values(std::int32_t layers, std::int32_t heads) const {
+        log_gamma.check("array of log gammas", layers, heads);
+        step.check("array of decay steps", layers, heads);
     }
 };
 
