@@ -10,7 +10,9 @@
 namespace llama {
 
 DenseAttention::DenseAttention(const Config& config)
-    : heads_(config.heads), kv_heads_(config.kv_heads), head_dim_(config.head_dim),
+    : heads_(config.heads),
+      kv_heads_(config.kv_heads),
+      head_dim_(config.head_dim),
       stores_(static_cast<std::size_t>(config.layers)) {}
 
 std::int64_t DenseAttention::length() const noexcept {
@@ -45,20 +47,22 @@ void DenseAttention::operator()(int layer, std::span<const std::int64_t> positio
         const float* keys = store.keys.data() + kv_head * head_dim_;
         const float* values = store.values.data() + kv_head * head_dim_;
         cblas_sgemm(CblasRowMajor, CblasNoTrans, CblasTrans, count, length, head_dim_, scale,
-                    q.data() + head * head_dim_, heads_ * head_dim_, keys, row, 0.0f, weights_.data(), length);
+                    q.data() + head * head_dim_, heads_ * head_dim_, keys, row, 0.0f, weights_.data(),
+                    length);
         for (int i = 0; i < count; ++i) {
             const std::span<float> all(weights_.data() + static_cast<std::ptrdiff_t>(i) * length,
                                        static_cast<std::size_t>(length));
             const auto seen = all.first(static_cast<std::size_t>(before + i + 1));
-            std::ranges::fill(all.subspan(seen.size()), 0.0f); // later tokens of the chunk
+            std::ranges::fill(all.subspan(seen.size()), 0.0f);  // later tokens of the chunk
             const float largest = std::ranges::max(seen);
             float sum = 0;
             for (float& w : seen) sum += w = std::exp(w - largest);
             for (float& w : seen) w /= sum;
         }
-        cblas_sgemm(CblasRowMajor, CblasNoTrans, CblasNoTrans, count, head_dim_, length, 1.0f, weights_.data(), length,
-                    values, row, 0.0f, out.data() + head * head_dim_, heads_ * head_dim_);
+        cblas_sgemm(CblasRowMajor, CblasNoTrans, CblasNoTrans, count, head_dim_, length, 1.0f,
+                    weights_.data(), length, values, row, 0.0f, out.data() + head * head_dim_,
+                    heads_ * head_dim_);
     }
 }
 
-} // namespace llama
+}  // namespace llama

@@ -13,7 +13,8 @@ using test::contains;
 namespace {
 
 /// How often each token of logits = log(probabilities) is drawn, as a fraction.
-std::vector<double> frequencies(const llama::SamplerOptions& options, const std::vector<double>& probabilities) {
+std::vector<double> frequencies(const llama::SamplerOptions& options,
+                                const std::vector<double>& probabilities) {
     std::vector<float> logits;
     for (const double p : probabilities) logits.push_back(static_cast<float>(std::log(p)));
     std::vector<double> counts(logits.size());
@@ -22,7 +23,7 @@ std::vector<double> frequencies(const llama::SamplerOptions& options, const std:
     return counts;
 }
 
-} // namespace
+}  // namespace
 
 TEST_CASE("greedy takes the largest, of equals the first") {
     Sampler sample;
@@ -40,7 +41,7 @@ TEST_CASE("frequencies follow the probabilities") {
     CHECK(two[0] + two[2] == 0);
     CHECK(std::abs(two[1] - 2.0 / 3) < 0.015);
 
-    const auto most = frequencies({.temperature = 1, .top_p = 0.7, .seed = 7}, p); // 0.5 + 0.25
+    const auto most = frequencies({.temperature = 1, .top_p = 0.7, .seed = 7}, p);  // 0.5 + 0.25
     CHECK(most[0] + most[2] == 0);
     CHECK(std::abs(most[1] - 2.0 / 3) < 0.015);
 
