@@ -49,8 +49,8 @@ class Engine {
 
   private:
     void begin(std::span<const std::int32_t> tokens, std::span<const std::int64_t> positions);
-    void project_qkv(int layer);
-    void finish_layer(int layer);
+    void project_qkv(int index);
+    void finish_layer(int index);
     std::span<const float> logits(Logits which);
 
     const Model* model_;

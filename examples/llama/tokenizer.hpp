@@ -20,7 +20,7 @@ class Tokenizer {
     /// Token id = byte.
     static Tokenizer bytes();
     /// Reads a Hugging Face tokenizer.json whose model is byte-level BPE.
-    static Tokenizer read(const std::filesystem::path& file);
+    static Tokenizer read(const std::filesystem::path& path);
 
     int size() const noexcept { return static_cast<int>(pieces_.size()); }
 
