@@ -60,7 +60,8 @@ public:
 
     /// `scorers` are one value per layer, or null: then the policy's own scorer serves every layer. Both, and the weights
     /// that they view, stay with the caller. Refuses: counts below 1, query heads that kv_heads does not divide, a
-    /// head_dim that attention does not support, numbers that no policy can have, an unlimited budget.
+    /// head_dim that attention does not support, numbers that no policy can have, an unlimited budget, a scorer that does not
+    /// fit the shape.
     explicit FixedBudgetCache(const CacheShape& shape, const P& policy = P{}, const scorer_type* scorers = nullptr,
                               const Attention& attention = {});
 

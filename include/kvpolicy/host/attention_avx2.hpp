@@ -5,6 +5,7 @@
 
 #if KVPOLICY_X86
 
+#include <kvpolicy/host/attention_avx2_direct.hpp>
 #include <kvpolicy/host/attention_collect.hpp>
 #include <kvpolicy/host/attention_types.hpp>
 #include <kvpolicy/host/simd_avx2.hpp>
@@ -15,7 +16,7 @@
 namespace kvpolicy::host_backend {
 
 template <Storage T>
-struct avx2_kernels {
+struct avx2_kernels : avx2_direct<T> {
     using real = float;
 
     KVPOLICY_AVX2 static seen_rows scan(const expiry_t* expiry, const std::int32_t* position,
@@ -59,7 +60,7 @@ struct avx2_kernels {
             for (std::int32_t half = 0; half < panel_lanes; half += 8) {
                 const T* rows[8];
                 for (std::int32_t lane = 0; lane < 8; ++lane) {
-                    rows[lane] = k[j + half + lane < count ? j + half + lane : count - 1];
+                    rows[lane] = k[j + half + lane];
                 }
                 for (std::int32_t d = 0; d < dim; d += 8) {
                     __m256 x[8];
@@ -183,41 +184,6 @@ struct avx2_kernels {
         }
     }
 
-    KVPOLICY_AVX2 static void direct_qk(const float* q, std::int32_t rows, std::int32_t dim,
-                                        const T* const* k, std::int32_t count, float* scores) {
-        std::int32_t r = 0;
-        for (; rows - r >= 4 && rows - r != 5 && rows - r != 6; r += 4) {
-            products<4, 2>(q + r * dim, dim, k, count, scores + r * block_keys);
-        }
-        for (; rows - r >= 3; r += 3) {
-            products<3, 2>(q + r * dim, dim, k, count, scores + r * block_keys);
-        }
-        if (rows - r == 2) {
-            products<2, 4>(q + r * dim, dim, k, count, scores + r * block_keys);
-        }
-        if (rows - r == 1) {
-            products<1, 8>(q + r * dim, dim, k, count, scores + r * block_keys);
-        }
-    }
-
-    KVPOLICY_AVX2 static void direct_pv(const float* weights, std::int32_t rows, const T* const* v,
-                                        std::int32_t count, std::int32_t dim, const float* decay, float* out,
-                                        std::int32_t stride) {
-        std::int32_t r = 0;
-        for (; rows - r >= 4 && rows - r != 5 && rows - r != 6; r += 4) {
-            mixtures<4, 2>(weights + r * block_keys, v, count, dim, decay + r, out + r * stride, stride);
-        }
-        for (; rows - r >= 3; r += 3) {
-            mixtures<3, 4>(weights + r * block_keys, v, count, dim, decay + r, out + r * stride, stride);
-        }
-        if (rows - r == 2) {
-            mixtures<2, 4>(weights + r * block_keys, v, count, dim, decay + r, out + r * stride, stride);
-        }
-        if (rows - r == 1) {
-            mixtures<1, 8>(weights + r * block_keys, v, count, dim, decay + r, out + r * stride, stride);
-        }
-    }
-
   private:
     static constexpr float nothing = -std::numeric_limits<float>::infinity();
 
@@ -297,118 +263,6 @@ struct avx2_kernels {
             sum = _mm256_add_ps(sum, e);
         }
         return avx2::sum_of(sum);
-    }
-
-    /// R rows of queries times all keys, K keys at a time; R * K is 8, or 6.
-    template <int R, int K>
-    KVPOLICY_AVX2_INLINE static void products(const float* q, std::int32_t dim, const T* const* k,
-                                              std::int32_t count, float* scores) {
-        for (std::int32_t j = 0; j < count; j += K) {
-            const T* keys[K];
-            KVPOLICY_UNROLL
-            for (int i = 0; i < K; ++i) {
-                keys[i] = k[j + i < count ? j + i : count - 1];
-            }
-            __m256 sum[8];
-            KVPOLICY_UNROLL
-            for (int i = 0; i < 8; ++i) {
-                sum[i] = _mm256_setzero_ps();
-            }
-            for (std::int32_t d = 0; d < dim; d += 8) {
-                __m256 x[K];
-                KVPOLICY_UNROLL
-                for (int i = 0; i < K; ++i) {
-                    x[i] = avx2::load8(keys[i] + d);
-                }
-                KVPOLICY_UNROLL
-                for (int r = 0; r < R; ++r) {
-                    const __m256 y = _mm256_loadu_ps(q + r * dim + d);
-                    KVPOLICY_UNROLL
-                    for (int i = 0; i < K; ++i) {
-                        sum[r * K + i] = _mm256_fmadd_ps(x[i], y, sum[r * K + i]);
-                    }
-                }
-            }
-            const __m256 sums = avx2::sums_of(sum);
-            const __m128 low = _mm256_castps256_ps128(sums);
-            const __m128 high = _mm256_extractf128_ps(sums, 1);
-            float* to = scores + j;
-            if constexpr (K == 8) {
-                _mm256_storeu_ps(to, sums);
-            } else if constexpr (K == 4) {
-                _mm_storeu_ps(to, low);
-                _mm_storeu_ps(to + block_keys, high);
-            } else {
-                _mm_storel_pi(reinterpret_cast<__m64*>(to), low);
-                _mm_storeh_pi(reinterpret_cast<__m64*>(to + block_keys), low);
-                _mm_storel_pi(reinterpret_cast<__m64*>(to + 2 * block_keys), high);
-                if constexpr (R == 4) {
-                    _mm_storeh_pi(reinterpret_cast<__m64*>(to + 3 * block_keys), high);
-                }
-            }
-        }
-    }
-
-    /// R rows of output, V vectors of columns at a time.
-    template <int R, int V>
-    KVPOLICY_AVX2_INLINE static void mixtures(const float* weights, const T* const* v, std::int32_t count,
-                                              std::int32_t dim, const float* decay, float* out,
-                                              std::int32_t stride) {
-        std::int32_t c = 0;
-        for (; c + 8 * V <= dim; c += 8 * V) {
-            mixture<R, V>(weights, v, count, c, decay, out, stride);
-        }
-        if constexpr (V > 4) {
-            if (c + 32 <= dim) {
-                mixture<R, 4>(weights, v, count, c, decay, out, stride);
-                c += 32;
-            }
-        }
-        for (; c + 16 <= dim; c += 16) {
-            mixture<R, 2>(weights, v, count, c, decay, out, stride);
-        }
-        if (c < dim) {
-            mixture<R, 1>(weights, v, count, c, decay, out, stride);
-        }
-    }
-
-    template <int R, int V>
-    KVPOLICY_AVX2_INLINE static void mixture(const float* weights, const T* const* v, std::int32_t count,
-                                             std::int32_t column, const float* decay, float* out,
-                                             std::int32_t stride) {
-        __m256 sum[R][V];
-        KVPOLICY_UNROLL
-        for (int r = 0; r < R; ++r) {
-            KVPOLICY_UNROLL
-            for (int i = 0; i < V; ++i) {
-                sum[r][i] = _mm256_setzero_ps();
-            }
-        }
-        for (std::int32_t j = 0; j < count; ++j) {
-            const T* row = v[j] + column;
-            __m256 x[V];
-            KVPOLICY_UNROLL
-            for (int i = 0; i < V; ++i) {
-                x[i] = avx2::load8(row + 8 * i);
-            }
-            KVPOLICY_UNROLL
-            for (int r = 0; r < R; ++r) {
-                const __m256 weight = _mm256_broadcast_ss(weights + r * block_keys + j);
-                KVPOLICY_UNROLL
-                for (int i = 0; i < V; ++i) {
-                    sum[r][i] = _mm256_fmadd_ps(weight, x[i], sum[r][i]);
-                }
-            }
-        }
-        KVPOLICY_UNROLL
-        for (int r = 0; r < R; ++r) {
-            const __m256 factor = _mm256_broadcast_ss(decay + r);
-            float* to = out + std::int64_t{r} * stride + column;
-            KVPOLICY_UNROLL
-            for (int i = 0; i < V; ++i) {
-                _mm256_storeu_ps(to + 8 * i, _mm256_fmadd_ps(factor, _mm256_loadu_ps(to + 8 * i), sum[r][i]));
-            }
-        }
     }
 };
 

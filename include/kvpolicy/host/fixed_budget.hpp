@@ -53,6 +53,10 @@ FixedBudgetCache<P, T>::FixedBudgetCache(const CacheShape& shape, const P& polic
             rows += (needed + shape.page_rows - 1) / shape.page_rows * shape.page_rows;
         }
         row_offset_.push_back(rows);
+        if constexpr (P::ranked && CheckedScorer<scorer_type>) {
+            const scorer_type scorer = scorers != nullptr ? scorers[layer] : policy.scorer();
+            scorer.check(shape.kv_heads, shape.dim_k, shape.dim_v);
+        }
     }
     plan();
 }
@@ -74,7 +78,7 @@ void FixedBudgetCache<P, T>::plan() {
         const std::size_t rows = slots * static_cast<std::size_t>(this->rows(layer));
         const std::size_t k_bytes = rows * static_cast<std::size_t>(shape_.dim_k) * sizeof(T);
         const std::size_t v_bytes = rows * static_cast<std::size_t>(shape_.dim_v) * sizeof(T);
-        const scorer_type& scorer = scorers_ != nullptr ? scorers_[layer] : policy_.scorer();
+        const scorer_type scorer = scorers_ != nullptr ? scorers_[layer] : policy_.scorer();
         const std::size_t state_bytes =
             slots * heads * static_cast<std::size_t>(host_backend::state_floats(scorer)) * sizeof(float);
         layer_plan plan{};

@@ -9,6 +9,7 @@
 #if KVPOLICY_X86
 
 #include <kvpolicy/core/types.hpp>
+#include <kvpolicy/detail/unroll.hpp>
 #include <kvpolicy/host/attention_math.hpp>
 
 #include <immintrin.h>
@@ -17,13 +18,6 @@
 
 #define KVPOLICY_AVX2 __attribute__((target("avx2,fma,f16c")))
 #define KVPOLICY_AVX2_INLINE __attribute__((target("avx2,fma,f16c"), always_inline)) inline
-
-// Small arrays of vectors live in registers only where loops over them are unrolled, which g++ does not do at -O2.
-#if defined(__clang__)
-#define KVPOLICY_UNROLL _Pragma("clang loop unroll(full)")
-#else
-#define KVPOLICY_UNROLL _Pragma("GCC unroll 16")
-#endif
 
 namespace kvpolicy::host_backend::avx2 {
 
@@ -49,11 +43,27 @@ KVPOLICY_AVX2_INLINE float sum_of(__m256 x) {
     return _mm_cvtss_f32(_mm_add_ss(s, _mm_movehdup_ps(s)));
 }
 
-/// The sums of eight vectors, in order.
+/// The same vector, which a compiler may not load anew for every use: g++ folds a load into each of its uses, and the
+/// loads are then what limits a product.
+KVPOLICY_AVX2_INLINE __m256 in_register(__m256 x) {
+    __asm__("" : "+x"(x));
+    return x;
+}
+
+/// Per half: the two halves of a, summed, then those of b.
+KVPOLICY_AVX2_INLINE __m256 fold_pairs(__m256 a, __m256 b) {
+    return _mm256_add_ps(_mm256_blend_ps(a, b, 0xcc), _mm256_shuffle_ps(a, b, 0x4e));
+}
+/// Even plus odd lanes, a's and b's alternating.
+KVPOLICY_AVX2_INLINE __m256 fold_lanes(__m256 a, __m256 b) {
+    const __m256 swapped = _mm256_permute_ps(_mm256_blend_ps(a, b, 0x55), 0xb1);
+    return _mm256_add_ps(_mm256_blend_ps(a, b, 0xaa), swapped);
+}
+/// The sums of eight vectors, in order. Blends instead of horizontal additions: they need no shuffle unit.
 KVPOLICY_AVX2_INLINE __m256 sums_of(const __m256 (&x)[8]) {
-    const __m256 low = _mm256_hadd_ps(_mm256_hadd_ps(x[0], x[1]), _mm256_hadd_ps(x[2], x[3]));
-    const __m256 high = _mm256_hadd_ps(_mm256_hadd_ps(x[4], x[5]), _mm256_hadd_ps(x[6], x[7]));
-    return _mm256_add_ps(_mm256_permute2f128_ps(low, high, 0x20), _mm256_permute2f128_ps(low, high, 0x31));
+    const __m256 low = fold_lanes(fold_pairs(x[0], x[2]), fold_pairs(x[1], x[3]));
+    const __m256 high = fold_lanes(fold_pairs(x[4], x[6]), fold_pairs(x[5], x[7]));
+    return _mm256_add_ps(_mm256_blend_ps(low, high, 0xf0), _mm256_permute2f128_ps(low, high, 0x21));
 }
 
 /// Rows become columns.
