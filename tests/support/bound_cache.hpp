@@ -94,7 +94,7 @@ void call(const kvpolicy::host& on, const BoundCache<P, T>& under_test, std::int
           kvpolicy::rows_view<const T> v, kvpolicy::rows_view<T> out, const kvpolicy::CacheExtras& extras,
           bool steps) {
     const auto ref = under_test.cache.ref(layer);
-    std::int32_t longest = 0;
+    std::int32_t longest = 1;
     for (std::int32_t i = 0; i < batch.count; ++i) { longest = std::max(longest, batch.tokens(i)); }
     Workspace workspace(kvpolicy::cache_workspace_bytes(on, ref, batch.count, longest));
     if (steps) {
