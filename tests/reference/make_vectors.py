@@ -1,4 +1,4 @@
-"""Writes the committed test vectors for lifetimes, cutoffs, metrics, caches and scorers into tests/vectors.
+"""Writes the committed test vectors for lifetimes, cutoffs, metrics, caches, scorers and attention into tests/vectors.
 
     python3 make_vectors.py            write the files
     python3 make_vectors.py --check    compare with the files that are there
@@ -36,6 +36,7 @@ cache.kvpv          q [6, S, 64], k, v [2, S, 64]  float32, exact in bf16 and fp
     out, lse        float64 [cases, 6, n, 64], [cases, 6, S]
 
 scorers.kvpv        see scorers.py
+attention.kvpv      see attention.py
 """
 
 import pathlib
@@ -43,6 +44,7 @@ import sys
 
 import numpy as np
 
+import attention
 import cache
 import cutoff
 import lifetimes
@@ -325,6 +327,7 @@ def make():
         "metrics.kvpv": metrics_file(np.random.RandomState(14)),
         "cache.kvpv": cache_file(patterns, np.random.RandomState(15)),
         "scorers.kvpv": scorers.make(),
+        "attention.kvpv": attention.make(),
     }
 
 
