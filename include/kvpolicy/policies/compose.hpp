@@ -107,6 +107,7 @@ public:
 
     /// Refuses numbers that no policy can have, naming layer and head, and arrays that do not cover the heads.
     void check(std::int32_t layers, std::int32_t heads) const {
+        std::apply([&](const auto&... part) { (check_values(part, layers, heads), ...); }, parts_);
         for (std::int32_t layer = 0; layer < layers; ++layer) { check_layer(layer, heads); }
     }
 
