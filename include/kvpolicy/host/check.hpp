@@ -52,6 +52,12 @@ inline void check_attention(const Attention& attention) {
                     attention.softcap, "0 (none) or positive");
 }
 
+/// Where a metric is written.
+template <class T>
+void check_metric(const char* name, const T* out, std::int32_t batch, std::int32_t length) {
+    detail::require(out != nullptr || batch == 0 || length == 0, name, "null", "a pointer to the results");
+}
+
 /// The lent memory of a call.
 inline void check_workspace(workspace_view workspace, std::size_t needed) {
     if (workspace.bytes < needed) {

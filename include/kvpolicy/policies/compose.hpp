@@ -165,6 +165,8 @@ concept AnyPolicy = detail::is_policy<P>;
 
 /// k for a total budget B = s + w + k (kvpop.txt, eq. 1). Refuses B < s + w.
 inline std::int32_t budget_for_total(std::int64_t total, std::int32_t sinks, std::int32_t window) {
+    detail::require(sinks >= 0, "sinks", sinks, "0 or more");
+    detail::require(window >= 1, "window", window, "1 or more, since a query sees itself");
     const std::int64_t least = std::int64_t{sinks} + window;
     detail::require(total >= least && total - least < unlimited, "total budget", total,
                     "at least sinks + window = " + std::to_string(least));
