@@ -73,6 +73,20 @@ void check_scores(const P& policy, plane_view<const float> scores, const Sequenc
     }
 }
 
+/// A plane that a call writes, or reads beside one: [batch, heads, at least length].
+template <class T>
+void check_plane(const char* name, plane_view<T> plane, std::int32_t batch, std::int32_t heads, std::int32_t length) {
+    detail::require(plane.batch == batch && plane.heads == heads && plane.length >= length,
+                    [&] { return std::string(name) + ".length"; }, plane.length,
+                    [&] {
+                        return std::to_string(length) + " or more, for " + std::to_string(batch) + " sequences of " +
+                               std::to_string(heads) + " heads (it has " + std::to_string(plane.batch) + " of " +
+                               std::to_string(plane.heads) + ")";
+                    });
+    detail::require(plane.data != nullptr || batch == 0 || heads == 0 || length == 0,
+                    [&] { return std::string(name) + ".data"; }, "null", "a pointer to its numbers");
+}
+
 template <class P>
 void check_mask_call(const P& policy, plane_view<const float> scores, const Sequences& sequences, std::int32_t batch,
                      std::int32_t heads, std::int32_t length, std::int32_t layer) {
@@ -153,6 +167,7 @@ void build_mask(const host& on, const P& policy, plane_view<const float> scores,
                 std::uint32_t* status) {
     const std::int32_t heads = expiry.heads;
     host_backend::check_mask_call(policy, scores, sequences, expiry.batch, heads, expiry.length, options.layer);
+    host_backend::check_plane("expiry", expiry, expiry.batch, heads, sequences.length);
     detail::require(options.rebase_limit >= 1 && options.rebase_limit <= rebase_limit, "rebase_limit",
                     options.rebase_limit, "1 to 2^29");
     if constexpr (P::ranked) {
@@ -202,8 +217,8 @@ void build_cutoffs(const host& on, const P& policy, plane_view<const float> scor
     static_assert(P::has_budget, "kvpolicy: build_cutoffs needs a policy with a TopKBudget");
     const std::int32_t heads = rank.heads;
     host_backend::check_mask_call(policy, scores, sequences, rank.batch, heads, rank.length, layer);
-    detail::require(cutoff.batch == rank.batch && cutoff.heads == heads && cutoff.length >= sequences.length,
-                    "cutoff.length", cutoff.length, "the shape of rank");
+    host_backend::check_plane("rank", rank, rank.batch, heads, sequences.length);
+    host_backend::check_plane("cutoff", cutoff, rank.batch, heads, sequences.length);
     detail::require(sequences.cu_seqlens == nullptr, "sequences.cu_seqlens", "given",
                     "null (build_mask takes packed segments)");
     detail::require(sequences.length < rebase_limit, "sequences.length", sequences.length, "below 2^29");
@@ -248,9 +263,13 @@ void expiry_from_cutoffs(const host& on, const P& policy, plane_view<const std::
                          plane_view<const std::int32_t> cutoff, const Sequences& sequences, plane_view<expiry_t> expiry,
                          std::int32_t layer) {
     const std::int32_t heads = expiry.heads;
-    detail::require(rank.heads == heads && cutoff.heads == heads, "rank.heads", rank.heads,
-                    "expiry.heads = " + std::to_string(heads));
+    policy.check_layer(layer, heads);
     host_backend::check_sequences(sequences, expiry.batch, expiry.length);
+    detail::require(sequences.cu_seqlens == nullptr, "sequences.cu_seqlens", "given",
+                    "null (build_mask takes packed segments)");
+    host_backend::check_plane("rank", rank, expiry.batch, heads, sequences.length);
+    host_backend::check_plane("cutoff", cutoff, expiry.batch, heads, sequences.length);
+    host_backend::check_plane("expiry", expiry, expiry.batch, heads, sequences.length);
     on.parallel_for(std::int64_t{sequences.batch} * heads, [&](std::int64_t task) {
         const std::int64_t b = task / heads;
         const auto h = static_cast<std::int32_t>(task % heads);

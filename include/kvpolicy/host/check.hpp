@@ -3,6 +3,7 @@
 #pragma once
 
 #include <algorithm>
+#include <cmath>
 #include <cstddef>
 #include <cstdint>
 #include <string>
@@ -41,6 +42,20 @@ inline void check_sequences(const Sequences& sequences, std::int32_t batch, std:
                            "sequences.length = " + std::to_string(sequences.length));
         }
     }
+}
+
+/// The numbers of an attention call.
+inline void check_attention(const Attention& attention) {
+    detail::require(std::isfinite(attention.scale), "attention.scale", attention.scale,
+                    "finite (0: 1 / sqrt(head_dim))");
+    detail::require(attention.softcap >= 0.0f && std::isfinite(attention.softcap), "attention.softcap",
+                    attention.softcap, "0 (none) or positive");
+}
+
+/// Where a metric is written.
+template <class T>
+void check_metric(const char* name, const T* out, std::int32_t batch, std::int32_t length) {
+    detail::require(out != nullptr || batch == 0 || length == 0, name, "null", "a pointer to the results");
 }
 
 /// The lent memory of a call.

@@ -36,6 +36,7 @@ FixedBudgetCache<P, T>::FixedBudgetCache(const CacheShape& shape, const P& polic
                                          const Attention& attention)
     : shape_(shape), policy_(policy), scorers_(scorers), attention_(attention) {
     host_backend::check_shape(shape);
+    host_backend::check_attention(attention);
     policy.check(shape.layers, shape.kv_heads);
     for (std::int32_t layer = 0; layer < shape.layers; ++layer) {
         std::int64_t rows = 0;

@@ -107,6 +107,7 @@ public:
 
     /// Refuses numbers that no policy can have, naming layer and head, and arrays that do not cover the heads.
     void check(std::int32_t layers, std::int32_t heads) const {
+        std::apply([&](const auto&... part) { (check_values(part, layers, heads), ...); }, parts_);
         for (std::int32_t layer = 0; layer < layers; ++layer) { check_layer(layer, heads); }
     }
 
@@ -164,6 +165,8 @@ concept AnyPolicy = detail::is_policy<P>;
 
 /// k for a total budget B = s + w + k (kvpop.txt, eq. 1). Refuses B < s + w.
 inline std::int32_t budget_for_total(std::int64_t total, std::int32_t sinks, std::int32_t window) {
+    detail::require(sinks >= 0, "sinks", sinks, "0 or more");
+    detail::require(window >= 1, "window", window, "1 or more, since a query sees itself");
     const std::int64_t least = std::int64_t{sinks} + window;
     detail::require(total >= least && total - least < unlimited, "total budget", total,
                     "at least sinks + window = " + std::to_string(least));

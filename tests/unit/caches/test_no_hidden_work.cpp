@@ -1,7 +1,9 @@
-// A step hides no work: neither step nor prefill, attend, advance, export or a mask allocates. (The workspace and the
+// A step hides no work: neither step nor prefill, attend, advance, an export, a mask or attention through it allocates. (The
+// workspace and the
 // buffer are the caller's.) The global operator new of this program counts.
 #include <doctest/doctest.h>
 
+#include <kvpolicy/attention/sparse.hpp>
 #include <kvpolicy/masks/build.hpp>
 #include <kvpolicy/policies/decay.hpp>
 #include <kvpolicy/policies/sink.hpp>
@@ -56,6 +58,10 @@ TEST_CASE("no call of a cache allocates") {
         test::Workspace workspace(cache_workspace_bytes(on, ref, count, 4));
         const Sequences sequences{.batch = count, .length = 4};
         test::Workspace mask_workspace(build_mask_workspace_bytes(on, policy, sequences, 2));
+        const keys<float> masked{.k = k.view(), .v = v.view(), .mask = {.expiry = expiry.view()}};
+        const std::int32_t lengths[count] = {4, 3, 2, 1, 0, 4, 4, 4, 4, 4, 4, 4};
+        const Sequences ragged{.batch = count, .length = 4, .lengths = lengths, .starts = lengths};
+        test::Workspace attention_workspace(attend_workspace_bytes(on, Attention{}, q.view(), masked, ragged));
         const Batch chunk{.count = count, .length = 4}, token{.count = count, .length = 1};
         const CacheExtras extras{.scores = scores.view(), .lse = lse.view()};
         const long before = allocations.load();
@@ -69,6 +75,7 @@ TEST_CASE("no call of a cache allocates") {
             attend<P, float>(on, ref, token, q.view(), out.view(), lse.view(), workspace);
             export_heads(on, ref, token, exported);
             build_mask(on, policy, scores.view(), sequences, expiry.view(), mask_workspace);
+            attend(on, Attention{}, q.view(), masked, ragged, out.view(), lse.view(), attention_workspace);
         }
         const long after = allocations.load();
         CHECK(after - before == 0);
