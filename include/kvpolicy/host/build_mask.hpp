@@ -62,10 +62,7 @@ void check_scores(const P& policy, plane_view<const float> scores, const Sequenc
             for_each_segment<P>(sequences, b, [&](std::int32_t begin, std::int32_t end) {
                 for_each_leaver(policy, rule, end - begin, [&](std::int32_t t, std::int32_t) {
                     if (score[begin + t] != score[begin + t]) [[unlikely]] {
-                        detail::refuse(("scores[" + std::to_string(b) + "][" + std::to_string(h) + "][" +
-                                        std::to_string(begin + t) + "]")
-                                           .c_str(),
-                                       "NaN", "a number (-inf and +inf are allowed)");
+                        detail::refuse(detail::text("scores[", b, "][", h, "][", begin + t, "]").c_str(), "NaN", "a number (-inf and +inf are allowed)");
                     }
                 });
             });
@@ -77,14 +74,12 @@ void check_scores(const P& policy, plane_view<const float> scores, const Sequenc
 template <class T>
 void check_plane(const char* name, plane_view<T> plane, std::int32_t batch, std::int32_t heads, std::int32_t length) {
     detail::require(plane.batch == batch && plane.heads == heads && plane.length >= length,
-                    [&] { return std::string(name) + ".length"; }, plane.length,
+                    [&] { return detail::text(name, ".length"); }, plane.length,
                     [&] {
-                        return std::to_string(length) + " or more, for " + std::to_string(batch) + " sequences of " +
-                               std::to_string(heads) + " heads (it has " + std::to_string(plane.batch) + " of " +
-                               std::to_string(plane.heads) + ")";
+                        return detail::text(length, " or more, for ", batch, " sequences of ", heads, " heads (it has ", plane.batch, " of ", plane.heads, ")");
                     });
     detail::require(plane.data != nullptr || batch == 0 || heads == 0 || length == 0,
-                    [&] { return std::string(name) + ".data"; }, "null", "a pointer to its numbers");
+                    [&] { return detail::text(name, ".data"); }, "null", "a pointer to its numbers");
 }
 
 template <class P>
@@ -97,10 +92,8 @@ void check_mask_call(const P& policy, plane_view<const float> scores, const Sequ
                         "fp32 scores, since this policy ranks keys");
         if (scores.batch != batch || scores.heads != heads || scores.length < sequences.length) {
             detail::refuse("scores",
-                           std::to_string(scores.batch) + " x " + std::to_string(scores.heads) + " x " +
-                               std::to_string(scores.length),
-                           std::to_string(batch) + " x " + std::to_string(heads) + " x at least " +
-                               std::to_string(sequences.length) + ", as the output");
+                           detail::text(scores.batch, " x ", scores.heads, " x ", scores.length),
+                           detail::text(batch, " x ", heads, " x at least ", sequences.length, ", as the output"));
         }
     }
 }

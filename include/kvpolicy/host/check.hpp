@@ -16,16 +16,16 @@ namespace kvpolicy::host_backend {
 /// Lengths and packed edges of a call, against the views' batch and length.
 inline void check_sequences(const Sequences& sequences, std::int32_t batch, std::int32_t length) {
     if (sequences.batch != batch) {
-        detail::refuse("sequences.batch", sequences.batch, "the views' batch, " + std::to_string(batch));
+        detail::refuse("sequences.batch", sequences.batch, detail::text("the views' batch, ", batch));
     }
     if (sequences.length < 0 || sequences.length > length) {
-        detail::refuse("sequences.length", sequences.length, "0 to the views' length, " + std::to_string(length));
+        detail::refuse("sequences.length", sequences.length, detail::text("0 to the views' length, ", length));
     }
     if (sequences.lengths != nullptr) {
         for (std::int32_t b = 0; b < batch; ++b) {
             if (sequences.lengths[b] >= 0 && sequences.lengths[b] <= sequences.length) { continue; }
-            detail::refuse(("sequences.lengths[" + std::to_string(b) + "]").c_str(), sequences.lengths[b],
-                           "0 to sequences.length = " + std::to_string(sequences.length));
+            detail::refuse(detail::text("sequences.lengths[", b, "]").c_str(), sequences.lengths[b],
+                           detail::text("0 to sequences.length = ", sequences.length));
         }
     }
     if (sequences.cu_seqlens != nullptr) {
@@ -34,12 +34,12 @@ inline void check_sequences(const Sequences& sequences, std::int32_t batch, std:
         detail::require(sequences.cu_seqlens[0] == 0, "sequences.cu_seqlens[0]", sequences.cu_seqlens[0], "0");
         for (std::int32_t i = 0; i < sequences.segments; ++i) {
             if (sequences.cu_seqlens[i + 1] >= sequences.cu_seqlens[i]) { continue; }
-            detail::refuse(("sequences.cu_seqlens[" + std::to_string(i + 1) + "]").c_str(), sequences.cu_seqlens[i + 1],
+            detail::refuse(detail::text("sequences.cu_seqlens[", i + 1, "]").c_str(), sequences.cu_seqlens[i + 1],
                            "no less than the edge before it");
         }
         if (sequences.cu_seqlens[sequences.segments] != sequences.length) {
             detail::refuse("sequences.cu_seqlens's last edge", sequences.cu_seqlens[sequences.segments],
-                           "sequences.length = " + std::to_string(sequences.length));
+                           detail::text("sequences.length = ", sequences.length));
         }
     }
 }
@@ -62,7 +62,7 @@ void check_metric(const char* name, const T* out, std::int32_t batch, std::int32
 inline void check_workspace(workspace_view workspace, std::size_t needed) {
     if (workspace.bytes < needed) {
         detail::refuse("workspace.bytes", workspace.bytes,
-                       "at least " + std::to_string(needed) + " (what the call's ..._workspace_bytes says)");
+                       detail::text("at least ", needed, " (what the call's ..._workspace_bytes says)"));
     }
     detail::require(needed == 0 || workspace.data != nullptr, "workspace.data", "null", "memory of workspace.bytes");
 }
@@ -74,10 +74,8 @@ void check_rows(const char* name, rows_view<T> view, std::int32_t batch, std::in
     const bool fits = view.batch == batch && view.heads == heads && view.length >= length && view.dim == dim;
     if (!fits) {
         detail::refuse(name,
-                       std::to_string(view.batch) + " x " + std::to_string(view.heads) + " x " +
-                           std::to_string(view.length) + " x " + std::to_string(view.dim),
-                       std::to_string(batch) + " x " + std::to_string(heads) + " x at least " + std::to_string(length) +
-                           " x " + std::to_string(dim));
+                       detail::text(view.batch, " x ", view.heads, " x ", view.length, " x ", view.dim),
+                       detail::text(batch, " x ", heads, " x at least ", length, " x ", dim));
     }
     detail::require(view.data != nullptr || batch == 0 || length == 0, name, "null", "a pointer to its elements");
 }
@@ -85,18 +83,18 @@ void check_rows(const char* name, rows_view<T> view, std::int32_t batch, std::in
 /// Slots and token counts of a batch. Returns the largest token count.
 inline std::int32_t check_batch(const Batch& batch, std::int32_t slots, std::int32_t most, const char* most_name) {
     if (batch.count < 0 || batch.count > slots) {
-        detail::refuse("batch.count", batch.count, "0 to the cache's slots, " + std::to_string(slots));
+        detail::refuse("batch.count", batch.count, detail::text("0 to the cache's slots, ", slots));
     }
     const auto refuse = [](std::int32_t i, const char* what, std::int32_t value, const std::string& allowed) {
-        detail::refuse((what + ("[" + std::to_string(i) + "]")).c_str(), value, allowed);
+        detail::refuse((what + detail::text("[", i, "]")).c_str(), value, allowed);
     };
     std::int32_t longest = 0;
     for (std::int32_t i = 0; i < batch.count; ++i) {
         if (batch.slot(i) < 0 || batch.slot(i) >= slots) {
-            refuse(i, "batch.slots", batch.slot(i), "0 to " + std::to_string(slots - 1));
+            refuse(i, "batch.slots", batch.slot(i), detail::text("0 to ", slots - 1));
         }
         if (batch.tokens(i) < 0 || batch.tokens(i) > most) {
-            refuse(i, "batch tokens", batch.tokens(i), "0 to " + std::to_string(most) + " (" + most_name + ")");
+            refuse(i, "batch tokens", batch.tokens(i), detail::text("0 to ", most, " (", most_name, ")"));
         }
         for (std::int32_t j = 0; batch.slots != nullptr && j < i; ++j) {
             if (batch.slots[j] == batch.slots[i]) {

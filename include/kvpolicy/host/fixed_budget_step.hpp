@@ -29,20 +29,15 @@ void check_cache_call(const FixedBudgetRef<P, T>& cache, const Batch& batch, std
         const bool fits = scores.batch == batch.count && scores.heads == cache.kv_heads && scores.length >= longest;
         if (longest != 0 && !fits) {
             detail::refuse("extras.scores",
-                           std::to_string(scores.batch) + " x " + std::to_string(scores.heads) + " x " +
-                               std::to_string(scores.length),
-                           std::to_string(batch.count) + " x " + std::to_string(cache.kv_heads) + " x at least " +
-                               std::to_string(longest));
+                           detail::text(scores.batch, " x ", scores.heads, " x ", scores.length),
+                           detail::text(batch.count, " x ", cache.kv_heads, " x at least ", longest));
         }
         for (std::int32_t i = 0; i < batch.count; ++i) {
             for (std::int32_t h = 0; h < cache.kv_heads; ++h) {
                 const float* score = scores.head(i, h);
                 for (std::int32_t j = 0; j < batch.tokens(i); ++j) {
                     if (score[j] != score[j]) [[unlikely]] {
-                        detail::refuse(("extras.scores[" + std::to_string(i) + "][" + std::to_string(h) + "][" +
-                                        std::to_string(j) + "]")
-                                           .c_str(),
-                                       "NaN", "a number (-inf and +inf are allowed)");
+                        detail::refuse(detail::text("extras.scores[", i, "][", h, "][", j, "]").c_str(), "NaN", "a number (-inf and +inf are allowed)");
                     }
                 }
             }
@@ -52,10 +47,7 @@ void check_cache_call(const FixedBudgetRef<P, T>& cache, const Batch& batch, std
 
 /// A computed score that is NaN: the keys, values or weights that it was made from are not finite.
 [[noreturn]] inline void refuse_computed_score(std::int32_t entry, std::int32_t head, position_t position) {
-    detail::refuse(("score of entry " + std::to_string(entry) + ", head " + std::to_string(head) + ", position " +
-                    std::to_string(position))
-                       .c_str(),
-                   "NaN", "a number; look for NaN or infinity in its key, its value or the scorer's weights");
+    detail::refuse(detail::text("score of entry ", entry, ", head ", head, ", position ", position).c_str(), "NaN", "a number; look for NaN or infinity in its key, its value or the scorer's weights");
 }
 
 template <class T>
@@ -348,7 +340,7 @@ void export_heads(const host&, const FixedBudgetRef<P, T>& cache, const Batch& b
     for_each_head([&](std::int32_t slot, std::int32_t h) { needed += (cache.used(slot, h) + page_rows - 1) / page_rows; });
     if (needed > pages.indices_capacity) {
         detail::refuse("pages.indices_capacity", pages.indices_capacity,
-                       "at least the pages in use, " + std::to_string(needed));
+                       detail::text("at least the pages in use, ", needed));
     }
     detail::require(pages.indptr != nullptr, "pages.indptr", "null", "an array of batch.count * Hkv + 1");
     detail::require(pages.indices != nullptr || needed == 0, "pages.indices", "null", "an array of indices_capacity");

@@ -28,13 +28,13 @@ void check_mass_call(rows_view<const T> q, rows_view<const T> k, plane_view<cons
                      const Sequences& sequences) {
     check_sequences(sequences, q.batch, q.length);
     detail::require(sequences.cu_seqlens == nullptr, "sequences.cu_seqlens", "given", "null");
-    detail::require(k.batch == q.batch, "k.batch", k.batch, "q.batch = " + std::to_string(q.batch));
+    detail::require(k.batch == q.batch, "k.batch", k.batch, detail::text("q.batch = ", q.batch));
     detail::require(k.length >= sequences.length, "k.length", k.length,
-                    "at least sequences.length = " + std::to_string(sequences.length));
+                    detail::text("at least sequences.length = ", sequences.length));
     detail::require(k.heads >= 1 && q.heads % k.heads == 0, "q.heads", q.heads,
-                    "a multiple of k.heads = " + std::to_string(k.heads));
+                    detail::text("a multiple of k.heads = ", k.heads));
     detail::require(q.dim == k.dim && head_dim_supported(q.dim), "head_dim", q.dim,
-                    "that of k (" + std::to_string(k.dim) + "), a multiple of 8 up to " + std::to_string(max_head_dim));
+                    detail::text("that of k (", k.dim, "), a multiple of 8 up to ", max_head_dim));
     detail::require(lse.batch == q.batch && lse.heads == q.heads && lse.length >= sequences.length, "lse.length",
                     lse.length, "the shape of q without its last dimension");
 }

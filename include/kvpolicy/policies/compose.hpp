@@ -137,7 +137,7 @@ private:
         const auto require = [&](bool condition, const char* argument, auto value, const char* allowed) {
             if (condition) [[likely]] { return; }
             const std::string name =
-                std::string(argument) + " of layer " + std::to_string(layer) + ", head " + std::to_string(head);
+                detail::text(argument, " of layer ", layer, ", head ", head);
             detail::refuse(name.c_str(), value, allowed);
         };
         require(rule.sinks >= 0, "sinks", rule.sinks, "0 or more");
@@ -169,7 +169,7 @@ inline std::int32_t budget_for_total(std::int64_t total, std::int32_t sinks, std
     detail::require(window >= 1, "window", window, "1 or more, since a query sees itself");
     const std::int64_t least = std::int64_t{sinks} + window;
     detail::require(total >= least && total - least < unlimited, "total budget", total,
-                    "at least sinks + window = " + std::to_string(least));
+                    detail::text("at least sinks + window = ", least));
     return static_cast<std::int32_t>(total - least);
 }
 

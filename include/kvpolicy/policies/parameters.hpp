@@ -37,9 +37,8 @@ struct HeadValues {
         if (array == nullptr) { return; }
         const bool fits = (layers == 1 || layers >= layer_count) && (heads == 1 || heads >= head_count);
         if (!fits || layers < 1 || heads < 1) [[unlikely]] {
-            detail::refuse(name, std::to_string(layers) + " layers x " + std::to_string(heads) + " heads",
-                           "1 or at least " + std::to_string(layer_count) + " layers x 1 or at least " +
-                               std::to_string(head_count) + " heads");
+            detail::refuse(name, detail::text(layers, " layers x ", heads, " heads"),
+                           detail::text("1 or at least ", layer_count, " layers x 1 or at least ", head_count, " heads"));
         }
     }
 };
