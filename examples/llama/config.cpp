@@ -3,10 +3,11 @@
 #include "error.hpp"
 #include "safetensors.hpp"
 
+#include <nlohmann/json.hpp>
+
 #include <cmath>
 #include <fstream>
 #include <iterator>
-#include <nlohmann/json.hpp>
 #include <unordered_set>
 
 namespace llama {
@@ -30,7 +31,8 @@ struct Reader {
         if (!value) fail("{}: {} is missing, it must be an integer from 1 to {}", file, key, largest);
         if (!value->is_number_unsigned() || value->get<std::uint64_t>() < 1 ||
             value->get<std::uint64_t>() > static_cast<std::uint64_t>(largest))
-            fail("{}: {} is {}, it must be an integer from 1 to {}", file, key, clipped(value->dump()), largest);
+            fail("{}: {} is {}, it must be an integer from 1 to {}", file, key, clipped(value->dump()),
+                 largest);
         return value->get<int>();
     }
 
@@ -45,7 +47,8 @@ struct Reader {
     bool flag(const char* key, bool fallback) const {
         const json* value = find(key);
         if (!value) return fallback;
-        if (!value->is_boolean()) fail("{}: {} is {}, it must be true or false", file, key, clipped(value->dump()));
+        if (!value->is_boolean())
+            fail("{}: {} is {}, it must be true or false", file, key, clipped(value->dump()));
         return value->get<bool>();
     }
 
@@ -53,18 +56,20 @@ struct Reader {
     void only(const char* key, const json& supported) const {
         const json* value = find(key);
         if (value && *value != supported)
-            fail("{}: {} is {}, this engine supports only {}", file, key, clipped(value->dump()), supported.dump());
+            fail("{}: {} is {}, this engine supports only {}", file, key, clipped(value->dump()),
+                 supported.dump());
     }
 };
 
-} // namespace
+}  // namespace
 
 Config parse_config(std::string_view json_text, const std::string& file) {
     const json object = json::parse(json_text.begin(), json_text.end(), nullptr, /*allow_exceptions=*/false);
     if (!object.is_object()) fail("{}: is not a JSON object", file);
     const Reader read{file, object};
 
-    if (!read.find("model_type")) fail("{}: model_type is missing, this engine supports only \"llama\"", file);
+    if (!read.find("model_type"))
+        fail("{}: model_type is missing, this engine supports only \"llama\"", file);
     read.only("model_type", "llama");
     read.only("hidden_act", "silu");
     read.only("attention_bias", false);
@@ -73,7 +78,7 @@ Config parse_config(std::string_view json_text, const std::string& file) {
     for (const char* key : {"rope_scaling", "quantization_config"})
         if (read.find(key)) fail("{}: {} is set, this engine supports only models without it", file, key);
 
-    constexpr int large = 1 << 24; // products of two stay far inside 64 bits
+    constexpr int large = 1 << 24;  // products of two stay far inside 64 bits
     Config config;
     config.vocab_size = read.integer("vocab_size", large);
     config.hidden_size = read.integer("hidden_size", large);
@@ -88,15 +93,16 @@ Config parse_config(std::string_view json_text, const std::string& file) {
 
     // Newer files keep theta and scaling together.
     if (const json* rope = read.find("rope_parameters")) {
-        if (!rope->is_object()) fail("{}: rope_parameters is {}, it must be an object", file, clipped(rope->dump()));
+        if (!rope->is_object())
+            fail("{}: rope_parameters is {}, it must be an object", file, clipped(rope->dump()));
         const Reader inner{file, *rope};
         inner.only("rope_type", "default");
         config.rope_theta = inner.positive("rope_theta", config.rope_theta);
     }
 
     if (config.heads % config.kv_heads != 0)
-        fail("{}: num_attention_heads is {}, it must be a multiple of num_key_value_heads, {}", file, config.heads,
-             config.kv_heads);
+        fail("{}: num_attention_heads is {}, it must be a multiple of num_key_value_heads, {}", file,
+             config.heads, config.kv_heads);
     if (!read.find("head_dim") && config.hidden_size % config.heads != 0)
         fail("{}: hidden_size is {}, without head_dim it must be a multiple of num_attention_heads, {}", file,
              config.hidden_size, config.heads);
@@ -106,9 +112,10 @@ Config parse_config(std::string_view json_text, const std::string& file) {
 
     if (const json* eos = read.find("eos_token_id")) {
         for (const json& id : eos->is_array() ? *eos : json::array({*eos})) {
-            if (!id.is_number_unsigned() || id.get<std::uint64_t>() >= static_cast<std::uint64_t>(config.vocab_size))
-                fail("{}: eos_token_id holds {}, it must be from 0 to vocab_size - 1 = {}", file, clipped(id.dump()),
-                     config.vocab_size - 1);
+            if (!id.is_number_unsigned() ||
+                id.get<std::uint64_t>() >= static_cast<std::uint64_t>(config.vocab_size))
+                fail("{}: eos_token_id holds {}, it must be from 0 to vocab_size - 1 = {}", file,
+                     clipped(id.dump()), config.vocab_size - 1);
             config.eos.push_back(id.get<std::int32_t>());
         }
     }
@@ -148,8 +155,8 @@ void check_tensors(const Config& config, const Safetensors& file) {
     for (const TensorSpec& spec : expected_tensors(config)) {
         const Tensor* tensor = file.find(spec.name);
         if (!tensor)
-            fail("{}: tensor {} is missing, config.json asks for it with shape {}", file.path(), printable(spec.name),
-                 shape_text(spec.shape));
+            fail("{}: tensor {} is missing, config.json asks for it with shape {}", file.path(),
+                 printable(spec.name), shape_text(spec.shape));
         if (tensor->shape != spec.shape)
             fail("{}: tensor {} has shape {}, config.json asks for {}", file.path(), printable(spec.name),
                  shape_text(tensor->shape), shape_text(spec.shape));
@@ -159,9 +166,9 @@ void check_tensors(const Config& config, const Safetensors& file) {
         // Harmless leftovers: a stored copy of a tied matrix, and RoPE's frequencies, which theta already says.
         const bool leftover = tensor.name == "lm_head.weight" || tensor.name.ends_with("rotary_emb.inv_freq");
         if (!leftover && !known.contains(tensor.name))
-            fail("{}: tensor {} is none of the {} that config.json asks for", file.path(), printable(tensor.name),
-                 known.size());
+            fail("{}: tensor {} is none of the {} that config.json asks for", file.path(),
+                 printable(tensor.name), known.size());
     }
 }
 
-} // namespace llama
+}  // namespace llama

@@ -15,10 +15,10 @@ struct Config {
     int hidden_size = 0;
     int intermediate_size = 0;
     int layers = 0;
-    int heads = 0;    ///< query heads
-    int kv_heads = 0; ///< key and value heads; heads is a multiple of it
-    int head_dim = 0; ///< even, for RoPE
-    int max_positions = 0; ///< what the model was trained for; nothing enforces it
+    int heads = 0;          ///< query heads
+    int kv_heads = 0;       ///< key and value heads; heads is a multiple of it
+    int head_dim = 0;       ///< even, for RoPE
+    int max_positions = 0;  ///< what the model was trained for; nothing enforces it
     double rms_norm_eps = 0;
     double rope_theta = 0;
     bool tied_embeddings = false;   ///< the output matrix is the embedding
@@ -43,4 +43,4 @@ std::vector<TensorSpec> expected_tensors(const Config& config);
 /// Throws Error unless the file holds exactly the expected tensors.
 void check_tensors(const Config& config, const Safetensors& file);
 
-} // namespace llama
+}  // namespace llama

@@ -34,7 +34,7 @@ int run(int argc, char** argv) {
     llama::DenseAttention attention(model.config);
     llama::Sampler sample;
     llama::Utf8Stream text;
-    auto logits = engine.forward(tokens, positions, attention); // the prompt in one call
+    auto logits = engine.forward(tokens, positions, attention);  // the prompt in one call
 
     const auto start = std::chrono::steady_clock::now();
     int count = 0;
@@ -50,16 +50,14 @@ int run(int argc, char** argv) {
     const std::chrono::duration<double> time = std::chrono::steady_clock::now() - start;
     fmt::print("{}\n", text.flush());
     if (count > 0)
-        fmt::print(stderr, "{} tokens, {:.1f} tokens/s, {:.1f} GB/s of weights\n", count, count / time.count(),
-                   count / time.count() * static_cast<double>(model.bytes()) * 1e-9);
+        fmt::print(stderr, "{} tokens, {:.1f} tokens/s, {:.1f} GB/s of weights\n", count,
+                   count / time.count(), count / time.count() * static_cast<double>(model.bytes()) * 1e-9);
     return 0;
 }
 
-} // namespace
+}  // namespace
 
-int main(int argc, char** argv) try {
-    return run(argc, argv);
-} catch (const std::exception& error) {
+int main(int argc, char** argv) try { return run(argc, argv); } catch (const std::exception& error) {
     fmt::print(stderr, "llama_dense: {}\n", error.what());
     return 1;
 }

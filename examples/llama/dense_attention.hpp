@@ -10,7 +10,7 @@ namespace llama {
 /// Causal attention over a cache that keeps everything: what a bounded cache is compared with. One sequence, fp32.
 /// Clear rather than fast; memory and time grow with the text.
 class DenseAttention {
-public:
+  public:
     explicit DenseAttention(const Config& config);
 
     /// The positions must continue where this layer's store ends.
@@ -23,16 +23,18 @@ public:
 
     /// [length, kv_heads, head_dim], keys rotated.
     std::span<const float> keys(int layer) const { return stores_.at(static_cast<std::size_t>(layer)).keys; }
-    std::span<const float> values(int layer) const { return stores_.at(static_cast<std::size_t>(layer)).values; }
+    std::span<const float> values(int layer) const {
+        return stores_.at(static_cast<std::size_t>(layer)).values;
+    }
 
-private:
+  private:
     struct Store {
         std::vector<float> keys, values;
     };
 
     int heads_, kv_heads_, head_dim_;
-    std::vector<Store> stores_;  // one a layer
-    std::vector<float> weights_; // [T, length] of one head: logits, then probabilities
+    std::vector<Store> stores_;   // one a layer
+    std::vector<float> weights_;  // [T, length] of one head: logits, then probabilities
 };
 
-} // namespace llama
+}  // namespace llama

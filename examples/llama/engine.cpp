@@ -10,17 +10,20 @@
 namespace llama {
 namespace {
 
-std::size_t size(int count, int width) { return static_cast<std::size_t>(count) * static_cast<std::size_t>(width); }
+std::size_t size(int count, int width) {
+    return static_cast<std::size_t>(count) * static_cast<std::size_t>(width);
+}
 
 /// y[count, w.rows] = x[count, w.cols] w^T, or y += that. One token is a matrix times a vector, which only streams the
 /// weights; BLAS libraries have no fast path for that inside gemm.
 void multiply(const float* x, int count, const Matrix& w, float* y, bool add = false) {
     const float beta = add ? 1.0f : 0.0f;
     if (count == 1) {
-        cblas_sgemv(CblasRowMajor, CblasNoTrans, w.rows, w.cols, 1.0f, w.values.data(), w.cols, x, 1, beta, y, 1);
+        cblas_sgemv(CblasRowMajor, CblasNoTrans, w.rows, w.cols, 1.0f, w.values.data(), w.cols, x, 1, beta, y,
+                    1);
     } else {
-        cblas_sgemm(CblasRowMajor, CblasNoTrans, CblasTrans, count, w.rows, w.cols, 1.0f, x, w.cols, w.values.data(),
-                    w.cols, beta, y, w.rows);
+        cblas_sgemm(CblasRowMajor, CblasNoTrans, CblasTrans, count, w.rows, w.cols, 1.0f, x, w.cols,
+                    w.values.data(), w.cols, beta, y, w.rows);
     }
 }
 
@@ -30,7 +33,8 @@ void rms_norm(const float* x, int count, const std::vector<float>& weight, doubl
     for (int row = 0; row < count; ++row, x += width, y += width) {
         float sum = 0;
         for (std::size_t i = 0; i < width; ++i) sum += x[i] * x[i];
-        const auto scale = static_cast<float>(1.0 / std::sqrt(double{sum} / static_cast<double>(width) + eps));
+        const auto scale =
+            static_cast<float>(1.0 / std::sqrt(double{sum} / static_cast<double>(width) + eps));
         for (std::size_t i = 0; i < width; ++i) y[i] = x[i] * scale * weight[i];
     }
 }
@@ -49,14 +53,15 @@ void rotate(float* x, int count, int heads, int head_dim, const float* cos, cons
     }
 }
 
-} // namespace
+}  // namespace
 
 void Engine::begin(std::span<const std::int32_t> tokens, std::span<const std::int64_t> positions) {
     const Config& c = model_->config;
     if (tokens.size() != positions.size())
         fail("forward: there are {} tokens and {} positions, there must be as many of both", tokens.size(),
              positions.size());
-    if (tokens.size() > 1 << 20) fail("forward: there are {} tokens, at most {} a call", tokens.size(), 1 << 20);
+    if (tokens.size() > 1 << 20)
+        fail("forward: there are {} tokens, at most {} a call", tokens.size(), 1 << 20);
     for (std::size_t i = 0; i < tokens.size(); ++i) {
         if (tokens[i] < 0 || tokens[i] >= c.vocab_size)
             fail("forward: tokens[{}] is {}, it must be from 0 to {}", i, tokens[i], c.vocab_size - 1);
@@ -112,7 +117,8 @@ void Engine::finish_layer(int index) {
     rms_norm(hidden_.data(), count_, layer.mlp_norm, c.rms_norm_eps, normed_.data());
     multiply(normed_.data(), count_, layer.gate, gate_.data());
     multiply(normed_.data(), count_, layer.up, up_.data());
-    for (std::size_t i = 0; i < gate_.size(); ++i) gate_[i] *= up_[i] / (1.0f + std::exp(-gate_[i])); // SwiGLU
+    for (std::size_t i = 0; i < gate_.size(); ++i)
+        gate_[i] *= up_[i] / (1.0f + std::exp(-gate_[i]));  // SwiGLU
     multiply(gate_.data(), count_, layer.down, hidden_.data(), /*add=*/true);
 }
 
@@ -127,4 +133,4 @@ std::span<const float> Engine::logits(Logits which) {
     return logits_;
 }
 
-} // namespace llama
+}  // namespace llama

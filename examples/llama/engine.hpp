@@ -27,15 +27,16 @@ enum class Logits { none, last, all };
 
 /// Runs a model. Holds the activations of one call, so it is for one thread at a time; the model may be shared.
 class Engine {
-public:
+  public:
     explicit Engine(const Model& model) : model_(&model) {}
 
     const Model& model() const noexcept { return *model_; }
 
     /// T tokens at their positions through all layers. Returns logits [1 or T, vocab], valid until the next call.
     template <AttentionFunction Attention>
-    std::span<const float> forward(std::span<const std::int32_t> tokens, std::span<const std::int64_t> positions,
-                                   Attention&& attention, Logits which = Logits::last) {
+    std::span<const float> forward(std::span<const std::int32_t> tokens,
+                                   std::span<const std::int64_t> positions, Attention&& attention,
+                                   Logits which = Logits::last) {
         begin(tokens, positions);
         for (int layer = 0; layer < model_->config.layers && !tokens.empty(); ++layer) {
             project_qkv(layer);
@@ -46,30 +47,30 @@ public:
         return logits(which);
     }
 
-private:
+  private:
     void begin(std::span<const std::int32_t> tokens, std::span<const std::int64_t> positions);
-    void project_qkv(int layer);
-    void finish_layer(int layer);
+    void project_qkv(int index);
+    void finish_layer(int index);
     std::span<const float> logits(Logits which);
 
     const Model* model_;
-    int count_ = 0;                                 // T, the tokens of this call
-    std::vector<float> cos_, sin_;                  // [T, head_dim / 2]
-    std::vector<float> hidden_, normed_;            // [T, hidden]
-    std::vector<float> q_, k_, v_, attended_;       // [T, heads or kv_heads, head_dim]
-    std::vector<float> gate_, up_;                  // [T, intermediate]
-    std::vector<float> logits_;                     // [1 or T, vocab]
+    int count_ = 0;                            // T, the tokens of this call
+    std::vector<float> cos_, sin_;             // [T, head_dim / 2]
+    std::vector<float> hidden_, normed_;       // [T, hidden]
+    std::vector<float> q_, k_, v_, attended_;  // [T, heads or kv_heads, head_dim]
+    std::vector<float> gate_, up_;             // [T, intermediate]
+    std::vector<float> logits_;                // [1 or T, vocab]
 };
 
 /// An attention that first shows each layer's q, k and v to observer(layer, positions, q, k, v): for training data,
 /// oracles and debugging. Refers to both, so they must outlive it.
 template <AttentionFunction Attention, class Observer>
 auto observed(Attention& attention, Observer& observer) {
-    return [&](int layer, std::span<const std::int64_t> positions, std::span<const float> q, std::span<const float> k,
-               std::span<const float> v, std::span<float> out) {
+    return [&](int layer, std::span<const std::int64_t> positions, std::span<const float> q,
+               std::span<const float> k, std::span<const float> v, std::span<float> out) {
         observer(layer, positions, q, k, v);
         attention(layer, positions, q, k, v, out);
     };
 }
 
-} // namespace llama
+}  // namespace llama

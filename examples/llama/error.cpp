@@ -31,4 +31,4 @@ std::string shape_text(std::span<const std::int64_t> shape) {
     return fmt::format("[{}{}]", fmt::join(shown, ", "), shape.size() > most ? ", ..." : "");
 }
 
-} // namespace llama
+}  // namespace llama

@@ -13,7 +13,7 @@ namespace llama {
 /// What every function of this example throws: one sentence that names the file or argument, its value and what is
 /// allowed.
 class Error : public std::runtime_error {
-public:
+  public:
     using std::runtime_error::runtime_error;
 };
 
@@ -31,4 +31,4 @@ std::string clipped(std::string_view text);
 /// "[2, 3]"
 std::string shape_text(std::span<const std::int64_t> shape);
 
-} // namespace llama
+}  // namespace llama

@@ -7,7 +7,7 @@ namespace llama {
 namespace {
 
 std::vector<float> load(const Safetensors& file, const std::string& name) {
-    const Tensor& tensor = *file.find(name); // check_tensors has seen it
+    const Tensor& tensor = *file.find(name);  // check_tensors has seen it
     std::vector<float> values(tensor.numel);
     to_float(tensor, values);
     return values;
@@ -18,7 +18,7 @@ Matrix load_matrix(const Safetensors& file, const std::string& name) {
     return {static_cast<int>(tensor.shape[0]), static_cast<int>(tensor.shape[1]), load(file, name)};
 }
 
-} // namespace
+}  // namespace
 
 Model load_model(const std::filesystem::path& folder) {
     Model model;
@@ -54,4 +54,4 @@ std::size_t Model::bytes() const noexcept {
     return count * sizeof(float);
 }
 
-} // namespace llama
+}  // namespace llama

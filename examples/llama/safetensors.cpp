@@ -3,6 +3,7 @@
 #include "error.hpp"
 
 #include <fcntl.h>
+#include <nlohmann/json.hpp>
 #include <sys/mman.h>
 #include <sys/stat.h>
 #include <unistd.h>
@@ -13,7 +14,6 @@
 #include <cstring>
 #include <limits>
 #include <memory>
-#include <nlohmann/json.hpp>
 #include <unordered_set>
 
 static_assert(std::endian::native == std::endian::little, "safetensors stores little-endian numbers");
@@ -53,7 +53,8 @@ json parse_header(const std::string& file, std::string_view text) {
     };
     try {
         json header = json::parse(text.begin(), text.end(), check);
-        if (!header.is_object()) fail("{}: the header is a JSON {}, it must be an object", file, header.type_name());
+        if (!header.is_object())
+            fail("{}: the header is a JSON {}, it must be an object", file, header.type_name());
         return header;
     } catch (const json::parse_error& error) {
         fail("{}: the header is not valid JSON at byte {} of {}", file, error.byte, text.size());
@@ -77,7 +78,8 @@ struct Entry {
     const json& field(const char* key) const {
         if (!value.is_object()) reject("its entry is a JSON {}, it must be an object", value.type_name());
         auto it = value.find(key);
-        if (it == value.end()) reject("its entry has no \"{}\"; dtype, shape and data_offsets are required", key);
+        if (it == value.end())
+            reject("its entry has no \"{}\"; dtype, shape and data_offsets are required", key);
         return *it;
     }
 
@@ -122,16 +124,20 @@ Tensor read_entry(const Entry& entry, const std::byte* data, std::size_t data_by
     if (empty) bytes = 0;
 
     const json& offsets = entry.field("data_offsets");
-    if (!offsets.is_array() || offsets.size() != 2) entry.reject("data_offsets must be an array of two integers");
+    if (!offsets.is_array() || offsets.size() != 2)
+        entry.reject("data_offsets must be an array of two integers");
     const std::uint64_t begin = entry.integer(offsets[0], "data_offsets[0]");
     const std::uint64_t end = entry.integer(offsets[1], "data_offsets[1]");
-    if (begin > end) entry.reject("data_offsets are [{}, {}], the first must not exceed the second", begin, end);
+    if (begin > end)
+        entry.reject("data_offsets are [{}, {}], the first must not exceed the second", begin, end);
     if (end > data_bytes)
-        entry.reject("data_offsets end at byte {}, but only {} bytes follow the header: the file is truncated or the "
-                     "header is wrong", end, data_bytes);
+        entry.reject(
+            "data_offsets end at byte {}, but only {} bytes follow the header: the file is truncated or the "
+            "header is wrong",
+            end, data_bytes);
     if (end - begin != bytes)
-        entry.reject("data_offsets [{}, {}] hold {} bytes, but {} of shape {} needs {}", begin, end, end - begin,
-                     name_of(tensor.dtype), shape_text(tensor.shape), bytes);
+        entry.reject("data_offsets [{}, {}] hold {} bytes, but {} of shape {} needs {}", begin, end,
+                     end - begin, name_of(tensor.dtype), shape_text(tensor.shape), bytes);
 
     range = {begin, end};
     tensor.numel = static_cast<std::size_t>(bytes / bytes_of(tensor.dtype));
@@ -149,7 +155,7 @@ float half_to_float(std::uint16_t half) noexcept {
     return std::bit_cast<float>(std::bit_cast<std::uint32_t>(value) | sign);
 }
 
-} // namespace
+}  // namespace
 
 std::string_view name_of(DType type) noexcept {
     return type == DType::f32 ? "F32" : type == DType::f16 ? "F16" : "BF16";
@@ -160,10 +166,12 @@ std::size_t bytes_of(DType type) noexcept { return type == DType::f32 ? 4 : 2; }
 Safetensors::Safetensors(const std::filesystem::path& path) : path_(path.string()) {
     FileHandle file{::open(path.c_str(), O_RDONLY | O_CLOEXEC)};
     struct stat info {};
-    if (file.fd < 0 || ::fstat(file.fd, &info) != 0) fail("{}: cannot be opened: {}", path_, std::strerror(errno));
+    if (file.fd < 0 || ::fstat(file.fd, &info) != 0)
+        fail("{}: cannot be opened: {}", path_, std::strerror(errno));
     if (!S_ISREG(info.st_mode)) fail("{}: is not a regular file", path_);
     const auto file_bytes = static_cast<std::uint64_t>(info.st_size);
-    if (file_bytes < 8) fail("{}: is {} bytes long, too short for a safetensors file's 8-byte length", path_, file_bytes);
+    if (file_bytes < 8)
+        fail("{}: is {} bytes long, too short for a safetensors file's 8-byte length", path_, file_bytes);
 
     void* mapped = ::mmap(nullptr, file_bytes, PROT_READ, MAP_PRIVATE, file.fd, 0);
     if (mapped == MAP_FAILED) fail("{}: cannot be mapped: {}", path_, std::strerror(errno));
@@ -177,10 +185,12 @@ Safetensors::Safetensors(const std::filesystem::path& path) : path_(path.string(
     if (header_bytes > max_header_bytes)
         fail("{}: the header's length is {}, at most {} is allowed", path_, header_bytes, max_header_bytes);
     if (header_bytes > file_bytes - 8)
-        fail("{}: the header's length is {}, but only {} bytes follow it: the file is truncated or no safetensors file",
-             path_, header_bytes, file_bytes - 8);
-    const json header =
-        parse_header(path_, {reinterpret_cast<const char*>(bytes) + 8, static_cast<std::size_t>(header_bytes)});
+        fail(
+            "{}: the header's length is {}, but only {} bytes follow it: the file is truncated or no "
+            "safetensors file",
+            path_, header_bytes, file_bytes - 8);
+    const json header = parse_header(
+        path_, {reinterpret_cast<const char*>(bytes) + 8, static_cast<std::size_t>(header_bytes)});
 
     struct Placed {
         std::pair<std::uint64_t, std::uint64_t> range;
@@ -190,7 +200,7 @@ Safetensors::Safetensors(const std::filesystem::path& path) : path_(path.string(
     const std::byte* data = bytes + 8 + header_bytes;
     const std::size_t data_bytes = file_bytes - 8 - header_bytes;
     for (const auto& [name, value] : header.items()) {
-        if (name == "__metadata__") continue; // free text about the file, of no use here
+        if (name == "__metadata__") continue;  // free text about the file, of no use here
         Placed& next = placed.emplace_back();
         next.tensor = read_entry({path_, name, value}, data, data_bytes, next.range);
     }
@@ -203,11 +213,13 @@ Safetensors::Safetensors(const std::filesystem::path& path) : path_(path.string(
         if (begin < covered)
             fail("{}: tensor {} begins at byte {}, inside tensor {}, which ends at byte {}", path_,
                  printable(next.tensor.name), begin, printable(tensors_.back().name), covered);
-        if (begin > covered) fail("{}: bytes {} to {} of the data belong to no tensor", path_, covered, begin);
+        if (begin > covered)
+            fail("{}: bytes {} to {} of the data belong to no tensor", path_, covered, begin);
         covered = end;
         tensors_.push_back(std::move(next.tensor));
     }
-    if (covered != data_bytes) fail("{}: bytes {} to {} of the data belong to no tensor", path_, covered, data_bytes);
+    if (covered != data_bytes)
+        fail("{}: bytes {} to {} of the data belong to no tensor", path_, covered, data_bytes);
 
     mapped_ = owner.release();
     mapped_bytes_ = file_bytes;
@@ -222,7 +234,8 @@ const Tensor* Safetensors::find(std::string_view name) const noexcept {
 
 void to_float(const Tensor& tensor, std::span<float> out) {
     if (out.size() != tensor.numel)
-        fail("to_float: out holds {} elements, tensor {} has {}", out.size(), printable(tensor.name), tensor.numel);
+        fail("to_float: out holds {} elements, tensor {} has {}", out.size(), printable(tensor.name),
+             tensor.numel);
     if (tensor.dtype == DType::f32) {
         if (!out.empty()) std::memcpy(out.data(), tensor.data, out.size_bytes());
         return;
@@ -235,4 +248,4 @@ void to_float(const Tensor& tensor, std::span<float> out) {
     }
 }
 
-} // namespace llama
+}  // namespace llama

@@ -29,7 +29,7 @@ struct Tensor {
 /// before any pointer is made, and what it rejects throws Error. Once constructed, reading numel elements at any
 /// tensor's data is safe, for as long as nobody shortens the file.
 class Safetensors {
-public:
+  public:
     explicit Safetensors(const std::filesystem::path& path);
     ~Safetensors();
     Safetensors(const Safetensors&) = delete;
@@ -41,7 +41,7 @@ public:
     /// nullptr if there is none of this name.
     const Tensor* find(std::string_view name) const noexcept;
 
-private:
+  private:
     std::string path_;
     void* mapped_ = nullptr;
     std::size_t mapped_bytes_ = 0;
@@ -51,4 +51,4 @@ private:
 /// Converts to fp32 (exact for all three types); `out` must hold tensor.numel elements.
 void to_float(const Tensor& tensor, std::span<float> out);
 
-} // namespace llama
+}  // namespace llama

@@ -39,7 +39,8 @@ std::int32_t Sampler::operator()(std::span<const float> logits) {
     weights_.clear();
     for (const std::int32_t id : order_) {
         // Of equal infinities each weighs 1, where their difference would be NaN.
-        const double below = logit(id) == logit(order_[0]) ? 0.0 : double{logit(id)} - double{logit(order_[0])};
+        const double below =
+            logit(id) == logit(order_[0]) ? 0.0 : double{logit(id)} - double{logit(order_[0])};
         total += weights_.emplace_back(std::exp(below / options_.temperature));
     }
     if (options_.top_p < 1) {
@@ -54,7 +55,7 @@ std::int32_t Sampler::operator()(std::span<const float> logits) {
         left -= weights_[i];
         if (left < 0) return order_[i];
     }
-    return order_[weights_.size() - 1]; // rounding may leave a little over
+    return order_[weights_.size() - 1];  // rounding may leave a little over
 }
 
-} // namespace llama
+}  // namespace llama

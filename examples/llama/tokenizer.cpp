@@ -3,11 +3,12 @@
 #include "error.hpp"
 #include "unicode_ranges.hpp"
 
+#include <nlohmann/json.hpp>
+
 #include <algorithm>
 #include <array>
 #include <fstream>
 #include <limits>
-#include <nlohmann/json.hpp>
 
 namespace llama {
 namespace {
@@ -19,7 +20,7 @@ constexpr char32_t invalid = 0xfffd;
 struct Character {
     char32_t code = invalid;
     std::size_t bytes = 1;
-    bool cut = false; // valid so far, but the text ends inside it
+    bool cut = false;  // valid so far, but the text ends inside it
 };
 
 /// The character at the start of a text that is not empty; invalid bytes come one at a time.
@@ -58,15 +59,16 @@ bool inside(std::span<const CodeRange> ranges, char32_t code) {
 }
 
 Kind kind_of(char32_t c) {
-    if ((c >= 9 && c <= 13) || c == ' ' || c == 0x85 || c == 0xa0 || c == 0x1680 || (c >= 0x2000 && c <= 0x200a) ||
-        c == 0x2028 || c == 0x2029 || c == 0x202f || c == 0x205f || c == 0x3000)
+    if ((c >= 9 && c <= 13) || c == ' ' || c == 0x85 || c == 0xa0 || c == 0x1680 ||
+        (c >= 0x2000 && c <= 0x200a) || c == 0x2028 || c == 0x2029 || c == 0x202f || c == 0x205f ||
+        c == 0x3000)
         return Kind::space;
     if (inside(letter_ranges, c)) return Kind::letter;
     return inside(number_ranges, c) ? Kind::number : Kind::other;
 }
 
 struct Placed {
-    std::size_t at; // byte offset
+    std::size_t at;  // byte offset
     char32_t code;
     Kind kind;
 };
@@ -89,31 +91,37 @@ std::uint64_t pair_key(std::int32_t left, std::int32_t right) {
 
 /// Whether a pre-tokenizer splits digits; throws for any that is not [Digits,] ByteLevel.
 bool splits_digits(const json& pre, const std::string& file) {
-    const json steps = pre.value("type", "") == "Sequence" ? pre.value("pretokenizers", json::array()) : json::array({pre});
+    const json steps =
+        pre.value("type", "") == "Sequence" ? pre.value("pretokenizers", json::array()) : json::array({pre});
     bool digits = false, byte_level = false;
     for (const json& step : steps) {
         const std::string type = step.value("type", "");
         if (type == "Digits" && step.value("individual_digits", false) && !byte_level) {
             digits = true;
-        } else if (type == "ByteLevel" && !step.value("add_prefix_space", true) && step.value("use_regex", true)) {
+        } else if (type == "ByteLevel" && !step.value("add_prefix_space", true) &&
+                   step.value("use_regex", true)) {
             byte_level = true;
         } else {
-            fail("{}: pre_tokenizer has the step {}, allowed are Digits (individual_digits true), then ByteLevel "
-                 "(add_prefix_space false, use_regex true)", file, clipped(step.dump()));
+            fail(
+                "{}: pre_tokenizer has the step {}, allowed are Digits (individual_digits true), then "
+                "ByteLevel "
+                "(add_prefix_space false, use_regex true)",
+                file, clipped(step.dump()));
         }
     }
-    if (!byte_level) fail("{}: pre_tokenizer has no ByteLevel step, this tokenizer knows only byte-level BPE", file);
+    if (!byte_level)
+        fail("{}: pre_tokenizer has no ByteLevel step, this tokenizer knows only byte-level BPE", file);
     return digits;
 }
 
 std::pair<std::string, std::string> merge_pair(const json& merge) {
     if (merge.is_array()) return merge.get<std::pair<std::string, std::string>>();
-    const std::string text = merge.get<std::string>(); // "left right"; neither side holds a space
+    const std::string text = merge.get<std::string>();  // "left right"; neither side holds a space
     const auto space = text.find(' ');
     return {text.substr(0, space), space == text.npos ? "" : text.substr(space + 1)};
 }
 
-} // namespace
+}  // namespace
 
 std::vector<std::string_view> split_words(std::string_view text, bool split_digits) {
     std::vector<Placed> chars;
@@ -178,8 +186,8 @@ Tokenizer Tokenizer::read(const std::filesystem::path& path) try {
     if (!in) fail("{}: cannot be read", file);
     const json root = json::parse(in);
     const json& model = root.at("model");
-    if (model.value("type", "BPE") != "BPE") fail("{}: model.type is {}, only \"BPE\" is supported", file,
-                                                  printable(model.value("type", "")));
+    if (model.value("type", "BPE") != "BPE")
+        fail("{}: model.type is {}, only \"BPE\" is supported", file, printable(model.value("type", "")));
     if (root.contains("normalizer") && !root["normalizer"].is_null())
         fail("{}: normalizer is set, only tokenizers without one are supported", file);
 
@@ -205,7 +213,8 @@ Tokenizer Tokenizer::read(const std::filesystem::path& path) try {
     std::ranges::fill(tokenizer.byte_ids_, -1);
     for (const auto& [text, id] : ids) {
         if (id < 0 || static_cast<std::size_t>(id) >= ids.size() || taken[static_cast<std::size_t>(id)])
-            fail("{}: token {} has id {}, ids must be unique and from 0 to {}", file, printable(text), id, ids.size() - 1);
+            fail("{}: token {} has id {}, ids must be unique and from 0 to {}", file, printable(text), id,
+                 ids.size() - 1);
         taken[static_cast<std::size_t>(id)] = true;
         std::string& piece = tokenizer.pieces_[static_cast<std::size_t>(id)];
         if (std::ranges::find(tokenizer.specials_, text, &std::pair<std::string, std::int32_t>::first) !=
@@ -216,7 +225,8 @@ Tokenizer Tokenizer::read(const std::filesystem::path& path) try {
         for (std::string_view rest = text; !rest.empty();) {
             const Character c = first_character(rest);
             const auto byte = byte_of.find(c.code);
-            if (byte == byte_of.end()) fail("{}: token {} is not spelled in the byte-level alphabet", file, printable(text));
+            if (byte == byte_of.end())
+                fail("{}: token {} is not spelled in the byte-level alphabet", file, printable(text));
             piece.push_back(byte->second);
             rest.remove_prefix(c.bytes);
         }
@@ -228,7 +238,8 @@ Tokenizer Tokenizer::read(const std::filesystem::path& path) try {
         const auto [left, right] = merge_pair(merge);
         const auto a = ids.find(left), b = ids.find(right), ab = ids.find(left + right);
         if (a == ids.end() || b == ids.end() || ab == ids.end())
-            fail("{}: merge {} ({} + {}) names a token that the vocabulary lacks", file, rank, printable(left), printable(right));
+            fail("{}: merge {} ({} + {}) names a token that the vocabulary lacks", file, rank,
+                 printable(left), printable(right));
         tokenizer.merges_.emplace(pair_key(a->second, b->second), Merge{rank++, ab->second});
     }
     return tokenizer;
@@ -238,7 +249,7 @@ Tokenizer Tokenizer::read(const std::filesystem::path& path) try {
 
 std::vector<std::int32_t> Tokenizer::encode(std::string_view text, Special special) const {
     std::vector<std::int32_t> ids;
-    std::size_t plain = 0; // start of the text not yet encoded
+    std::size_t plain = 0;  // start of the text not yet encoded
     for (std::size_t at = 0; special == Special::parse && at < text.size();) {
         const auto hit = std::ranges::find_if(
             specials_, [&](const auto& token) { return text.substr(at).starts_with(token.first); });
@@ -310,12 +321,13 @@ Tokenizer read_tokenizer(const std::filesystem::path& folder, int vocab_size) {
     if (std::filesystem::exists(file)) {
         Tokenizer tokenizer = Tokenizer::read(file);
         if (tokenizer.size() > vocab_size)
-            fail("{}: has {} tokens, more than the model's vocab_size, {}", file.string(), tokenizer.size(), vocab_size);
+            fail("{}: has {} tokens, more than the model's vocab_size, {}", file.string(), tokenizer.size(),
+                 vocab_size);
         return tokenizer;
     }
     if (vocab_size != 256)
-        fail("{}: is missing, only a model with vocab_size 256 (bytes) does without; this one's is {}", file.string(),
-             vocab_size);
+        fail("{}: is missing, only a model with vocab_size 256 (bytes) does without; this one's is {}",
+             file.string(), vocab_size);
     return Tokenizer::bytes();
 }
 
@@ -341,7 +353,8 @@ std::string Utf8Stream::flush() {
 
 std::vector<std::int32_t> chat_prompt(const Tokenizer& tokenizer, std::span<const Message> messages) {
     const auto start = tokenizer.special("<|im_start|>"), end = tokenizer.special("<|im_end|>");
-    if (!start || !end) fail("the tokenizer has no <|im_start|> and <|im_end|>, its model is no chat model of this kind");
+    if (!start || !end)
+        fail("the tokenizer has no <|im_start|> and <|im_end|>, its model is no chat model of this kind");
 
     std::vector<std::int32_t> ids;
     const auto append = [&](std::string_view text) {
@@ -362,4 +375,4 @@ std::vector<std::int32_t> chat_prompt(const Tokenizer& tokenizer, std::span<cons
     return ids;
 }
 
-} // namespace llama
+}  // namespace llama

@@ -16,11 +16,11 @@ enum class Special { as_text, parse };
 
 /// Byte-level BPE as GPT-2 does it, or plain bytes, which is the same thing with 256 tokens and no merges.
 class Tokenizer {
-public:
+  public:
     /// Token id = byte.
     static Tokenizer bytes();
     /// Reads a Hugging Face tokenizer.json whose model is byte-level BPE.
-    static Tokenizer read(const std::filesystem::path& file);
+    static Tokenizer read(const std::filesystem::path& path);
 
     int size() const noexcept { return static_cast<int>(pieces_.size()); }
 
@@ -34,7 +34,7 @@ public:
 
     std::optional<std::int32_t> special(std::string_view text) const;
 
-private:
+  private:
     struct Merge {
         std::int32_t rank, result;
     };
@@ -42,11 +42,11 @@ private:
     void encode_plain(std::string_view text, std::vector<std::int32_t>& ids) const;
     void encode_word(std::string_view word, std::vector<std::int32_t>& ids) const;
 
-    std::vector<std::string> pieces_;                      // id -> bytes
-    std::int32_t byte_ids_[256] = {};                      // -1: no token
-    std::unordered_map<std::uint64_t, Merge> merges_;      // left id << 32 | right id
-    std::vector<std::pair<std::string, std::int32_t>> specials_; // longest first
-    bool split_digits_ = false;                            // every digit is a word of its own
+    std::vector<std::string> pieces_;                             // id -> bytes
+    std::int32_t byte_ids_[256] = {};                             // -1: no token
+    std::unordered_map<std::uint64_t, Merge> merges_;             // left id << 32 | right id
+    std::vector<std::pair<std::string, std::int32_t>> specials_;  // longest first
+    bool split_digits_ = false;                                   // every digit is a word of its own
 };
 
 /// tokenizer.json of a model's folder if it has one; bytes for a vocabulary of 256.
@@ -59,17 +59,17 @@ std::vector<std::string_view> split_words(std::string_view text, bool split_digi
 /// Passes bytes on in whole characters, for a terminal: what is incomplete waits, what can never become UTF-8 turns
 /// into U+FFFD.
 class Utf8Stream {
-public:
+  public:
     std::string push(std::string_view bytes);
     /// At the end of the text: an incomplete rest becomes U+FFFD.
     std::string flush();
 
-private:
+  private:
     std::string rest_;
 };
 
 struct Message {
-    std::string role; ///< "system", "user" or "assistant"
+    std::string role;  ///< "system", "user" or "assistant"
     std::string content;
 };
 
@@ -77,4 +77,4 @@ struct Message {
 /// first, the one that the model was trained with is added.
 std::vector<std::int32_t> chat_prompt(const Tokenizer& tokenizer, std::span<const Message> messages);
 
-} // namespace llama
+}  // namespace llama

@@ -1,19 +1,18 @@
 #pragma once
 #include <doctest/doctest.h>
 #include <llama/error.hpp>
-
+#include <nlohmann/json.hpp>
 #include <unistd.h>
 
 #include <filesystem>
 #include <fstream>
-#include <nlohmann/json.hpp>
 #include <string>
 
 namespace test {
 
 /// A folder that goes away with the test.
 class Folder {
-public:
+  public:
     Folder() {
         std::string name = (std::filesystem::temp_directory_path() / "kvpolicy-XXXXXX").string();
         if (!mkdtemp(name.data())) throw std::runtime_error("cannot make a folder for the test");
@@ -29,7 +28,7 @@ public:
     }
     const std::filesystem::path& path() const { return path_; }
 
-private:
+  private:
     std::filesystem::path path_;
 };
 
@@ -50,7 +49,9 @@ std::string message_of(F&& f) {
     return "";
 }
 
-inline bool contains(const std::string& text, const std::string& part) { return text.find(part) != text.npos; }
+inline bool contains(const std::string& text, const std::string& part) {
+    return text.find(part) != text.npos;
+}
 
 /// A safetensors file: header length, header, data.
 inline std::string safetensors_bytes(const std::string& header, const std::string& data) {
@@ -59,4 +60,4 @@ inline std::string safetensors_bytes(const std::string& header, const std::strin
     return bytes + header + data;
 }
 
-} // namespace test
+}  // namespace test

@@ -10,11 +10,11 @@ using test::contains;
 namespace {
 
 json good() {
-    return {{"model_type", "llama"},     {"hidden_act", "silu"},        {"vocab_size", 10},
-            {"hidden_size", 8},          {"intermediate_size", 12},     {"num_hidden_layers", 1},
-            {"num_attention_heads", 4},  {"num_key_value_heads", 2},    {"max_position_embeddings", 64},
-            {"rms_norm_eps", 1e-5},      {"rope_theta", 10000.0},       {"rope_scaling", nullptr},
-            {"attention_bias", false},   {"tie_word_embeddings", true}, {"eos_token_id", 2}};
+    return {{"model_type", "llama"},    {"hidden_act", "silu"},        {"vocab_size", 10},
+            {"hidden_size", 8},         {"intermediate_size", 12},     {"num_hidden_layers", 1},
+            {"num_attention_heads", 4}, {"num_key_value_heads", 2},    {"max_position_embeddings", 64},
+            {"rms_norm_eps", 1e-5},     {"rope_theta", 10000.0},       {"rope_scaling", nullptr},
+            {"attention_bias", false},  {"tie_word_embeddings", true}, {"eos_token_id", 2}};
 }
 
 std::string error_with(const char* key, const json& value) {
@@ -49,7 +49,7 @@ std::string mismatch(const std::vector<llama::TensorSpec>& specs) {
     return test::message_of([&] { llama::check_tensors(config, file); });
 }
 
-} // namespace
+}  // namespace
 
 TEST_CASE("a good config") {
     auto config = llama::parse_config(good().dump(), "config.json");
@@ -70,11 +70,13 @@ TEST_CASE("a good config") {
 }
 
 TEST_CASE("what the engine does not do is refused") {
-    CHECK(contains(error_with("model_type", "mistral"), "model_type is \"mistral\", this engine supports only"));
+    CHECK(contains(error_with("model_type", "mistral"),
+                   "model_type is \"mistral\", this engine supports only"));
     CHECK(contains(error_without("model_type"), "model_type is missing"));
     CHECK(contains(error_with("rope_scaling", {{"type", "linear"}, {"factor", 2}}), "rope_scaling is set"));
     CHECK(contains(error_with("rope_parameters", {{"rope_type", "yarn"}}), "rope_type is"));
-    CHECK(contains(error_with("attention_bias", true), "attention_bias is true, this engine supports only false"));
+    CHECK(contains(error_with("attention_bias", true),
+                   "attention_bias is true, this engine supports only false"));
     CHECK(contains(error_with("mlp_bias", true), "mlp_bias"));
     CHECK(contains(error_with("hidden_act", "gelu"), "hidden_act"));
     CHECK(contains(error_with("partial_rotary_factor", 0.5), "partial_rotary_factor"));
@@ -82,8 +84,9 @@ TEST_CASE("what the engine does not do is refused") {
 }
 
 TEST_CASE("values out of range") {
-    for (const char* key : {"vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads",
-                            "num_key_value_heads", "head_dim", "max_position_embeddings"}) {
+    for (const char* key :
+         {"vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads",
+          "num_key_value_heads", "head_dim", "max_position_embeddings"}) {
         for (const json& value : {json(0), json(-1), json(1.5), json("8"), json(1ull << 40), json(true)}) {
             CAPTURE(value.dump());
             CHECK(contains(error_with(key, value), std::string(key) + " is "));
@@ -97,10 +100,13 @@ TEST_CASE("values out of range") {
     CHECK(contains(error_with("rms_norm_eps", -1e-5), "rms_norm_eps"));
     CHECK(contains(error_with("rope_theta", "big"), "rope_theta"));
     CHECK(contains(error_with("tie_word_embeddings", 1), "tie_word_embeddings"));
-    CHECK(contains(error_with("eos_token_id", 10), "eos_token_id holds 10, it must be from 0 to vocab_size - 1 = 9"));
-    CHECK(contains(test::message_of([] { llama::parse_config("{", "c.json"); }), "c.json: is not a JSON object"));
+    CHECK(contains(error_with("eos_token_id", 10),
+                   "eos_token_id holds 10, it must be from 0 to vocab_size - 1 = 9"));
+    CHECK(contains(test::message_of([] { llama::parse_config("{", "c.json"); }),
+                   "c.json: is not a JSON object"));
     CHECK(contains(test::message_of([] { llama::parse_config("[]", "c.json"); }), "is not a JSON object"));
-    CHECK(contains(test::message_of([] { llama::read_config("/nonexistent/config.json"); }), "cannot be read"));
+    CHECK(
+        contains(test::message_of([] { llama::read_config("/nonexistent/config.json"); }), "cannot be read"));
 }
 
 TEST_CASE("tensors that do not match the config") {
@@ -110,8 +116,9 @@ TEST_CASE("tensors that do not match the config") {
 
     auto missing = specs;
     missing.erase(missing.begin() + 3);
-    CHECK(contains(mismatch(missing), "tensor \"model.layers.0.self_attn.k_proj.weight\" is missing, config.json asks for "
-                                      "it with shape [4, 8]"));
+    CHECK(contains(mismatch(missing),
+                   "tensor \"model.layers.0.self_attn.k_proj.weight\" is missing, config.json asks for "
+                   "it with shape [4, 8]"));
     auto wrong = specs;
     wrong[2].shape = {8, 9};
     CHECK(contains(mismatch(wrong), "q_proj.weight\" has shape [8, 9], config.json asks for [8, 8]"));

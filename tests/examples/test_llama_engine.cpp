@@ -35,8 +35,9 @@ const std::filesystem::path smollm2 = std::filesystem::path(TEST_MODELS) / "smol
 /// differ by the order of their sums, which costs at most the square root of the lanes (up to 64 of them: a factor 8).
 double tolerance(const llama::Config& c, std::size_t count, double largest, double numpy_error) {
     const double width = c.heads * c.head_dim;
-    const double layer = c.hidden_size + c.head_dim + static_cast<double>(count) + width // q k v, scores, values, o
-                         + c.hidden_size + c.intermediate_size;                          // gate and up, down
+    const double layer = c.hidden_size + c.head_dim + static_cast<double>(count) +
+                         width                                   // q k v, scores, values, o
+                         + c.hidden_size + c.intermediate_size;  // gate and up, down
     const double bound = 8 * 0x1p-24 * std::sqrt((c.layers * layer + c.hidden_size) / 2) * largest;
     return std::min(bound, 8 * numpy_error);
 }
@@ -54,8 +55,9 @@ std::vector<float> run(const llama::Model& model, const Ids& tokens, std::size_t
     std::vector<float> all;
     for (std::size_t at = 0; at < tokens.size(); at += chunk) {
         const std::size_t count = std::min(chunk, tokens.size() - at);
-        const auto logits = engine.forward(std::span(tokens).subspan(at, count),
-                                           range(static_cast<std::int64_t>(at), count), attention, llama::Logits::all);
+        const auto logits =
+            engine.forward(std::span(tokens).subspan(at, count), range(static_cast<std::int64_t>(at), count),
+                           attention, llama::Logits::all);
         all.insert(all.end(), logits.begin(), logits.end());
     }
     CHECK(attention.length() == static_cast<std::int64_t>(tokens.size()));
@@ -64,7 +66,8 @@ std::vector<float> run(const llama::Model& model, const Ids& tokens, std::size_t
 
 void check_logits(const llama::Model& model, const json& c) {
     const auto tokens = c["tokens"].get<Ids>();
-    const auto rows = c["rows"].get<std::vector<std::size_t>>(), columns = c["columns"].get<std::vector<std::size_t>>();
+    const auto rows = c["rows"].get<std::vector<std::size_t>>(),
+               columns = c["columns"].get<std::vector<std::size_t>>();
     const double largest = c["largest"], numpy_error = c["fp32_error"];
     const double allowed = tolerance(model.config, tokens.size(), largest, numpy_error);
     for (const std::size_t chunk : {tokens.size(), std::size_t{1}, std::size_t{5}}) {
@@ -72,14 +75,16 @@ void check_logits(const llama::Model& model, const json& c) {
         double error = 0;
         for (std::size_t r = 0; r < rows.size(); ++r)
             for (std::size_t i = 0; i < columns.size(); ++i) {
-                const float got = logits[rows[r] * static_cast<std::size_t>(model.config.vocab_size) + columns[i]];
+                const float got =
+                    logits[rows[r] * static_cast<std::size_t>(model.config.vocab_size) + columns[i]];
                 const double off = std::abs(double{got} - c["logits"][r][i].get<double>());
-                error = std::max(error, std::isnan(off) ? INFINITY : off); // a NaN would lose every comparison
+                error =
+                    std::max(error, std::isnan(off) ? INFINITY : off);  // a NaN would lose every comparison
             }
         CAPTURE(chunk);
         CHECK(error <= allowed);
-        MESSAGE("chunks of ", chunk, ": largest error ", error, " of logits up to ", largest, "; allowed ", allowed,
-                "; NumPy's own fp32 error ", numpy_error);
+        MESSAGE("chunks of ", chunk, ": largest error ", error, " of logits up to ", largest, "; allowed ",
+                allowed, "; NumPy's own fp32 error ", numpy_error);
     }
 }
 
@@ -87,7 +92,7 @@ void check_logits(const llama::Model& model, const json& c) {
 void write_small_model(const test::Folder& folder, const json& config) {
     folder.write("config.json", config.dump());
     std::uint64_t state = 0;
-    const auto random = [&] { // splitmix64
+    const auto random = [&] {  // splitmix64
         std::uint64_t z = state += 0x9E3779B97F4A7C15u;
         z = (z ^ z >> 30) * 0xBF58476D1CE4E5B9u;
         z = (z ^ z >> 27) * 0x94D049BB133111EBu;
@@ -111,22 +116,26 @@ void write_small_model(const test::Folder& folder, const json& config) {
             if (type == 0) {
                 std::memcpy(bytes, &bits, 4);
             } else if (type == 1) {
-                std::memcpy(bytes, reinterpret_cast<const char*>(&bits) + 2, 2); // the upper half is the bf16
+                std::memcpy(bytes, reinterpret_cast<const char*>(&bits) + 2,
+                            2);  // the upper half is the bf16
             } else {
                 // a normal half, or 0: no value is smaller than 2^-9
                 const std::uint32_t half =
-                    value == 0 ? 0 : (bits >> 16 & 0x8000) | (((bits >> 23 & 0xff) - 112) << 10) | (bits >> 13 & 0x3ff);
+                    value == 0
+                        ? 0
+                        : (bits >> 16 & 0x8000) | (((bits >> 23 & 0xff) - 112) << 10) | (bits >> 13 & 0x3ff);
                 std::memcpy(bytes, &half, 2);
             }
             data.append(bytes, type == 0 ? 4 : 2);
         }
         const char* names[] = {"F32", "BF16", "F16"};
-        header[spec.name] = {{"dtype", names[type]}, {"shape", spec.shape}, {"data_offsets", {begin, data.size()}}};
+        header[spec.name] = {
+            {"dtype", names[type]}, {"shape", spec.shape}, {"data_offsets", {begin, data.size()}}};
     }
     folder.write("model.safetensors", test::safetensors_bytes(header.dump(), data));
 }
 
-} // namespace
+}  // namespace
 
 TEST_CASE("logits of small random models agree with float64, in any chunks") {
     for (const json& c : test::read_json(vectors / "llama_small.json")) {
@@ -136,7 +145,8 @@ TEST_CASE("logits of small random models agree with float64, in any chunks") {
     }
 }
 
-TEST_CASE("SmolLM2's logits agree with float64" * doctest::skip(!std::filesystem::exists(smollm2 / "config.json"))) {
+TEST_CASE("SmolLM2's logits agree with float64" *
+          doctest::skip(!std::filesystem::exists(smollm2 / "config.json"))) {
     check_logits(llama::load_model(smollm2), test::read_json(vectors / "smollm2_logits.json")[0]);
 }
 
@@ -151,8 +161,8 @@ TEST_CASE("the seam: shapes, order, observers, which logits") {
     llama::DenseAttention dense(model.config);
     std::vector<int> layers;
     std::vector<float> first_keys, first_values;
-    auto observer = [&](int layer, std::span<const std::int64_t> p, std::span<const float> q, std::span<const float> k,
-                        std::span<const float> v) {
+    auto observer = [&](int layer, std::span<const std::int64_t> p, std::span<const float> q,
+                        std::span<const float> k, std::span<const float> v) {
         layers.push_back(layer);
         CHECK(p.size() == 5);
         CHECK(q.size() == 5 * 6 * 16);
@@ -182,16 +192,17 @@ TEST_CASE("the seam: shapes, order, observers, which logits") {
     auto nothing = [](int, std::span<const std::int64_t>, std::span<const float>, std::span<const float>,
                       std::span<const float>, std::span<float> out) { std::ranges::fill(out, 0.0f); };
     std::vector<float> key0, key9, value0, value9;
-    auto look = [&](int layer, std::span<const std::int64_t>, std::span<const float>, std::span<const float> k,
-                    std::span<const float> v) {
+    auto look = [&](int layer, std::span<const std::int64_t>, std::span<const float>,
+                    std::span<const float> k, std::span<const float> v) {
         if (layer != 0) return;
         key0.assign(k.begin(), k.begin() + 32), key9.assign(k.begin() + 32, k.end());
         value0.assign(v.begin(), v.begin() + 32), value9.assign(v.begin() + 32, v.end());
     };
-    engine.forward(Ids{7, 7}, std::vector<std::int64_t>{0, 9}, llama::observed(nothing, look), llama::Logits::none);
+    engine.forward(Ids{7, 7}, std::vector<std::int64_t>{0, 9}, llama::observed(nothing, look),
+                   llama::Logits::none);
     CHECK(key0 != key9);
     for (std::size_t i = 0; i < 32; ++i) CHECK(value0[i] == doctest::Approx(value9[i]));
-    const double angle = 9, a = key0[0], b = key0[8]; // frequency 1 turns element 0 with 0 + 16 / 2
+    const double angle = 9, a = key0[0], b = key0[8];  // frequency 1 turns element 0 with 0 + 16 / 2
     CHECK(key9[0] == doctest::Approx(a * std::cos(angle) - b * std::sin(angle)).epsilon(1e-4));
     CHECK(key9[8] == doctest::Approx(b * std::cos(angle) + a * std::sin(angle)).epsilon(1e-4));
 }
@@ -211,7 +222,9 @@ TEST_CASE("bad arguments get a sentence") {
     CHECK(contains(error({1}, {0, 1}), "1 tokens and 2 positions"));
     CHECK(contains(error({1}, {-1}), "positions[0] is -1, it must not be negative"));
     CHECK(contains(error({1}, {3}), "positions[0] is 3, layer 0 continues at 0"));
-    CHECK(contains(test::message_of([] { llama::load_model("/nonexistent"); }), "config.json: cannot be read"));
+    CHECK(
+        contains(test::message_of([] { llama::load_model("/nonexistent"); }), "config.json: cannot be read"));
     std::filesystem::remove(folder.path() / "model.safetensors");
-    CHECK(contains(test::message_of([&] { llama::load_model(folder.path()); }), "model.safetensors: cannot be opened"));
+    CHECK(contains(test::message_of([&] { llama::load_model(folder.path()); }),
+                   "model.safetensors: cannot be opened"));
 }

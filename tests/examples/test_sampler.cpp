@@ -3,6 +3,7 @@
 
 #include <llama/sampler.hpp>
 
+#include <algorithm>
 #include <array>
 #include <cmath>
 #include <limits>
@@ -13,16 +14,18 @@ using test::contains;
 namespace {
 
 /// How often each token of logits = log(probabilities) is drawn, as a fraction.
-std::vector<double> frequencies(const llama::SamplerOptions& options, const std::vector<double>& probabilities) {
-    std::vector<float> logits;
-    for (const double p : probabilities) logits.push_back(static_cast<float>(std::log(p)));
+std::vector<double> frequencies(const llama::SamplerOptions& options,
+                                const std::vector<double>& probabilities) {
+    std::vector<float> logits(probabilities.size());
+    std::ranges::transform(probabilities, logits.begin(),
+                           [](double p) { return static_cast<float>(std::log(p)); });
     std::vector<double> counts(logits.size());
     Sampler sample(options);
     for (int i = 0; i < 20000; ++i) counts[static_cast<std::size_t>(sample(logits))] += 1 / 20000.0;
     return counts;
 }
 
-} // namespace
+}  // namespace
 
 TEST_CASE("greedy takes the largest, of equals the first") {
     Sampler sample;
@@ -40,7 +43,7 @@ TEST_CASE("frequencies follow the probabilities") {
     CHECK(two[0] + two[2] == 0);
     CHECK(std::abs(two[1] - 2.0 / 3) < 0.015);
 
-    const auto most = frequencies({.temperature = 1, .top_p = 0.7, .seed = 7}, p); // 0.5 + 0.25
+    const auto most = frequencies({.temperature = 1, .top_p = 0.7, .seed = 7}, p);  // 0.5 + 0.25
     CHECK(most[0] + most[2] == 0);
     CHECK(std::abs(most[1] - 2.0 / 3) < 0.015);
 
@@ -57,8 +60,8 @@ TEST_CASE("the seed decides") {
     const std::vector<float> flat(1000, 0.0f);
     const auto draw = [&](std::uint64_t seed) {
         Sampler sample({.temperature = 1, .seed = seed});
-        std::vector<std::int32_t> ids;
-        for (int i = 0; i < 10; ++i) ids.push_back(sample(flat));
+        std::vector<std::int32_t> ids(10);
+        for (auto& id : ids) id = sample(flat);
         return ids;
     };
     CHECK(draw(1) == draw(1));

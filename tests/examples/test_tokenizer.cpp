@@ -39,7 +39,7 @@ std::vector<std::string> words(std::string_view text, bool digits = false) {
     return out;
 }
 
-} // namespace
+}  // namespace
 
 TEST_CASE("bytes") {
     const Tokenizer tokenizer = Tokenizer::bytes();
@@ -52,7 +52,8 @@ TEST_CASE("bytes") {
     CHECK(tokenizer.decode(ids) == all);
     CHECK(tokenizer.encode("").empty());
     CHECK(!tokenizer.special("<|im_end|>"));
-    CHECK(contains(test::message_of([&] { tokenizer.piece(256); }), "token id is 256, it must be from 0 to 255"));
+    CHECK(contains(test::message_of([&] { tokenizer.piece(256); }),
+                   "token id is 256, it must be from 0 to 255"));
     CHECK(contains(test::message_of([&] { tokenizer.piece(-1); }), "token id is -1"));
 }
 
@@ -83,11 +84,14 @@ TEST_CASE("a chat prompt cannot be closed from inside a message") {
     CHECK(std::ranges::count(ids, *tokenizer.special("<|im_end|>")) == 2);
     CHECK(std::ranges::count(ids, *tokenizer.special("<|im_start|>")) == 3);
     CHECK(tokenizer.decode(ids) ==
-          "<|im_start|>system\nBe brief.<|im_end|>\n<|im_start|>user\nhi<|im_end|><|im_end|>\n<|im_start|>assistant\n");
-    CHECK(contains(test::message_of([&] { llama::chat_prompt(Tokenizer::bytes(), messages); }), "<|im_start|>"));
+          "<|im_start|>system\nBe "
+          "brief.<|im_end|>\n<|im_start|>user\nhi<|im_end|><|im_end|>\n<|im_start|>assistant\n");
+    CHECK(contains(test::message_of([&] { llama::chat_prompt(Tokenizer::bytes(), messages); }),
+                   "<|im_start|>"));
 }
 
-TEST_CASE("SmolLM2's ids and chat prompt" * doctest::skip(!std::filesystem::exists(smollm2 / "config.json"))) {
+TEST_CASE("SmolLM2's ids and chat prompt" *
+          doctest::skip(!std::filesystem::exists(smollm2 / "config.json"))) {
     const Tokenizer tokenizer = llama::read_tokenizer(smollm2, 49152);
     check_ids(tokenizer, test::read_json(vectors / "smollm2_ids.json"), false);
     // The prompt of the logits' vectors is this question in the chat template, encoded by the `tokenizers` package.
@@ -112,8 +116,8 @@ TEST_CASE("a stream of bytes becomes whole characters") {
     CHECK(stream.flush() == "\ufffd");
     CHECK(stream.push("\xe2\x82x") == "\ufffd\ufffdx");
     CHECK(stream.push("\xff\xc0\x80") == "\ufffd\ufffd\ufffd");
-    CHECK(stream.push("\xed\xa0\x80") == "\ufffd\ufffd\ufffd"); // a surrogate
-    CHECK(stream.push("\xf4\x90") == "\ufffd\ufffd");           // past U+10FFFF
+    CHECK(stream.push("\xed\xa0\x80") == "\ufffd\ufffd\ufffd");  // a surrogate
+    CHECK(stream.push("\xf4\x90") == "\ufffd\ufffd");            // past U+10FFFF
     CHECK(stream.push("\x80z") == "\ufffdz");
 }
 
@@ -155,7 +159,9 @@ TEST_CASE("tokenizer files that are not understood get a sentence") {
 
     const test::Folder empty;
     CHECK(llama::read_tokenizer(empty.path(), 256).size() == 256);
-    CHECK(contains(test::message_of([&] { llama::read_tokenizer(empty.path(), 300); }), "is missing, only a model"));
+    CHECK(contains(test::message_of([&] { llama::read_tokenizer(empty.path(), 300); }),
+                   "is missing, only a model"));
     std::filesystem::copy(vectors / "tokenizer_small.json", empty.path() / "tokenizer.json");
-    CHECK(contains(test::message_of([&] { llama::read_tokenizer(empty.path(), 511); }), "512 tokens, more than"));
+    CHECK(contains(test::message_of([&] { llama::read_tokenizer(empty.path(), 511); }),
+                   "512 tokens, more than"));
 }

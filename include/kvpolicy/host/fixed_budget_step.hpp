@@ -13,38 +13,6 @@ namespace kvpolicy {
 
 namespace host_backend {
 
-template <class T>
-void check_rows(const char* name, rows_view<T> view, std::int32_t batch, std::int32_t heads, std::int32_t length,
-                std::int32_t dim) {
-    const bool fits = view.batch == batch && view.heads == heads && view.length >= length && view.dim == dim;
-    detail::require(fits, name,
-                    std::to_string(view.batch) + " x " + std::to_string(view.heads) + " x " +
-                        std::to_string(view.length) + " x " + std::to_string(view.dim),
-                    std::to_string(batch) + " x " + std::to_string(heads) + " x at least " + std::to_string(length) +
-                        " x " + std::to_string(dim));
-    detail::require(view.data != nullptr || batch == 0 || length == 0, name, "null", "a pointer to its elements");
-}
-
-/// Slots and token counts of a batch. Returns the largest token count.
-inline std::int32_t check_batch(const Batch& batch, std::int32_t slots, std::int32_t most, const char* most_name) {
-    detail::require(batch.count >= 0 && batch.count <= slots, "batch.count", batch.count,
-                    "0 to the cache's slots, " + std::to_string(slots));
-    std::int32_t longest = 0;
-    for (std::int32_t i = 0; i < batch.count; ++i) {
-        const std::string entry = "[" + std::to_string(i) + "]";
-        detail::require(batch.slot(i) >= 0 && batch.slot(i) < slots, ("batch.slots" + entry).c_str(), batch.slot(i),
-                        "0 to " + std::to_string(slots - 1));
-        detail::require(batch.tokens(i) >= 0 && batch.tokens(i) <= most, ("batch tokens" + entry).c_str(),
-                        batch.tokens(i), "0 to " + std::to_string(most) + " (" + most_name + ")");
-        for (std::int32_t j = 0; batch.slots != nullptr && j < i; ++j) {
-            detail::require(batch.slots[j] != batch.slots[i], ("batch.slots" + entry).c_str(), batch.slots[i],
-                            "a slot that no other entry names");
-        }
-        longest = std::max(longest, batch.tokens(i));
-    }
-    return longest;
-}
-
 template <class P, class T>
 void check_cache_call(const FixedBudgetRef<P, T>& cache, const Batch& batch, std::int32_t longest,
                       rows_view<const T> q, rows_view<const T> k, rows_view<const T> v, rows_view<T> out,
@@ -53,31 +21,23 @@ void check_cache_call(const FixedBudgetRef<P, T>& cache, const Batch& batch, std
     check_rows("k", k, batch.count, cache.kv_heads, longest, cache.dim_k);
     check_rows("v", v, batch.count, cache.kv_heads, longest, cache.dim_v);
     check_rows("out", out, batch.count, cache.kv_heads * cache.group, longest, cache.dim_v);
-    if (extras.lse) {
-        detail::require(extras.lse.batch == batch.count && extras.lse.heads == cache.kv_heads * cache.group &&
-                            extras.lse.length >= longest,
-                        "lse.length", extras.lse.length, "the shape of q without its last dimension");
-    }
+    check_lse(extras.lse, batch.count, cache.kv_heads * cache.group, longest);
     if constexpr (P::ranked && P::scorer_type::when == score_time::given) {
         const plane_view<const float> scores = extras.scores;
         detail::require(static_cast<bool>(scores) || longest == 0, "extras.scores", "null",
                         "fp32 scores, since this policy's scores are given");
-        detail::require(longest == 0 || (scores.batch == batch.count && scores.heads == cache.kv_heads &&
-                                         scores.length >= longest),
-                        "extras.scores",
-                        std::to_string(scores.batch) + " x " + std::to_string(scores.heads) + " x " +
-                            std::to_string(scores.length),
-                        std::to_string(batch.count) + " x " + std::to_string(cache.kv_heads) + " x at least " +
-                            std::to_string(longest));
+        const bool fits = scores.batch == batch.count && scores.heads == cache.kv_heads && scores.length >= longest;
+        if (longest != 0 && !fits) {
+            detail::refuse("extras.scores",
+                           detail::text(scores.batch, " x ", scores.heads, " x ", scores.length),
+                           detail::text(batch.count, " x ", cache.kv_heads, " x at least ", longest));
+        }
         for (std::int32_t i = 0; i < batch.count; ++i) {
             for (std::int32_t h = 0; h < cache.kv_heads; ++h) {
                 const float* score = scores.head(i, h);
                 for (std::int32_t j = 0; j < batch.tokens(i); ++j) {
                     if (score[j] != score[j]) [[unlikely]] {
-                        detail::refuse(("extras.scores[" + std::to_string(i) + "][" + std::to_string(h) + "][" +
-                                        std::to_string(j) + "]")
-                                           .c_str(),
-                                       "NaN", "a number (-inf and +inf are allowed)");
+                        detail::refuse(detail::text("extras.scores[", i, "][", h, "][", j, "]").c_str(), "NaN", "a number (-inf and +inf are allowed)");
                     }
                 }
             }
@@ -87,10 +47,7 @@ void check_cache_call(const FixedBudgetRef<P, T>& cache, const Batch& batch, std
 
 /// A computed score that is NaN: the keys, values or weights that it was made from are not finite.
 [[noreturn]] inline void refuse_computed_score(std::int32_t entry, std::int32_t head, position_t position) {
-    detail::refuse(("score of entry " + std::to_string(entry) + ", head " + std::to_string(head) + ", position " +
-                    std::to_string(position))
-                       .c_str(),
-                   "NaN", "a number; look for NaN or infinity in its key, its value or the scorer's weights");
+    detail::refuse(detail::text("score of entry ", entry, ", head ", head, ", position ", position).c_str(), "NaN", "a number; look for NaN or infinity in its key, its value or the scorer's weights");
 }
 
 template <class T>
@@ -365,6 +322,7 @@ void attend(const host& on, const FixedBudgetRef<P, T>& cache, const Batch& batc
     const std::int32_t longest = hb::check_batch(batch, cache.slots, 1, "one query a sequence");
     hb::check_rows("q", q, batch.count, cache.kv_heads * cache.group, longest, cache.dim_k);
     hb::check_rows("out", out, batch.count, cache.kv_heads * cache.group, longest, cache.dim_v);
+    hb::check_lse(lse, batch.count, cache.kv_heads * cache.group, longest);
     hb::check_workspace(workspace, cache_workspace_bytes(on, cache, batch.count, 1));
     hb::attend_rows(on, cache, batch, q, out, lse, 0, hb::aligned(workspace.data));
 }
@@ -380,8 +338,17 @@ void export_heads(const host&, const FixedBudgetRef<P, T>& cache, const Batch& b
         }
     };
     for_each_head([&](std::int32_t slot, std::int32_t h) { needed += (cache.used(slot, h) + page_rows - 1) / page_rows; });
-    detail::require(needed <= pages.indices_capacity, "pages.indices_capacity", pages.indices_capacity,
-                    "at least the pages in use, " + std::to_string(needed));
+    if (needed > pages.indices_capacity) {
+        detail::refuse("pages.indices_capacity", pages.indices_capacity,
+                       detail::text("at least the pages in use, ", needed));
+    }
+    detail::require(pages.indptr != nullptr, "pages.indptr", "null", "an array of batch.count * Hkv + 1");
+    detail::require(pages.indices != nullptr || needed == 0, "pages.indices", "null", "an array of indices_capacity");
+    detail::require(pages.last_page_rows != nullptr || batch.count == 0, "pages.last_page_rows", "null",
+                    "an array of batch.count * Hkv");
+    detail::require(std::int64_t{cache.slots} * cache.rows / page_rows <= std::numeric_limits<std::int32_t>::max(),
+                    "pages of the layer", std::int64_t{cache.slots} * cache.rows / page_rows,
+                    "below 2^31, as indices are 32 bits");
     std::int64_t at = 0;
     std::int64_t sequence = 0;
     pages.indptr[0] = 0;

@@ -169,7 +169,7 @@ void mLSTMScorer<D, Feature, Values>::check(std::int32_t kv_heads, std::int32_t 
     detail::require(d_qk >= 0 && Feature::allows(features()), "mLSTMScorer.d_qk", features(), Feature::allowed);
     detail::require(d_v >= 0 && value_width() >= 1, "mLSTMScorer.d_v", value_width(), "1 or more");
     detail::require(Values::projected || value_width() == dim_v, "mLSTMScorer.d_v", value_width(),
-                    "the width of the values, " + std::to_string(dim_v) + ", since DirectValues writes them as they are");
+                    detail::text("the width of the values, ", dim_v, ", since DirectValues writes them as they are"));
     detail::require(gate_softcap >= 0.0f && std::isfinite(gate_softcap), "mLSTMScorer.gate_softcap", gate_softcap,
                     "a finite number above 0, or 0 for none");
     host_backend::check_parameters("mLSTMScorer", *this, weights);

@@ -13,8 +13,7 @@ namespace kvpolicy::host_backend {
 
 template <class T>
 std::string shape_text(const rows_view<T>& rows) {
-    return "[" + std::to_string(rows.batch) + ", " + std::to_string(rows.heads) + ", " + std::to_string(rows.length) +
-           ", " + std::to_string(rows.dim) + "]";
+    return detail::text("[", rows.batch, ", ", rows.heads, ", ", rows.length, ", ", rows.dim, "]");
 }
 
 /// One row in the type that is computed in.

@@ -185,7 +185,7 @@ void check_score_call(const S& scorer, rows_view<const T> k, rows_view<const T> 
     require(k.batch >= 0 && k.heads >= 1 && k.length >= 0 && k.dim >= 1, "k", shape_text(k),
             "[batch >= 0, heads >= 1, length >= 0, dim >= 1]");
     require(v.batch == k.batch && v.heads == k.heads && v.length >= 0 && v.dim >= 1, "v", shape_text(v),
-            "a view of the batch and heads of k, " + shape_text(k));
+            detail::text("a view of the batch and heads of k, ", shape_text(k)));
     check_sequences(sequences, k.batch, std::min(k.length, v.length));
     bool any = false;
     for (std::int32_t b = 0; b < k.batch; ++b) {
@@ -193,10 +193,9 @@ void check_score_call(const S& scorer, rows_view<const T> k, rows_view<const T> 
         const std::int64_t start = sequences.start_of(b);
         any = any || length > 0;
         if (sequences.starts == nullptr) { continue; }
-        const std::string name = "sequences.starts[" + std::to_string(b) + "]";
+        const std::string name = detail::text("sequences.starts[", b, "]");
         require(start >= 0 && start + length <= std::min(k.length, v.length), name.c_str(), start,
-                "0 or more, and with the length " + std::to_string(length) + " at most the rows of k and v, " +
-                    std::to_string(std::min(k.length, v.length)));
+                detail::text("0 or more, and with the length ", length, " at most the rows of k and v, ", std::min(k.length, v.length)));
         require(start == 0 || sequences.cu_seqlens == nullptr, name.c_str(), start, "0 where cu_seqlens is given");
         if constexpr (S::when == score_time::on_leaving) {
             require(start == 0 || options.states != nullptr, name.c_str(), start,
@@ -208,9 +207,8 @@ void check_score_call(const S& scorer, rows_view<const T> k, rows_view<const T> 
         last = std::max<std::int64_t>(last, std::int64_t{sequences.start_of(b)} + sequences.length_of(b));
     }
     require(scores.batch == k.batch && scores.heads == k.heads && scores.length >= last, "scores",
-            std::to_string(scores.batch) + " x " + std::to_string(scores.heads) + " x " + std::to_string(scores.length),
-            std::to_string(k.batch) + " x " + std::to_string(k.heads) + " x at least " + std::to_string(last) +
-                ", as k and the sequences");
+            detail::text(scores.batch, " x ", scores.heads, " x ", scores.length),
+            detail::text(k.batch, " x ", k.heads, " x at least ", last, ", as k and the sequences"));
     if (any) {
         require(k.data != nullptr, "k.data", "null", "the keys");
         require(v.data != nullptr, "v.data", "null", "the values");
@@ -282,7 +280,7 @@ inline std::int32_t budget_matching_state(std::int32_t budget, std::size_t state
     if (budget == unlimited) { return unlimited; }
     const std::size_t rows = state_bytes / row_bytes + (state_bytes % row_bytes != 0 ? 1 : 0);
     detail::require(rows <= static_cast<std::size_t>(budget), "budget", budget,
-                    "at least " + std::to_string(rows) + ", since the scorer's state takes the memory of so many rows");
+                    detail::text("at least ", rows, ", since the scorer's state takes the memory of so many rows"));
     return budget - static_cast<std::int32_t>(rows);
 }
 
