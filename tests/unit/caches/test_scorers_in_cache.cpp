@@ -382,3 +382,33 @@ TEST_CASE("a given score that is NaN refuses the call, names its place and leave
     run({.count = 2, .q_len = q_len, .length = 6}, false);
     CHECK(std::isfinite(in.out.view().row(0, 0, 4)[0]));
 }
+
+#if KVPOLICY_EXCEPTIONS
+namespace {
+
+/// Fails on one token.
+struct ThrowingScorer : CountingScorer {
+    float read(std::int32_t head, const float* state, const float* key, const float* value, float* scratch) const {
+        if (head == 1 && value[1] == trap) { throw trap; }
+        return CountingScorer::read(head, state, key, value, scratch);
+    }
+};
+
+}  // namespace
+
+TEST_CASE("a scorer that throws leaves the cache as it was") {
+    using Q = Scored<ThrowingScorer>;
+    for (const int threads : {1, 3}) {
+        const host on(threads);
+        test::BoundCache<Q, float> under_test(on, shape, scored(1, 3, 4, ThrowingScorer{{3}}));
+        Tokens<float> in(12, 3);
+        in.set_trap(7, 1);
+        feed(on, under_test, in, 0, 10, false);
+        const std::vector<unsigned char> before = under_test.memory;
+        CHECK_THROWS_AS(feed(on, under_test, in, 10, 1, true), float);
+        CHECK_THROWS_AS(feed(on, under_test, in, 10, 2, false), float);
+        CHECK(under_test.memory == before);
+        CHECK(under_test.cache.length(0) == 10);
+    }
+}
+#endif
