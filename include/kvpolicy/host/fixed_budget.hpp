@@ -202,7 +202,9 @@ std::int32_t FixedBudgetCache<P, T>::retained(std::int32_t layer, std::int32_t s
                                               position_t* out) const {
     const std::int32_t rows = occupancy(layer, slot, head).rows();
     const ref_type cache = ref(layer);
-    std::copy_n(cache.position + cache.first_row(slot, head), rows, out);
+    detail::require(out != nullptr || rows == 0, "out", "null", "room for occupancy(...).rows() positions");
+    const position_t* first = cache.position + cache.first_row(slot, head);
+    for (std::int32_t r = 0; r < rows; ++r) { out[r] = first[r]; }
     return rows;
 }
 
