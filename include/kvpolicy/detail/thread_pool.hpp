@@ -64,14 +64,19 @@ class thread_pool {
         context_ = const_cast<void*>(static_cast<const void*>(std::addressof(body)));
         count_ = count;
         next_.store(0, std::memory_order_relaxed);
-        running_.store(static_cast<int>(workers_.size()), std::memory_order_relaxed);
         {
             const std::lock_guard lock(mutex_);
+            open_ = true;
             generation_.fetch_add(1, std::memory_order_release);
         }
         wake_.notify_all();
         drain(0);
-        for (int spins = 0; running_.load(std::memory_order_acquire) != 0; ++spins) {
+        {
+            // A worker that has not come by now need not come at all: on a busy machine it may take milliseconds.
+            const std::lock_guard lock(mutex_);
+            open_ = false;
+        }
+        for (int spins = 0; inside_.load(std::memory_order_acquire) != 0; ++spins) {
             if (spins < spin_limit) {
                 pause();
             } else {
@@ -137,9 +142,13 @@ class thread_pool {
                 if (stopping_) {
                     return;
                 }
+                if (!open_) {
+                    continue;
+                }
+                inside_.fetch_add(1, std::memory_order_relaxed);
             }
             drain(thread);
-            running_.fetch_sub(1, std::memory_order_release);
+            inside_.fetch_sub(1, std::memory_order_release);
         }
     }
 
@@ -149,11 +158,12 @@ class thread_pool {
     std::condition_variable wake_;
     std::atomic<std::uint64_t> generation_{0};
     bool stopping_ = false;
+    bool open_ = false;           // may a worker still join the present range?
+    std::atomic<int> inside_{0};  // workers that have joined it
     void (*job_)(void*, std::int64_t, int) = nullptr;
     void* context_ = nullptr;
     std::int64_t count_ = 0;
     std::atomic<std::int64_t> next_{0};
-    std::atomic<int> running_{0};
 #if KVPOLICY_EXCEPTIONS
     std::exception_ptr failure_;
     std::int64_t failed_index_ = 0;
