@@ -192,5 +192,4 @@ void export_heads(const host& on, const FixedBudgetRef<P, T>& cache, const Batch
 }  // namespace kvpolicy
 
 #include <kvpolicy/host/fixed_budget.hpp>
-#include <kvpolicy/host/fixed_budget_prefill.hpp>
 #include <kvpolicy/host/fixed_budget_step.hpp>

@@ -1,11 +1,13 @@
 // Attention of a cache's calls on the host: one query a sequence over the rows in use, or a chunk over two segments.
 #pragma once
 
-#include <kvpolicy/caches/fixed_budget.hpp>
+#include <kvpolicy/caches/ref.hpp>
+#include <kvpolicy/core/context.hpp>
 #include <kvpolicy/host/attention_kernel.hpp>
 #include <kvpolicy/host/check.hpp>
 
 #include <algorithm>
+#include <cmath>
 
 namespace kvpolicy::host_backend {
 

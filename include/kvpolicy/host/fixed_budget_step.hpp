@@ -413,3 +413,5 @@ void export_heads(const host&, const FixedBudgetRef<P, T>& cache, const Batch& b
 }
 
 }  // namespace kvpolicy
+
+#include <kvpolicy/host/fixed_budget_prefill.hpp>

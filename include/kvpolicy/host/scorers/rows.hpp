@@ -1,6 +1,7 @@
 // Rows as the scorers read them, and the streams of tokens that a call is made of.
 #pragma once
 
+#include <kvpolicy/core/error.hpp>
 #include <kvpolicy/core/types.hpp>
 #include <kvpolicy/core/view.hpp>
 
