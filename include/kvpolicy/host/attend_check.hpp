@@ -19,12 +19,12 @@ template <class Name, class View>
 void require_shape(const Name& name, const View& view, std::int32_t batch, std::int32_t heads,
                    std::int32_t length) {
     const auto text = [](std::int32_t b, std::int32_t h, std::int32_t s) {
-        return "[" + std::to_string(b) + ", " + std::to_string(h) + ", " + std::to_string(s) + "]";
+        return detail::text("[", b, ", ", h, ", ", s, "]");
     };
     const bool agrees = view.batch == batch && view.heads == heads && view.length == length;
     if (!agrees) [[unlikely]] {
         detail::refuse(detail::text_of(name).c_str(), text(view.batch, view.heads, view.length),
-                       "of shape " + text(batch, heads, length) + ", as the other views have it");
+                       detail::text("of shape ", text(batch, heads, length), ", as the other views have it"));
     }
     const bool empty = batch == 0 || heads == 0 || length == 0;
     if (view.data == nullptr && !empty) [[unlikely]] {
@@ -34,7 +34,7 @@ void require_shape(const Name& name, const View& view, std::int32_t batch, std::
 
 inline void require_head_dim(const char* name, std::int32_t dim) {
     detail::require(head_dim_supported(dim), name, dim, [] {
-        return "a head_dim that is a multiple of 8 from 8 to " + std::to_string(max_head_dim);
+        return detail::text("a head_dim that is a multiple of 8 from 8 to ", max_head_dim);
     });
 }
 
@@ -43,14 +43,14 @@ void check_keys(const char* name, const rows_view<const T>& q, const keys<T>& al
     const rows_view<const T>& k = all.k;
     const auto named = [name](const char* part) { return [=] { return std::string(name) + part; }; };
     const auto indexed = [name](const char* part, std::int32_t i) {
-        return [=] { return std::string(name) + part + "[" + std::to_string(i) + "]"; };
+        return [=] { return detail::text(name, part, "[", i, "]"); };
     };
     detail::require(k.heads >= 1 && q.heads % k.heads == 0, "q.heads", q.heads,
-                    [&] { return "a multiple of the KV heads, " + std::to_string(k.heads); });
+                    [&] { return detail::text("a multiple of the KV heads, ", k.heads); });
     require_shape(named(".k"), k, q.batch, k.heads, k.length);
     require_shape(named(".v"), all.v, q.batch, k.heads, k.length);
     detail::require(k.dim == q.dim, named(".k.dim (head_dim)"), k.dim,
-                    [&] { return "the head_dim of q, " + std::to_string(q.dim); });
+                    [&] { return detail::text("the head_dim of q, ", q.dim); });
     const auto check_plane = [&](const char* part, const auto& plane) {
         if (plane) {
             require_shape(named(part), plane, q.batch, k.heads, k.length);
@@ -70,7 +70,7 @@ void check_keys(const char* name, const rows_view<const T>& q, const keys<T>& al
     for (std::int32_t b = 0; all.lengths != nullptr && b < q.batch; ++b) {
         detail::require(all.lengths[b] >= 0 && all.lengths[b] <= k.length, indexed(".lengths", b),
                         all.lengths[b],
-                        [&] { return "0 to the rows of the view, " + std::to_string(k.length); });
+                        [&] { return detail::text("0 to the rows of the view, ", k.length); });
     }
 }
 
@@ -86,7 +86,7 @@ void check_queries(const Attention& attention, const rows_view<const T>& q, std:
     for (std::int32_t b = 0; sequences.starts != nullptr && b < q.batch; ++b) {
         detail::require(
             sequences.starts[b] >= -position_limit && sequences.starts[b] <= position_limit,
-            [&] { return "sequences.starts[" + std::to_string(b) + "]"; }, sequences.starts[b],
+            [&] { return detail::text("sequences.starts[", b, "]"); }, sequences.starts[b],
             "a position within 2^30 of 0");
     }
 }
@@ -96,7 +96,7 @@ void check_results(const rows_view<const T>& q, std::int32_t dim_v, const rows_v
                    const plane_view<float>& lse) {
     require_shape("out", out, q.batch, q.heads, q.length);
     detail::require(out.dim == dim_v, "out.dim", out.dim,
-                    [&] { return "the head_dim of v, " + std::to_string(dim_v); });
+                    [&] { return detail::text("the head_dim of v, ", dim_v); });
     if (lse) {
         require_shape("lse", lse, q.batch, q.heads, q.length);
     }
@@ -110,11 +110,11 @@ void check_attend(const Attention& attention, const rows_view<const T>& q, const
     if (self != nullptr) {
         check_keys("self", q, *self);
         detail::require(self->k.heads == past.k.heads, "self.k.heads", self->k.heads,
-                        [&] { return "that of past, " + std::to_string(past.k.heads); });
+                        [&] { return detail::text("that of past, ", past.k.heads); });
         detail::require(self->v.dim == past.v.dim, "self.v.dim", self->v.dim,
-                        [&] { return "that of past, " + std::to_string(past.v.dim); });
+                        [&] { return detail::text("that of past, ", past.v.dim); });
         detail::require(self->k.length == q.length, "self.k.length", self->k.length,
-                        [&] { return "the length of q, " + std::to_string(q.length); });
+                        [&] { return detail::text("the length of q, ", q.length); });
         detail::require(self->first == 0, "self.first", self->first,
                         "0, since sequences.starts says where a chunk sits");
         detail::require(self->lengths == nullptr, "self.lengths", "given",

@@ -1,6 +1,4 @@
 // The same bits on any number of threads; the same results to rounding on every instruction set.
-#include <doctest/doctest.h>
-
 #include <kvpolicy/masks/build.hpp>
 #include <kvpolicy/policies/decay.hpp>
 #include <kvpolicy/policies/sink.hpp>
@@ -9,6 +7,8 @@
 
 #include "support/bound_cache.hpp"
 #include "support/shadow.hpp"
+
+#include <doctest/doctest.h>
 
 #include <utility>
 
@@ -36,8 +36,8 @@ Run<T> run(const host& on, std::int32_t slots, std::int32_t window, std::int32_t
     std::mt19937 generator(6);
     Run<T> result;
     for (const std::int32_t chunk : {length, 1, 1, 17, 1}) {
-        test::Tensor<T> q(slots, query_heads, chunk, dim), k(slots, heads, chunk, dim), v(slots, heads, chunk, dim),
-            out(slots, query_heads, chunk, dim);
+        test::Tensor<T> q(slots, query_heads, chunk, dim), k(slots, heads, chunk, dim),
+            v(slots, heads, chunk, dim), out(slots, query_heads, chunk, dim);
         q.fill_normal(generator);
         k.fill_normal(generator);
         v.fill_normal(generator);
@@ -45,7 +45,8 @@ Run<T> run(const host& on, std::int32_t slots, std::int32_t window, std::int32_t
         test::fill_scores(scores, test::Scores::random, generator);
         const Batch batch{.count = slots, .length = chunk};
         test::call<P, T>(on, under_test, 0, batch, std::as_const(q).view(), std::as_const(k).view(),
-                         std::as_const(v).view(), out.view(), {.scores = scores.view(), .lse = lse.view()}, chunk == 1);
+                         std::as_const(v).view(), out.view(), {.scores = scores.view(), .lse = lse.view()},
+                         chunk == 1);
         under_test.cache.advance(on, batch);
         result.outputs.insert(result.outputs.end(), out.data.begin(), out.data.end());
         result.sums.insert(result.sums.end(), lse.data.begin(), lse.data.end());
@@ -74,7 +75,8 @@ void check(std::int32_t slots, std::int32_t window, std::int32_t budget, std::in
     for (std::size_t i = 0; i < one.outputs.size(); ++i) {
         const double a = test::real(one.outputs[i]), b = test::real(portable.outputs[i]);
         // Stored numbers may fall on either side of a midpoint: one unit in the last place, twice the roundoff.
-        worst = std::max(worst, std::abs(a - b) / (test::compute_error<T> + 2 * test::storage_unit<T> * std::abs(a)));
+        worst = std::max(
+            worst, std::abs(a - b) / (test::compute_error<T> + 2 * test::storage_unit<T> * std::abs(a)));
     }
     CHECK(worst <= 1.0);
 }

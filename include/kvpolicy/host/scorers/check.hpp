@@ -1,12 +1,12 @@
 // What the scorers' check() functions share.
 #pragma once
 
+#include <kvpolicy/core/error.hpp>
+#include <kvpolicy/core/types.hpp>
+
 #include <cstddef>
 #include <cstdint>
 #include <string>
-
-#include <kvpolicy/core/error.hpp>
-#include <kvpolicy/core/types.hpp>
 
 namespace kvpolicy::host_backend {
 
@@ -16,16 +16,16 @@ void check_scorer_shape(const char* name, std::int32_t fixed, const Scorer& scor
                         std::int32_t key_dim, std::int32_t value_dim) {
     const std::string of = name;
     detail::require(scorer.heads == kv_heads, (of + ".heads").c_str(), scorer.heads,
-                    "the layer's KV heads, " + std::to_string(kv_heads));
+                    detail::text("the layer's KV heads, ", kv_heads));
     if (fixed != dynamic) {
-        const std::string width = std::to_string(fixed) + ", as " + of + "<" + std::to_string(fixed) + "> says";
+        const std::string width = detail::text(fixed, ", as ", of, "<", fixed, "> says");
         detail::require(scorer.dim_k == fixed, (of + ".dim_k").c_str(), scorer.dim_k, width);
         detail::require(scorer.dim_v == fixed, (of + ".dim_v").c_str(), scorer.dim_v, width);
     }
     detail::require(key_dim >= 1 && scorer.dim_k == key_dim, (of + ".dim_k").c_str(), scorer.dim_k,
-                    "the width of the keys, " + std::to_string(key_dim));
+                    detail::text("the width of the keys, ", key_dim));
     detail::require(value_dim >= 1 && scorer.dim_v == value_dim, (of + ".dim_v").c_str(), scorer.dim_v,
-                    "the width of the values, " + std::to_string(value_dim));
+                    detail::text("the width of the values, ", value_dim));
 }
 
 /// Refuses weights that are null where the scorer needs them.
@@ -34,8 +34,8 @@ void check_parameters(const char* name, const Scorer& scorer, Parameters paramet
     for_each_parameter(scorer, parameters,
                        [&](const char* array, const float* pointer, std::size_t count, bool optional) {
                            detail::require(optional || count == 0 || pointer != nullptr,
-                                           (std::string(name) + ".weights." + array).c_str(), "null",
-                                           "an array of " + std::to_string(count) + " floats");
+                                           (detail::text(name, ".weights.", array)).c_str(), "null",
+                                           detail::text("an array of ", count, " floats"));
                        });
 }
 
