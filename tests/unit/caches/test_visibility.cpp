@@ -189,12 +189,15 @@ TEST_CASE("a slot that held NaN is clean after clear, and so are rows that were 
     std::mt19937 generator(1);
     k.fill(quiet_nan);
     v.fill(quiet_nan);
-    for (int t = 0; t < 20; ++t) {
+    // By steps only, and past the budget in both lives, so that what a step remembers (its next victim) is in use.
+    for (int t = 0; t < 40; ++t) {
+        test::fill_scores(scores, test::Scores::random, generator);
         step_once();
     }
     under_test.cache.clear(on, 0);
     test::Shadow<P, float> shadow({}, shape);
-    for (std::int32_t t = 0; t < 20; ++t) {
+    for (std::int32_t t = 0; t < 40; ++t) {
+        test::fill_scores(scores, test::Scores::random, generator);
         q.fill_normal(generator);
         k.fill_normal(generator);
         v.fill_normal(generator);
