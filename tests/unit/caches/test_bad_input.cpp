@@ -11,6 +11,7 @@
 #include <doctest/doctest.h>
 
 #include <cstddef>
+#include <functional>
 #include <utility>
 
 using namespace kvpolicy;
@@ -187,9 +188,8 @@ class Refusals {
     }
     [[nodiscard]] std::size_t bytes() const { return cache_workspace_bytes(on_, cache_.cache.ref(1), 3, 5); }
 
-    template <class Spoil>
-    void check(const std::string& text, Spoil&& spoil, bool for_step = true, bool for_prefill = true,
-               bool for_attend = true) {
+    void check(const std::string& text, const std::function<void(Arguments&)>& spoil, bool for_step = true,
+               bool for_prefill = true, bool for_attend = true) {
         const auto ref = cache_.cache.ref(1);
         const std::vector<unsigned char> before = cache_.memory;
         for (int which = 0; which < 3; ++which) {
@@ -251,7 +251,9 @@ TEST_CASE("batches: counts, slots and lengths") {
 
 TEST_CASE("tensors: shapes and null pointers, each by name") {
     Refusals refusals;
-    const auto of_q = [&](const std::string& text, auto spoil) { refusals.check(text, spoil); };
+    const auto of_q = [&](const std::string& text, const std::function<void(Arguments&)>& spoil) {
+        refusals.check(text, spoil);
+    };
     of_q("q: 2 x 4 x 5 x 16 is not allowed; it must be 3 x 4 x at least 1 x 16",
          [](Arguments& a) { a.q_view.batch = 2; });
     of_q("q: 3 x 2 x 5 x 16", [](Arguments& a) { a.q_view.heads = 2; });
@@ -265,7 +267,7 @@ TEST_CASE("tensors: shapes and null pointers, each by name") {
     of_q("lse.length", [](Arguments& a) { a.extras.lse.heads = 2; });
     of_q("lse.length", [](Arguments& a) { a.extras.lse.batch = 1; });
     of_q("workspace.data: null", [](Arguments& a) { a.workspace.data = nullptr; });
-    const auto of_k = [&](const std::string& text, auto spoil) {
+    const auto of_k = [&](const std::string& text, const std::function<void(Arguments&)>& spoil) {
         refusals.check(text, spoil, true, true, false);
     };
     of_k("k: null is not allowed; it must be a pointer to its elements",

@@ -224,7 +224,7 @@ TEST_CASE("sequences join and leave, in any order, with any number of tokens") {
     check_joins_and_leaves<bf16>(host(1), budget_policy(), 5, rebase_limit);
     const Policy<Sink<2>, Window<3>, ThresholdGate<above>, TopKBudget<4>, Decay<1>> gated{
         {}, {}, ThresholdGate<above>{0.25f}, {}, Decay<1>{-0.05f}};
-    check_joins_and_leaves<fp16>(host(3), gated, 6, 11);
+    check_joins_and_leaves<float>(host(3), gated, 6, 11);
     check_joins_and_leaves<float>(on, Policy<Sink<1>, Window<4>>{}, 7, rebase_limit);
 }
 
@@ -381,11 +381,11 @@ TEST_CASE("exported pages cover exactly the rows in use, and paged attention ove
     for (const std::int32_t page_rows : {1, 4, 16}) {
         CAPTURE(page_rows);
         const CacheShape shape{layers, slots, query_heads, kv_heads, 16, 8, page_rows};
-        test::BoundCache<Budget, fp16> under_test(on, shape, budget_policy());
+        test::BoundCache<Budget, bf16> under_test(on, shape, budget_policy());
         std::mt19937 generator(9);
         constexpr std::int32_t longest = 23;
         const std::int32_t q_len[] = {23, 0, 1, 9, 4};
-        test::Tensor<fp16> q(slots, query_heads, longest, 16), k(slots, kv_heads, longest, 16),
+        test::Tensor<bf16> q(slots, query_heads, longest, 16), k(slots, kv_heads, longest, 16),
             v(slots, kv_heads, longest, 8), out(slots, query_heads, longest, 8);
         q.fill_normal(generator);
         k.fill_normal(generator);
@@ -394,7 +394,7 @@ TEST_CASE("exported pages cover exactly the rows in use, and paged attention ove
         test::fill_scores(scores, test::Scores::random, generator);
         const Batch batch{.count = slots, .q_len = q_len, .length = longest};
         for (std::int32_t layer = 0; layer < layers; ++layer) {
-            test::call<Budget, fp16>(on, under_test, layer, batch, q.view(), k.view(), v.view(), out.view(),
+            test::call<Budget, bf16>(on, under_test, layer, batch, q.view(), k.view(), v.view(), out.view(),
                                      {.scores = scores.view()}, false);
         }
         under_test.cache.advance(on, batch);
@@ -418,13 +418,13 @@ TEST_CASE("exported pages cover exactly the rows in use, and paged attention ove
             export_heads(on, ref, named, {indptr.data(), indices.data(), last.data(), pages});
             CHECK(indptr[0] == 0);
             CHECK(indptr.back() == pages);
-            test::Tensor<fp16> seen(4, query_heads, 1, 8);
+            test::Tensor<bf16> seen(4, query_heads, 1, 8);
             seen.fill(-55.0f);
             test::Workspace workspace(cache_workspace_bytes(on, ref, 4, 1));
-            test::Tensor<fp16> queries(4, query_heads, 1, 16);
+            test::Tensor<bf16> queries(4, query_heads, 1, 16);
             queries.fill_normal(generator);
             test::Plane<float> lse(4, query_heads, 1, -55.0f);
-            attend<Budget, fp16>(on, ref, named, queries.view(), seen.view(), lse.view(), workspace);
+            attend<Budget, bf16>(on, ref, named, queries.view(), seen.view(), lse.view(), workspace);
             bool covered = true, equal = true;
             for (std::int32_t i = 0; i < 4; ++i) {
                 for (std::int32_t h = 0; h < kv_heads; ++h) {
@@ -453,7 +453,7 @@ TEST_CASE("exported pages cover exactly the rows in use, and paged attention ove
                             const double got = test::real(seen.view().row(i, hq, 0)[c]);
                             const double want = by_pages[static_cast<std::size_t>(c)];
                             equal = equal &&
-                                    std::abs(got - want) <= 2e-5 + test::storage_unit<fp16> * std::abs(want);
+                                    std::abs(got - want) <= 2e-5 + test::storage_unit<bf16> * std::abs(want);
                         }
                         equal = equal && std::isinf(lse.at(i, hq, 0)) == rows.empty();
                     }

@@ -86,29 +86,32 @@ void check_one_hot(const host& on, const P& policy, std::int32_t length) {
 TEST_CASE("a window of w shows exactly w keys, by steps, in chunks and in one prefill") {
     const host on(1);
     using Streaming = Policy<Sink<>, Window<>>;
-    check_one_hot<float>(on, Policy<Window<4>>{}, 40);
-    check_one_hot<bf16>(on, Policy<Window<4>>{}, 40);
+    check_one_hot<bf16>(on, Streaming{Sink<>{0}, Window<>{4}}, 40);
     check_one_hot<float>(on, Policy<Sink<3>>{}, 12);  // no Window: w = 1
-    constexpr std::int32_t shapes[][3] = {{0, 4, 40},    {0, 1, 12},  {4, 7, 60},
-                                          {2, 1024, 19}, {30, 4, 20}, {4, 3, 2}};
-    for (const auto& [s, w, length] : shapes) {
-        CAPTURE(s);
-        CAPTURE(w);
-        check_one_hot<float>(on, Streaming{Sink<>{s}, Window<>{w}}, length);
+    struct Numbers {
+        std::int32_t s, w, length;
+    };
+    for (const Numbers n :
+         {Numbers{0, 4, 40}, {0, 1, 12}, {4, 7, 60}, {2, 1024, 19}, {30, 4, 20}, {4, 3, 2}}) {
+        CAPTURE(n.s);
+        CAPTURE(n.w);
+        check_one_hot<float>(on, Streaming{Sink<>{n.s}, Window<>{n.w}}, n.length);
     }
 }
 
 TEST_CASE("with a budget, a query sees sinks, window and the long-range keys, and nothing else") {
     const host on(1);
     using Budget = Policy<Sink<>, Window<>, TopKBudget<>>;
-    constexpr std::int32_t shapes[][4] = {
-        {2, 4, 5, 60}, {0, 4, 5, 60}, {2, 4, 0, 40}, {1, 1, 1, 40}, {2, 3, 100, 60}};
-    for (const auto& [s, w, k, length] : shapes) {
-        CAPTURE(s);
-        CAPTURE(w);
-        CAPTURE(k);
-        check_one_hot<float>(on, Budget{Sink<>{s}, Window<>{w}, TopKBudget<>{k}}, length);
-        check_one_hot<fp16>(on, Budget{Sink<>{s}, Window<>{w}, TopKBudget<>{k}}, length);
+    struct Numbers {
+        std::int32_t s, w, k, length;
+    };
+    for (const Numbers n :
+         {Numbers{2, 4, 5, 60}, {0, 4, 5, 60}, {2, 4, 0, 40}, {1, 1, 1, 40}, {2, 3, 100, 60}}) {
+        CAPTURE(n.s);
+        CAPTURE(n.w);
+        CAPTURE(n.k);
+        check_one_hot<float>(on, Budget{Sink<>{n.s}, Window<>{n.w}, TopKBudget<>{n.k}}, n.length);
+        check_one_hot<bf16>(on, Budget{Sink<>{n.s}, Window<>{n.w}, TopKBudget<>{n.k}}, n.length);
     }
 }
 
@@ -120,7 +123,7 @@ void check_poisoned_token(bool in_value, const std::vector<std::int32_t>& sizes,
                           std::int32_t group) {
     const host on(1);
     constexpr std::int32_t length = 40, poisoned = 13, window = 4;
-    using P = Policy<Sink<2>, Window<window>>;
+    using P = Policy<Sink<>, Window<>>;
     std::mt19937 generator(3);
     test::Tensor<T> q(1, group, length, 16), k(1, 1, length, 16), v(1, 1, length, 16),
         out(1, group, length, 16);
@@ -128,7 +131,8 @@ void check_poisoned_token(bool in_value, const std::vector<std::int32_t>& sizes,
     k.fill_normal(generator);
     v.fill_normal(generator);
     (in_value ? v : k).view().row(0, 0, poisoned)[5] = static_cast<T>(quiet_nan);
-    test::BoundCache<P, T> under_test(on, {.query_heads = group, .kv_heads = 1, .dim_k = 16, .dim_v = 16});
+    test::BoundCache<P, T> under_test(on, {.query_heads = group, .kv_heads = 1, .dim_k = 16, .dim_v = 16},
+                                      P{Sink<>{2}, Window<>{window}});
     std::int32_t at = 0;
     for (const std::int32_t chunk : test::chunks_of(length, sizes)) {
         const Batch batch{.count = 1, .length = chunk};
@@ -164,14 +168,13 @@ TEST_CASE("a NaN reaches the queries that see its key, and no others") {
             check_poisoned_token<float>(in_value, {9, 2}, false, group);
             check_poisoned_token<bf16>(in_value, {1}, true, group);
             check_poisoned_token<bf16>(in_value, {9, 2}, false, group);
-            check_poisoned_token<double>(in_value, {9, 2}, false, group);
         }
     }
 }
 
 TEST_CASE("a slot that held NaN is clean after clear, and so are rows that were never written") {
     const host on(1);
-    using P = Policy<Sink<1>, Window<3>, TopKBudget<4>>;
+    using P = Policy<Sink<1>, Window<6>, TopKBudget<8>>;
     const CacheShape shape{
         .slots = 2, .query_heads = 2, .kv_heads = 1, .dim_k = 8, .dim_v = 8, .page_rows = 5};
     test::BoundCache<P, float> under_test(on, shape);
@@ -186,12 +189,15 @@ TEST_CASE("a slot that held NaN is clean after clear, and so are rows that were 
     std::mt19937 generator(1);
     k.fill(quiet_nan);
     v.fill(quiet_nan);
-    for (int t = 0; t < 20; ++t) {
+    // By steps only, and past the budget in both lives, so that what a step remembers (its next victim) is in use.
+    for (int t = 0; t < 40; ++t) {
+        test::fill_scores(scores, test::Scores::random, generator);
         step_once();
     }
     under_test.cache.clear(on, 0);
     test::Shadow<P, float> shadow({}, shape);
-    for (std::int32_t t = 0; t < 20; ++t) {
+    for (std::int32_t t = 0; t < 40; ++t) {
+        test::fill_scores(scores, test::Scores::random, generator);
         q.fill_normal(generator);
         k.fill_normal(generator);
         v.fill_normal(generator);
@@ -214,7 +220,7 @@ struct Layouts {
     test::Tensor<T> q{batch, query_heads, length, dim}, k{batch, kv_heads, length, dim},
         v{batch, kv_heads, length, dim};
     test::Plane<float> scores{batch, kv_heads, length};
-    using P = Policy<Sink<2>, Window<4>, TopKBudget<5>>;
+    using P = Policy<Sink<1>, Window<6>, TopKBudget<8>>;
 
     Layouts() {
         std::mt19937 generator(11);
@@ -317,7 +323,7 @@ TEST_CASE_TEMPLATE("q, k and v as slices of one fused row, [B, S, (Hq + 2 Hkv) D
                   slice(L::query_heads + L::kv_heads, L::kv_heads), outs, out);
 }
 
-TEST_CASE_TEMPLATE("K and V as two views of one [N, 2, block, H, D] buffer", T, float, fp16) {
+TEST_CASE_TEMPLATE("K and V as two views of one [N, 2, block, H, D] buffer", T, float, bf16) {
     using L = Layouts<T>;
     const L layouts;
     constexpr std::int32_t block = L::length + 4;  // with an unused tail
@@ -376,7 +382,6 @@ TEST_CASE("scale and softcap are the call's own") {
     const CacheShape shape{.query_heads = 4, .kv_heads = 2, .dim_k = 32, .dim_v = 32};
     for (const Attention attention : {Attention{0.3f, 0.0f}, Attention{0.0f, 2.0f}, Attention{0.5f, 20.0f}}) {
         CHECK(test::run_beside_shadow<float>(on, P{}, shape, 30, {1}, true, 4, attention) <= 1.0);
-        CHECK(test::run_beside_shadow<fp16>(on, P{}, shape, 30, {7, 2}, false, 5, attention) <= 1.0);
-        CHECK(test::run_beside_shadow<double>(on, P{}, shape, 30, {7, 2}, false, 6, attention) <= 1.0);
+        CHECK(test::run_beside_shadow<bf16>(on, P{}, shape, 30, {7, 2}, false, 5, attention) <= 1.0);
     }
 }

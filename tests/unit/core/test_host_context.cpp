@@ -133,9 +133,19 @@ TEST_CASE("what an index throws reaches the caller, the lowest index first, and 
         for (int round = 0; round < 50; ++round) {
             std::atomic<int> finished{0};
             std::string caught;
+            std::atomic<bool> later_one_failed{false};
             try {
                 on.parallel_for(40, [&](std::int64_t i) {
+                    if (i == 7) {
+                        // Give a later index the time to fail first, if there is a thread to run it.
+                        const auto end =
+                            std::chrono::steady_clock::now() + std::chrono::milliseconds(threads > 1 ? 5 : 0);
+                        while (!later_one_failed && std::chrono::steady_clock::now() < end) {
+                            std::this_thread::yield();
+                        }
+                    }
                     if (i == 31 || i == 7 || i == 19) {
+                        later_one_failed = later_one_failed || i != 7;
                         throw std::runtime_error(std::to_string(i));
                     }
                     ++finished;
