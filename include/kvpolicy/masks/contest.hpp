@@ -85,6 +85,10 @@ class long_range_set {
     }
 
     [[nodiscard]] std::int32_t size() const { return size_; }
+    /// The worst survivor after the last contest, the boundary of the set; size() > 0.
+    [[nodiscard]] const contestant& worst() const {
+        return rule_.decay_step == 1 ? *entries_ : *std::max_element(entries_, entries_ + size_, better);
+    }
     /// The survivors, in no order.
     [[nodiscard]] const contestant* begin() const { return entries_; }
     [[nodiscard]] const contestant* end() const { return entries_ + size_; }
