@@ -48,6 +48,24 @@ void prefill(const host& on, const Ref<P, T>& cache, const Batch& batch, rows_vi
              rows_view<const T> k, rows_view<const T> v, rows_view<T> out, workspace_view workspace,
              std::uint32_t* status = nullptr, const CacheExtras& extras = {});
 
+/// Speculation: what prefill(tokens) would give as out and lse, while the cache keeps its rows: in-place replacement cannot
+/// be undone, so nothing is decided before commit. The tokens, at most CacheShape::proposals a sequence, wait in spare
+/// rows; a second propose, a step or a prefill of the slot forgets them. Errors as for prefill; takes no pages.
+template <class P, Storage T, template <class, class> class Ref>
+requires CacheRef<Ref<P, T>>
+void propose(const host& on, const Ref<P, T>& cache, const Batch& batch, rows_view<const T> q,
+             rows_view<const T> k, rows_view<const T> v, rows_view<T> out, workspace_view workspace,
+             const CacheExtras& extras = {});
+
+/// Applies the first batch.tokens(i) of the tokens that a sequence proposed in this layer, as prefill would have (evictions,
+/// promotions, scorer state), and forgets the others; 0 forgets all. Once a layer, then CacheOwner::advance(batch) once.
+/// Workspace as for that many tokens. Refuses more than was proposed, and proposals made at another length. Exhaustion as
+/// for step: the proposals then stay, and the commit can be tried again.
+template <class P, Storage T, template <class, class> class Ref>
+requires CacheRef<Ref<P, T>>
+void commit(const host& on, const Ref<P, T>& cache, const Batch& batch, workspace_view workspace,
+            std::uint32_t* status = nullptr);
+
 /// Attention of q [count, Hq, 1, Dk] over the rows that the named slots hold now; changes nothing. Entries with q_len 0 are
 /// untouched; a slot without rows gives 0 and LSE = -inf.
 template <class P, Storage T, template <class, class> class Ref>
@@ -75,4 +93,5 @@ void export_heads(const host& on, const Ref<P, T>& cache, const Batch& batch, co
 }  // namespace kvpolicy
 
 #include <kvpolicy/host/cache_prefill.hpp>
+#include <kvpolicy/host/cache_speculate.hpp>
 #include <kvpolicy/host/cache_step.hpp>

@@ -260,6 +260,22 @@ void chunk_segments(const Cache& cache, std::int32_t slot, std::int32_t head, st
     visit(self);
 }
 
+/// Where the tokens of one (entry, head) of a chunk are: k.row(entry, head, j), and scores[j] where they are given.
+template <class T>
+struct chunk_source {
+    rows_view<const T> k;
+    rows_view<const T> v;
+    const float* scores;
+};
+
+/// A call's own tensors as a source.
+template <class T>
+auto tensor_source(rows_view<const T> k, rows_view<const T> v, plane_view<const float> scores) {
+    return [=](std::int32_t i, std::int32_t h) {
+        return chunk_source<T>{k, v, scores ? scores.head(i, h) : nullptr};
+    };
+}
+
 /// A chunk of a batch on its way through a cache: decide, then attend and write back. What prefill, propose and commit
 /// share. `memory` has bytes(): plans, then what attention needs.
 template <class Cache>
@@ -299,12 +315,13 @@ class chunk_pass {
         });
     }
 
-    /// Fills the plans of all heads; refuses a NaN score.
-    void decide(const Batch& batch, rows_view<const T> k, rows_view<const T> v,
-                plane_view<const float> scores) const {
+    /// Fills the plans of all heads; refuses a NaN score. source(i, h) says where the tokens of a head are.
+    template <class Source>
+    void decide(const Batch& batch, const Source& source) const {
         for_each_head(batch, [&](std::int32_t i, std::int32_t h) {
-            decide_chunk(cache_, batch.slot(i), h, batch.tokens(i), k, v, i,
-                         scores ? scores.head(i, h) : nullptr, plan(i, h));
+            const chunk_source<T> from = source(i, h);
+            decide_chunk(cache_, batch.slot(i), h, batch.tokens(i), from.k, from.v, i, from.scores,
+                         plan(i, h));
         });
         refuse_bad(batch);
     }
@@ -336,9 +353,11 @@ class chunk_pass {
                      });
     }
 
-    void commit(const Batch& batch, rows_view<const T> k, rows_view<const T> v) const {
+    template <class Source>
+    void commit(const Batch& batch, const Source& source) const {
         for_each_head(batch, [&](std::int32_t i, std::int32_t h) {
-            commit_chunk(cache_, batch.slot(i), h, batch.tokens(i), k, v, i, plan(i, h));
+            const chunk_source<T> from = source(i, h);
+            commit_chunk(cache_, batch.slot(i), h, batch.tokens(i), from.k, from.v, i, plan(i, h));
             if (h == 0) {
                 cache_.proposed[batch.slot(i)] = 0;
             }
@@ -377,11 +396,12 @@ void prefill(const host& on, const Ref<P, T>& cache, const Batch& all, rows_view
     hb::check_workspace(workspace, cache_workspace_bytes<P, T>(on, cache, all.count, longest));
     std::byte* const start = hb::aligned(workspace.data);
     const hb::chunk_pass<Ref<P, T>> pass(on, cache, longest, start + hb::admission_bytes(cache, all.count));
-    pass.decide(all, k, v, extras.scores);
+    const auto source = hb::tensor_source(k, v, extras.scores);
+    pass.decide(all, source);
     const Batch batch = hb::admit(cache, all, status, start,
                                   [&](std::int32_t i, std::int32_t h) { return pass.rows_after(all, i, h); });
     pass.attend(batch, q, k, v, out, extras.lse);
-    pass.commit(batch, k, v);
+    pass.commit(batch, source);
     hb::clear_refused(cache, all, batch, out, extras.lse);
 }
 
