@@ -24,11 +24,11 @@ concept FeatureMap = requires(isa set, const float* y, float* out, const double*
 /// A map that a gradient can go back through: pull_back(features, d_features, d_qk, d_y), from the features themselves;
 /// overwrites d_y[projection(d_qk)].
 template <class F>
-concept DifferentiableFeatureMap =
-    FeatureMap<F> && requires(const float* x, float* d, const double* x2, double* d2, std::int32_t d_qk) {
-        F::pull_back(x, x, d_qk, d);
-        F::pull_back(x2, x2, d_qk, d2);
-    };
+concept DifferentiableFeatureMap = FeatureMap<F> &&
+    requires(const float* x, float* d, const double* x2, double* d2, std::int32_t d_qk) {
+    F::pull_back(x, x, d_qk, d);
+    F::pull_back(x2, x2, d_qk, d2);
+};
 
 /// phi(y) = softmax(y).
 struct Softmax {
