@@ -78,7 +78,7 @@ struct vector_of<double, 32> {
 [[gnu::always_inline]] inline void multiply_add(__m256d& sum, const __m256d& a, const __m256d& b) {
     sum = _mm256_fmadd_pd(a, b, sum);
 }
-#elif !KVPOLICY_X86 && defined(__GNUC__) && !defined(__clang__) && __GNUC__ >= 12
+#elif !KVPOLICY_X86 && !defined(__CUDACC__) && defined(__GNUC__) && !defined(__clang__) && __GNUC__ >= 12
 template <class X>
 [[gnu::always_inline]] inline void multiply_add(X& sum, const X& a, const X& b) {
     sum += __builtin_assoc_barrier(a * b);
