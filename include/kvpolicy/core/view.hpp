@@ -28,7 +28,9 @@ struct rows_view {
         return data + b * batch_stride + h * head_stride + t * row_stride;
     }
 
-    KVPOLICY_HOST_DEVICE constexpr operator rows_view<const T>() const requires(!std::is_const_v<T>) {
+    template <class Const>
+    requires(!std::is_const_v<T> && std::is_same_v<Const, const T>) KVPOLICY_HOST_DEVICE constexpr
+    operator rows_view<Const>() const {
         return {data, batch, heads, length, dim, batch_stride, head_stride, row_stride};
     }
 };
@@ -48,7 +50,9 @@ struct plane_view {
         return data + b * batch_stride + h * head_stride;
     }
 
-    KVPOLICY_HOST_DEVICE constexpr operator plane_view<const T>() const requires(!std::is_const_v<T>) {
+    template <class Const>
+    requires(!std::is_const_v<T> && std::is_same_v<Const, const T>) KVPOLICY_HOST_DEVICE constexpr
+    operator plane_view<Const>() const {
         return {data, batch, heads, length, batch_stride, head_stride};
     }
 

@@ -43,9 +43,9 @@ TEST_CASE("an mLSTM starts from identity-like projections, slow forgetting and e
     CHECK(first.arrays == again.arrays);
     CHECK(first.arrays.at("w_q") != other.arrays.at("w_q"));
     CHECK(first.arrays.at("w_q") != first.arrays.at("w_k"));
-    for (const auto& [name, array] : first.arrays) {
-        CAPTURE(name);
-        for (const float x : array) {
+    for (const auto& array : first.arrays) {
+        CAPTURE(array.first);
+        for (const float x : array.second) {
             REQUIRE(std::isfinite(x));
         }
     }

@@ -33,7 +33,7 @@ struct project_kernel {
             unroll<Rows>([&](auto r) {
                 Real sum = sums[t][r].sum();
                 for (int tail = i; tail < inner; ++tail) {
-                    sum += x[t * x_stride + tail] * static_cast<Real>(w[r * w_stride + tail]);
+                    multiply_add(sum, x[t * x_stride + tail], static_cast<Real>(w[r * w_stride + tail]));
                 }
                 if (bias != nullptr) {
                     sum += static_cast<Real>(bias[r]);
@@ -121,7 +121,7 @@ struct combine_kernel {
             for (int r = 0; r < Rows; ++r) {
                 Real sum = add ? out[r * out_stride + e] : Real(0);
                 for (int j = 0; j < inner; ++j) {
-                    sum += a[r * a_row + j * a_column] * b[j * b_stride + e];
+                    multiply_add(sum, a[r * a_row + j * a_column], b[j * b_stride + e]);
                 }
                 out[r * out_stride + e] = sum;
             }
@@ -153,7 +153,9 @@ struct update_kernel {
         using vec = lanes<Real, Set>;
         for (int d = 0; d < d_qk; ++d) {
             const Real factor = write * k[d];
-            z[d] = forget * z[d] + factor;
+            Real sum = factor;
+            multiply_add(sum, forget, z[d]);
+            z[d] = sum;
             Real* row = c + static_cast<std::ptrdiff_t>(d) * d_v;
             int e = 0;
             for (; e + vec::width <= d_v; e += vec::width) {
@@ -165,7 +167,8 @@ struct update_kernel {
                 old.store(row + e);
             }
             for (; e < d_v; ++e) {
-                row[e] = forget * row[e] + factor * v[e];
+                row[e] *= forget;
+                multiply_add(row[e], factor, v[e]);
             }
         }
     }
@@ -190,7 +193,8 @@ struct scan_kernel {
         }
         for (; i < count; ++i) {
             const Real before = state[i];
-            state[i] = keep * before + add * delta[i];
+            state[i] *= keep;
+            multiply_add(state[i], add, delta[i]);
             delta[i] = before;
         }
     }

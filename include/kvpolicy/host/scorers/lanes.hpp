@@ -1,8 +1,8 @@
 // Vectors of 32 bytes for the host's scorers: 8 floats or 4 doubles, in one register under AVX2 and in two otherwise.
 //
-// Every operation is lane by lane, sums are folded in one fixed order, and nothing relies on fused multiply-adds, so a
-// kernel written with lanes gives the same bits on every instruction set. (A translation unit that is itself compiled
-// for FMA may contract; then all paths of that unit contract alike.)
+// Every operation is lane by lane, sums are folded in one fixed order, and every product that is added goes through
+// multiply_add, which is never fused or always: a kernel written with lanes gives the same bits on every instruction set
+// that a translation unit chooses from at run time, and under every blocking.
 #pragma once
 
 #include <kvpolicy/core/config.hpp>
@@ -14,6 +14,10 @@
 #include <limits>
 #include <type_traits>
 #include <utility>
+
+#if KVPOLICY_X86 && defined(__FMA__)
+#include <immintrin.h>
+#endif
 
 namespace kvpolicy::host_backend {
 
@@ -51,6 +55,40 @@ struct vector_of<double, 32> {
     typedef double memory __attribute__((vector_size(32), aligned(alignof(double)), may_alias));
     typedef std::int64_t mask __attribute__((vector_size(32)));
 };
+
+/// sum += a * b, for numbers and vectors. Left to itself g++ fuses products and sums across statements where a translation
+/// unit may use FMA (under -march=native), in some loops and not in others; so such units fuse by intrinsics, all others
+/// never. (clang++ fuses within one expression only, so not here.)
+#if KVPOLICY_X86 && defined(__FMA__)
+[[gnu::always_inline]] inline void multiply_add(float& sum, const float& a, const float& b) {
+    sum = __builtin_fmaf(a, b, sum);
+}
+[[gnu::always_inline]] inline void multiply_add(double& sum, const double& a, const double& b) {
+    sum = __builtin_fma(a, b, sum);
+}
+[[gnu::always_inline]] inline void multiply_add(__m128& sum, const __m128& a, const __m128& b) {
+    sum = _mm_fmadd_ps(a, b, sum);
+}
+[[gnu::always_inline]] inline void multiply_add(__m256& sum, const __m256& a, const __m256& b) {
+    sum = _mm256_fmadd_ps(a, b, sum);
+}
+[[gnu::always_inline]] inline void multiply_add(__m128d& sum, const __m128d& a, const __m128d& b) {
+    sum = _mm_fmadd_pd(a, b, sum);
+}
+[[gnu::always_inline]] inline void multiply_add(__m256d& sum, const __m256d& a, const __m256d& b) {
+    sum = _mm256_fmadd_pd(a, b, sum);
+}
+#elif !KVPOLICY_X86 && !defined(__CUDACC__) && defined(__GNUC__) && !defined(__clang__) && __GNUC__ >= 12
+template <class X>
+[[gnu::always_inline]] inline void multiply_add(X& sum, const X& a, const X& b) {
+    sum += __builtin_assoc_barrier(a * b);
+}
+#else
+template <class X>
+[[gnu::always_inline]] inline void multiply_add(X& sum, const X& a, const X& b) {
+    sum += a * b;
+}
+#endif
 
 /// Arguments and results go by reference: a vector that is passed by value has another ABI on each instruction set.
 template <class Real, isa Set>
@@ -108,10 +146,10 @@ struct lanes {
 
     /// this += a * b
     [[gnu::always_inline]] inline void add_product(const lanes& a, const lanes& b) {
-        for_parts([&](auto i) { p[i] += a.p[i] * b.p[i]; });
+        for_parts([&](auto i) { multiply_add(p[i], a.p[i], b.p[i]); });
     }
     [[gnu::always_inline]] inline void add_product(Real a, const lanes& b) {
-        for_parts([&](auto i) { p[i] += a * b.p[i]; });
+        for_parts([&](auto i) { multiply_add(p[i], a - part{}, b.p[i]); });
     }
     [[gnu::always_inline]] inline void add(const lanes& a) {
         for_parts([&](auto i) { p[i] += a.p[i]; });
@@ -163,15 +201,25 @@ struct lanes {
                 part inside;
                 pick(inside, x > 88.3f, part{} + 88.0f, x);
                 pick(inside, inside < -87.3f, part{} - 87.0f, inside);
-                const part shifted = inside * 1.44269504088896341f + shift;
+                part shifted = part{} + shift;
+                multiply_add(shifted, inside, part{} + 1.44269504088896341f);
                 const part n = shifted - shift;
-                const part r = (inside - n * 0.693359375f) + n * 2.12194440e-4f;
-                part e = r * 1.9875691500e-4f + 1.3981999507e-3f;
-                e = e * r + 8.3334519073e-3f;
-                e = e * r + 4.1665795894e-2f;
-                e = e * r + 1.6666665459e-1f;
-                e = e * r + 5.0000001201e-1f;
-                e = e * (r * r) + r + 1.0f;
+                part r = inside;
+                multiply_add(r, n, part{} - 0.693359375f);
+                multiply_add(r, n, part{} + 2.12194440e-4f);
+                part e = part{} + 1.9875691500e-4f;
+                const auto horner = [&](float coefficient) {
+                    part next = part{} + coefficient;
+                    multiply_add(next, e, r);
+                    e = next;
+                };
+                horner(1.3981999507e-3f);
+                horner(8.3334519073e-3f);
+                horner(4.1665795894e-2f);
+                horner(1.6666665459e-1f);
+                horner(5.0000001201e-1f);
+                horner(1.0f);
+                horner(1.0f);
                 const mask exponent = (((mask)shifted) + (127 - 0x4b400000)) << 23;
                 e *= (part)exponent;
                 pick(e, x > 88.3f, part{} + std::numeric_limits<float>::infinity(), e);
