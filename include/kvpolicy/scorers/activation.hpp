@@ -1,10 +1,10 @@
 // Activations of the scorers' hidden layers.
 #pragma once
 
+#include <kvpolicy/core/context.hpp>
+
 #include <concepts>
 #include <cstdint>
-
-#include <kvpolicy/core/context.hpp>
 
 namespace kvpolicy {
 
@@ -17,8 +17,8 @@ concept Activation = requires(isa set, float* single, double* both, std::int32_t
 
 /// An activation with a derivative: pull_back(y, d, count) turns d, the gradient of act(y), into that of y, in place.
 template <class A>
-concept DifferentiableActivation = Activation<A> && requires(const float* y, float* d, const double* y2, double* d2,
-                                                             std::int32_t count) {
+concept DifferentiableActivation = Activation<A> &&
+    requires(const float* y, float* d, const double* y2, double* d2, std::int32_t count) {
     A::pull_back(y, d, count);
     A::pull_back(y2, d2, count);
 };

@@ -22,8 +22,12 @@ void Hedgehog::map(isa set, const Real* y, std::int32_t d_qk, Real* out) {
 template <class Real>
 void Softmax::pull_back(const Real* features, const Real* d_features, std::int32_t d_qk, Real* d_y) {
     Real along = Real(0);
-    for (std::int32_t i = 0; i < d_qk; ++i) { along += features[i] * d_features[i]; }
-    for (std::int32_t i = 0; i < d_qk; ++i) { d_y[i] = features[i] * (d_features[i] - along); }
+    for (std::int32_t i = 0; i < d_qk; ++i) {
+        along += features[i] * d_features[i];
+    }
+    for (std::int32_t i = 0; i < d_qk; ++i) {
+        d_y[i] = features[i] * (d_features[i] - along);
+    }
 }
 
 template <class Real>
@@ -31,8 +35,12 @@ void Hedgehog::pull_back(const Real* features, const Real* d_features, std::int3
     const std::int32_t half = d_qk / 2;
     Softmax::pull_back(features, d_features, half, d_y);
     Real along = Real(0);
-    for (std::int32_t i = half; i < d_qk; ++i) { along += features[i] * d_features[i]; }
-    for (std::int32_t i = 0; i < half; ++i) { d_y[i] -= features[half + i] * (d_features[half + i] - along); }
+    for (std::int32_t i = half; i < d_qk; ++i) {
+        along += features[i] * d_features[i];
+    }
+    for (std::int32_t i = 0; i < half; ++i) {
+        d_y[i] -= features[half + i] * (d_features[half + i] - along);
+    }
 }
 
 }  // namespace kvpolicy
