@@ -1,6 +1,7 @@
 // Attention through a mask: every query sees the keys that are alive when it asks, at a cost proportional to them.
 #pragma once
 
+#include <kvpolicy/attention/gradients.hpp>
 #include <kvpolicy/attention/keys.hpp>
 #include <kvpolicy/core/context.hpp>
 #include <kvpolicy/core/types.hpp>
@@ -60,26 +61,6 @@ template <Storage T>
 void attend(const host& on, const Attention& attention, std::type_identity_t<rows_view<const T>> q,
             const keys<T>& past, const keys<T>& self, const Sequences& sequences,
             std::type_identity_t<rows_view<T>> out, plane_view<float> lse, workspace_view workspace);
-
-/// What attend_backward is given besides the arguments of attend(on, attention, q, all, sequences, out, lse): its results,
-/// and the gradient of out. The shapes are those of attend.
-template <class T>
-struct AttendGradient {
-    rows_view<const T> out;       ///< [B, Hq, S, Dv], as attend wrote it
-    plane_view<const float> lse;  ///< [B, Hq, S], the same
-    rows_view<const T> d_out;     ///< [B, Hq, S, Dv]
-};
-
-/// Where attend_backward writes. Each is overwritten: d_q for the sequences' lengths, the others for the rows that
-/// all.lengths counts, with 0 for keys that no query sees. Sums run in compute_t<T> and are rounded once.
-template <class T>
-struct AttendGradients {
-    rows_view<T> d_q;  ///< [B, Hq, S, Dk]
-    rows_view<T> d_k;  ///< [B, Hkv, Skv, Dk]
-    rows_view<T> d_v;  ///< [B, Hkv, Skv, Dv]
-    plane_view<compute_t<T>>
-        d_log_bias{};  ///< [B, Hkv, Skv]; empty: not wanted. Needs a mask with log-biases.
-};
 
 /// Bytes of workspace for the attend_backward call with the same arguments. O(Skv (Dk + Dv)), at most 16 copies of the keys'
 /// and values' gradients of a head.

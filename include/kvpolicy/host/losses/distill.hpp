@@ -19,21 +19,36 @@ inline void check_temperature(float temperature, float scale) {
     detail::require(std::isfinite(scale), "scale", scale, "finite");
 }
 
+/// Whether a row has no NaN; refuses it by name where `refuse` says so.
 template <class Real>
-void refuse_nan_row(const char* name, std::int64_t b, std::int64_t h, std::int64_t t, const Real* row,
-                    std::int32_t count) {
+bool row_of_numbers(bool refuse, const char* name, std::int64_t b, std::int64_t h, std::int64_t t,
+                    const Real* row, std::int32_t count) {
     bool bad = false;
     for (std::int32_t i = 0; i < count; ++i) {
         bad |= row[i] != row[i];
     }
     if (!bad) [[likely]] {
-        return;
+        return true;
     }
     std::int32_t at = 0;
     while (row[at] == row[at]) {
         ++at;
     }
-    detail::refuse(detail::text(name, "[", b, "][", h, "][", t, "][", at, "]").c_str(), "NaN", "a number");
+    if (refuse) {
+        detail::refuse(detail::text(name, "[", b, "][", h, "][", t, "][", at, "]").c_str(), "NaN",
+                       "a number");
+    }
+    return false;
+}
+
+/// Checks all tokens: good(b, h, t, refuse).
+template <class Good>
+void check_tokens(const host& on, const Sequences& sequences, std::int32_t heads, Good&& good) {
+    const std::int64_t length = sequences.length;
+    check_in_parallel(on, length * sequences.batch * heads, [&](std::int64_t task, bool refuse) {
+        const std::int64_t b = task / length / heads, h = task / length % heads, t = task % length;
+        return t >= sequences.length_of(b) || good(b, h, t, refuse);
+    });
 }
 
 /// Calls body(b, h, t) for every token of every row plane, blocks of tokens in parallel.
@@ -178,9 +193,10 @@ void top_logits(const host& on, std::type_identity_t<rows_view<const Real>> logi
     hb::check_rows("logits", logits, values.batch, values.heads, sequences.length, logits.dim);
     hb::check_rows("values", values, values.batch, values.heads, sequences.length, values.dim);
     hb::check_rows("indices", indices, values.batch, values.heads, sequences.length, values.dim);
-    hb::for_each_token(on, sequences, logits.heads, [&](std::int64_t b, std::int64_t h, std::int64_t t, int) {
-        hb::refuse_nan_row("logits", b, h, t, logits.row(b, h, t), logits.dim);
-    });
+    hb::check_tokens(
+        on, sequences, logits.heads, [&](std::int64_t b, std::int64_t h, std::int64_t t, bool refuse) {
+            return hb::row_of_numbers(refuse, "logits", b, h, t, logits.row(b, h, t), logits.dim);
+        });
     hb::check_workspace(workspace, top_logits_workspace_bytes(on, logits.dim));
     std::byte* memory = hb::aligned(workspace.data);
     const std::size_t stride = hb::index_row_bytes(logits.dim);
@@ -215,10 +231,10 @@ LossValue TopDistillation::operator()(const host& on, std::type_identity_t<rows_
     hb::check_sequences(sequences, d_student.batch, d_student.length);
     hb::check_rows("teacher", teacher, d_student.batch, d_student.heads, sequences.length, d_student.dim);
     hb::check_workspace(workspace, workspace_bytes(on, teacher));
-    hb::for_each_token(on, sequences, teacher.heads,
-                       [&](std::int64_t b, std::int64_t h, std::int64_t t, int) {
-                           hb::refuse_nan_row("teacher", b, h, t, teacher.row(b, h, t), teacher.dim);
-                       });
+    hb::check_tokens(
+        on, sequences, teacher.heads, [&](std::int64_t b, std::int64_t h, std::int64_t t, bool refuse) {
+            return hb::row_of_numbers(refuse, "teacher", b, h, t, teacher.row(b, h, t), teacher.dim);
+        });
     const std::int32_t count = std::min(top, teacher.dim);
     if (count == 0) {
         return {};
@@ -248,19 +264,21 @@ LossValue TopDistillation::operator()(const host& on, std::type_identity_t<rows_
     hb::check_rows("student", student, d_student.batch, heads, sequences.length, vocabulary);
     hb::check_rows("values", values, d_student.batch, heads, sequences.length, values.dim);
     hb::check_rows("indices", indices, d_student.batch, heads, sequences.length, values.dim);
-    hb::for_each_token(on, sequences, heads, [&](std::int64_t b, std::int64_t h, std::int64_t t, int) {
-        hb::refuse_nan_row("values", b, h, t, values.row(b, h, t), values.dim);
-        for (std::int32_t i = 0; i < values.dim; ++i) {
+    hb::check_tokens(on, sequences, heads, [&](std::int64_t b, std::int64_t h, std::int64_t t, bool refuse) {
+        bool good = hb::row_of_numbers(refuse, "values", b, h, t, values.row(b, h, t), values.dim);
+        for (std::int32_t i = 0; good && i < values.dim; ++i) {
             const std::int32_t at = indices.row(b, h, t)[i];
-            if (at < 0 || at >= vocabulary) [[unlikely]] {
+            if (at < 0 || at >= vocabulary) {
+                if (!refuse) {
+                    return false;
+                }
                 detail::refuse(detail::text("indices[", b, "][", h, "][", t, "][", i, "]").c_str(), at,
                                detail::text("0 to ", vocabulary - 1));
             }
             const Real z = student.row(b, h, t)[at];
-            if (z != z) [[unlikely]] {
-                hb::refuse_nan_row("student", b, h, t, student.row(b, h, t), vocabulary);
-            }
+            good = z == z || hb::row_of_numbers(refuse, "student", b, h, t, student.row(b, h, t), vocabulary);
         }
+        return good;
     });
     LossValue result;
     result.count = hb::tokens_of(sequences) * heads;
@@ -302,10 +320,9 @@ LossValue CrossEntropy::operator()(const host& on, plane_view<const std::int32_t
             }
         }
     }
-    hb::for_each_token(on, sequences, heads, [&](std::int64_t b, std::int64_t h, std::int64_t t, int) {
-        if (labels.head(b, h)[t] >= 0) {
-            hb::refuse_nan_row("student", b, h, t, student.row(b, h, t), vocabulary);
-        }
+    hb::check_tokens(on, sequences, heads, [&](std::int64_t b, std::int64_t h, std::int64_t t, bool refuse) {
+        return labels.head(b, h)[t] < 0 ||
+               hb::row_of_numbers(refuse, "student", b, h, t, student.row(b, h, t), vocabulary);
     });
     const double mean =
         result.count > 0 ? static_cast<double>(scale) / static_cast<double>(result.count) : 0.0;
@@ -340,9 +357,9 @@ LossValue L2Distillation::operator()(const host& on, std::type_identity_t<rows_v
     hb::check_rows("d_student", d_student, d_student.batch, heads, sequences.length, dim);
     hb::check_rows("student", student, d_student.batch, heads, sequences.length, dim);
     hb::check_rows("teacher", teacher, d_student.batch, heads, sequences.length, dim);
-    hb::for_each_token(on, sequences, heads, [&](std::int64_t b, std::int64_t h, std::int64_t t, int) {
-        hb::refuse_nan_row("teacher", b, h, t, teacher.row(b, h, t), dim);
-        hb::refuse_nan_row("student", b, h, t, student.row(b, h, t), dim);
+    hb::check_tokens(on, sequences, heads, [&](std::int64_t b, std::int64_t h, std::int64_t t, bool refuse) {
+        return hb::row_of_numbers(refuse, "teacher", b, h, t, teacher.row(b, h, t), dim) &&
+               hb::row_of_numbers(refuse, "student", b, h, t, student.row(b, h, t), dim);
     });
     LossValue result;
     result.count = hb::tokens_of(sequences) * heads;

@@ -18,11 +18,11 @@ namespace kvpolicy {
 
 namespace host_backend {
 
-/// Refuses the first number of the named array that is not finite.
+/// Refuses a row of the named array that is not finite.
 template <class T>
 void refuse_bad_rows(const host& on, const char* name, const rows_view<const T>& rows,
                      const Sequences& sequences) {
-    on.parallel_for(std::int64_t{rows.batch} * rows.heads, [&](std::int64_t task) {
+    check_in_parallel(on, std::int64_t{rows.batch} * rows.heads, [&](std::int64_t task, bool refuse) {
         const std::int64_t b = task / rows.heads, h = task % rows.heads;
         const std::int64_t start = sequences.start_of(b);
         for (std::int64_t t = start; t < start + sequences.length_of(b); ++t) {
@@ -35,9 +35,13 @@ void refuse_bad_rows(const host& on, const char* name, const rows_view<const T>&
             if (good) [[likely]] {
                 continue;
             }
-            detail::refuse(detail::text(name, "[", b, "][", h, "][", t, "]").c_str(), "NaN or infinite",
-                           "a row of finite numbers");
+            if (refuse) {
+                detail::refuse(detail::text(name, "[", b, "][", h, "][", t, "]").c_str(), "NaN or infinite",
+                               "a row of finite numbers");
+            }
+            return false;
         }
+        return true;
     });
 }
 
