@@ -61,6 +61,52 @@ void attend(const host& on, const Attention& attention, std::type_identity_t<row
             const keys<T>& past, const keys<T>& self, const Sequences& sequences,
             std::type_identity_t<rows_view<T>> out, plane_view<float> lse, workspace_view workspace);
 
+/// What attend_backward is given besides the arguments of attend(on, attention, q, all, sequences, out, lse): its results,
+/// and the gradient of out. The shapes are those of attend.
+template <class T>
+struct AttendGradient {
+    rows_view<const T> out;       ///< [B, Hq, S, Dv], as attend wrote it
+    plane_view<const float> lse;  ///< [B, Hq, S], the same
+    rows_view<const T> d_out;     ///< [B, Hq, S, Dv]
+};
+
+/// Where attend_backward writes. Each is overwritten: d_q for the sequences' lengths, the others for the rows that
+/// all.lengths counts, with 0 for keys that no query sees. Sums run in compute_t<T> and are rounded once.
+template <class T>
+struct AttendGradients {
+    rows_view<T> d_q;  ///< [B, Hq, S, Dk]
+    rows_view<T> d_k;  ///< [B, Hkv, Skv, Dk]
+    rows_view<T> d_v;  ///< [B, Hkv, Skv, Dv]
+    plane_view<compute_t<T>>
+        d_log_bias{};  ///< [B, Hkv, Skv]; empty: not wanted. Needs a mask with log-biases.
+};
+
+/// Bytes of workspace for the attend_backward call with the same arguments. O(Skv (Dk + Dv)), at most 16 copies of the keys'
+/// and values' gradients of a head.
+template <Storage T>
+std::size_t attend_backward_workspace_bytes(const host& on, const Attention& attention,
+                                            std::type_identity_t<rows_view<const T>> q, const keys<T>& all,
+                                            const Sequences& sequences);
+
+/// Gradients of attend() through the mask, at a cost proportional to the live pairs. With P = exp(logit - lse) and
+/// delta_d = <out_d, d_out_d>, over the pairs (query d of head h G + g, key t) that see each other:
+///
+///     d v_t           = sum_{g, d} P d_out_d,            d logit = P (<d_out_d, v_t> - delta_d)
+///     d x             = d logit (1 - (cap(x) / softcap)^2)          (x = scale <q, k>; without softcap d x = d logit)
+///     d q_d           = scale sum_t d x k_t,             d k_t = scale sum_{g, d} d x q_d
+///     d log_bias[t]   = sum over g and d with d - pos(t) >= bias_from of d logit
+///
+/// A query whose lse is -inf has zero gradient. Lifetimes have none: a policy's decisions are constants here. lse must be
+/// that of this call's keys. Synchronous; the bits do not depend on the number of threads; portable and AVX2 bodies agree
+/// to rounding. Packed segments as in attend.
+///
+/// Refuses, before anything is written: what attend refuses, shapes that disagree, a number that is not finite in q, out,
+/// d_out, or a k, v or log_bias that some query sees (named with batch, head and position), a NaN lse.
+template <Storage T>
+void attend_backward(const host& on, const Attention& attention, std::type_identity_t<rows_view<const T>> q,
+                     const keys<T>& all, const Sequences& sequences, const AttendGradient<T>& given,
+                     const AttendGradients<T>& into, workspace_view workspace);
+
 }  // namespace kvpolicy
 
 #include <kvpolicy/host/attend.hpp>

@@ -93,5 +93,4 @@ void export_heads(const host& on, const Ref<P, T>& cache, const Batch& batch, co
 }  // namespace kvpolicy
 
 #include <kvpolicy/host/cache_prefill.hpp>
-#include <kvpolicy/host/cache_speculate.hpp>
 #include <kvpolicy/host/cache_step.hpp>

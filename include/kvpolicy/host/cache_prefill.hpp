@@ -406,3 +406,5 @@ void prefill(const host& on, const Ref<P, T>& cache, const Batch& all, rows_view
 }
 
 }  // namespace kvpolicy
+
+#include <kvpolicy/host/cache_speculate.hpp>

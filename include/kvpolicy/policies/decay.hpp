@@ -1,10 +1,10 @@
 // How scores age: the per-head decay of kvpop.txt, eq. 5, 18 and 21.
 #pragma once
 
-#include <cmath>
-
 #include <kvpolicy/core/error.hpp>
 #include <kvpolicy/policies/concept.hpp>
+
+#include <cmath>
 
 namespace kvpolicy {
 
@@ -62,6 +62,14 @@ inline float log_gamma_of(double alpha, double gamma_min, double gamma_max) {
     const double low = std::log(gamma_min);
     const double high = std::log(gamma_max);
     return static_cast<float>(low + (high - low) / (1.0 + std::exp(-alpha)));
+}
+
+/// d log(gamma) / d alpha of log_gamma_of, sigmoid'(alpha) (log(gamma_max) - log(gamma_min)): what turns the d_log_gamma of
+/// a loss into the gradient of alpha.
+inline double log_gamma_slope(double alpha, double gamma_min, double gamma_max) {
+    static_cast<void>(log_gamma_of(alpha, gamma_min, gamma_max));  // refuses what it refuses
+    const double e = std::exp(-std::abs(alpha));
+    return e / ((1.0 + e) * (1.0 + e)) * (std::log(gamma_max) - std::log(gamma_min));
 }
 
 }  // namespace kvpolicy

@@ -1,14 +1,14 @@
 // The memory-based scorer of KVpop: an mLSTM for each KV head, read with a delay (kvpop.txt, 3.3, appendices A and E).
 #pragma once
 
-#include <cstddef>
-#include <cstdint>
-#include <type_traits>
-
 #include <kvpolicy/core/context.hpp>
 #include <kvpolicy/core/types.hpp>
 #include <kvpolicy/scorers/concept.hpp>
 #include <kvpolicy/scorers/feature_map.hpp>
+
+#include <cstddef>
+#include <cstdint>
+#include <type_traits>
 
 namespace kvpolicy {
 
@@ -74,6 +74,8 @@ struct mLSTMScorer {
     static_assert(D == dynamic || D >= 1, "kvpolicy: mLSTMScorer<D> needs D >= 1");
     static constexpr part_kind kind = part_kind::scorer;
     static constexpr score_time when = score_time::on_leaving;
+    template <class Float>
+    using parameters = mLSTMParameters<Float>;
     using feature_map = Feature;
     using value_path = Values;
     static constexpr double clamp = 1e-6;         ///< the least divisor of a read, in the stabilised frame
@@ -118,7 +120,8 @@ struct mLSTMScorer {
 };
 
 static_assert(StatefulScorer<mLSTMScorer<>> && StatefulScorer<mLSTMScorer<128, Softmax, DirectValues>>);
-static_assert(CheckedScorer<mLSTMScorer<>> && Scorer<mLSTMScorer<128>> && std::is_trivially_copyable_v<mLSTMScorer<>>);
+static_assert(CheckedScorer<mLSTMScorer<>> && Scorer<mLSTMScorer<128>> &&
+              std::is_trivially_copyable_v<mLSTMScorer<>>);
 
 /// Calls visit(name, pointer, count, optional) for each array of the parameters, in the order of their declaration.
 template <std::int32_t D, class Feature, class Values, class Float, class Visit>
