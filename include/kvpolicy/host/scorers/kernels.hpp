@@ -22,15 +22,19 @@ struct project_kernel {
         int i = 0;
         for (; i + vec::width <= inner; i += vec::width) {
             vec weights[Rows];
-            unroll<Rows>([&](auto r) { weights[r].load_weights(w + r * w_stride + i); });
-            unroll<Tokens>([&](auto t) {
+            unroll<Rows>([&](auto r) __attribute__((always_inline)) {
+                weights[r].load_weights(w + r * w_stride + i);
+            });
+            unroll<Tokens>([&](auto t) __attribute__((always_inline)) {
                 vec inputs;
                 inputs.load(x + t * x_stride + i);
-                unroll<Rows>([&](auto r) { sums[t][r].add_product(inputs, weights[r]); });
+                unroll<Rows>([&](auto r) __attribute__((always_inline)) {
+                    sums[t][r].add_product(inputs, weights[r]);
+                });
             });
         }
-        unroll<Tokens>([&](auto t) {
-            unroll<Rows>([&](auto r) {
+        unroll<Tokens>([&](auto t) __attribute__((always_inline)) {
+            unroll<Rows>([&](auto r) __attribute__((always_inline)) {
                 Real sum = sums[t][r].sum();
                 for (int tail = i; tail < inner; ++tail) {
                     multiply_add(sum, x[t * x_stride + tail], static_cast<Real>(w[r * w_stride + tail]));
@@ -86,20 +90,28 @@ struct combine_kernel {
         using vec = lanes<Real, Set>;
         vec sums[Rows][Vectors] = {};
         if (add) {
-            unroll<Rows>([&](auto r) {
-                unroll<Vectors>([&](auto e) { sums[r][e].load(out + r * out_stride + e * vec::width); });
+            unroll<Rows>([&](auto r) __attribute__((always_inline)) {
+                unroll<Vectors>([&](auto e) __attribute__((always_inline)) {
+                    sums[r][e].load(out + r * out_stride + e * vec::width);
+                });
             });
         }
         for (int j = 0; j < inner; ++j) {
             vec row[Vectors];
-            unroll<Vectors>([&](auto e) { row[e].load(b + j * b_stride + e * vec::width); });
-            unroll<Rows>([&](auto r) {
+            unroll<Vectors>([&](auto e) __attribute__((always_inline)) {
+                row[e].load(b + j * b_stride + e * vec::width);
+            });
+            unroll<Rows>([&](auto r) __attribute__((always_inline)) {
                 const Real factor = a[r * a_row + j * a_column];
-                unroll<Vectors>([&](auto e) { sums[r][e].add_product(factor, row[e]); });
+                unroll<Vectors>([&](auto e) __attribute__((always_inline)) {
+                    sums[r][e].add_product(factor, row[e]);
+                });
             });
         }
-        unroll<Rows>([&](auto r) {
-            unroll<Vectors>([&](auto e) { sums[r][e].store(out + r * out_stride + e * vec::width); });
+        unroll<Rows>([&](auto r) __attribute__((always_inline)) {
+            unroll<Vectors>([&](auto e) __attribute__((always_inline)) {
+                sums[r][e].store(out + r * out_stride + e * vec::width);
+            });
         });
     }
 
@@ -271,7 +283,8 @@ struct silu_kernel {
             rest = value;
             rest.negate();
             rest.exponentiate();
-            unroll<vec::parts>([&](auto i) { value.p[i] /= (rest.p[i] + Real(1)); });
+            unroll<vec::parts>([&](auto i)
+                                   __attribute__((always_inline)) { value.p[i] /= (rest.p[i] + Real(1)); });
             if (whole) {
                 value.store(y + at);
             } else {

@@ -22,11 +22,15 @@
 namespace kvpolicy::host_backend {
 
 /// body(0), ..., body(N - 1) with the index as a type. At -O2 g++ leaves loops over a few vectors rolled, and a rolled
-/// loop keeps its accumulators in memory.
+/// loop keeps its accumulators in memory. Every body must be always_inline: one that stays a call is compiled for the
+/// baseline, and takes its vectors through memory.
+template <class Body, int... I>
+[[gnu::always_inline]] inline void unroll_over(Body& body, std::integer_sequence<int, I...>) {
+    (body(std::integral_constant<int, I>{}), ...);
+}
 template <int N, class Body>
 [[gnu::always_inline]] inline void unroll(Body&& body) {
-    [&]<int... I>(std::integer_sequence<int, I...>) { (body(std::integral_constant<int, I>{}), ...); }
-    (std::make_integer_sequence<int, N>{});
+    unroll_over(body, std::make_integer_sequence<int, N>{});
 }
 
 template <class Real, int Bytes>
@@ -104,13 +108,19 @@ struct lanes {
     part p[parts];
 
     [[gnu::always_inline]] inline void fill(Real value) {
-        for_parts([&](auto i) { p[i] = value - part{}; });  // value - 0 keeps the sign of -0
+        for_parts([&](auto i) __attribute__((always_inline)) {
+            p[i] = value - part{};
+        });  // value - 0 keeps the sign of -0
     }
     [[gnu::always_inline]] inline void load(const Real* from) {
-        for_parts([&](auto i) { p[i] = *reinterpret_cast<const memory*>(from + i * part_width); });
+        for_parts([&](auto i) __attribute__((always_inline)) {
+            p[i] = *reinterpret_cast<const memory*>(from + i * part_width);
+        });
     }
     [[gnu::always_inline]] inline void store(Real* to) const {
-        for_parts([&](auto i) { *reinterpret_cast<memory*>(to + i * part_width) = p[i]; });
+        for_parts([&](auto i) __attribute__((always_inline)) {
+            *reinterpret_cast<memory*>(to + i * part_width) = p[i];
+        });
     }
     /// Loads `count` < width numbers; the other lanes hold `rest`.
     [[gnu::always_inline]] inline void load_some(const Real* from, int count, Real rest) {
@@ -146,23 +156,23 @@ struct lanes {
 
     /// this += a * b
     [[gnu::always_inline]] inline void add_product(const lanes& a, const lanes& b) {
-        for_parts([&](auto i) { multiply_add(p[i], a.p[i], b.p[i]); });
+        for_parts([&](auto i) __attribute__((always_inline)) { multiply_add(p[i], a.p[i], b.p[i]); });
     }
     [[gnu::always_inline]] inline void add_product(Real a, const lanes& b) {
-        for_parts([&](auto i) { multiply_add(p[i], a - part{}, b.p[i]); });
+        for_parts([&](auto i) __attribute__((always_inline)) { multiply_add(p[i], a - part{}, b.p[i]); });
     }
     [[gnu::always_inline]] inline void add(const lanes& a) {
-        for_parts([&](auto i) { p[i] += a.p[i]; });
+        for_parts([&](auto i) __attribute__((always_inline)) { p[i] += a.p[i]; });
     }
     [[gnu::always_inline]] inline void multiply(Real a) {
-        for_parts([&](auto i) { p[i] *= a; });
+        for_parts([&](auto i) __attribute__((always_inline)) { p[i] *= a; });
     }
     [[gnu::always_inline]] inline void negate() {
-        for_parts([&](auto i) { p[i] = -p[i]; });
+        for_parts([&](auto i) __attribute__((always_inline)) { p[i] = -p[i]; });
     }
     /// Lane by lane, the larger; a NaN in `a` is skipped.
     [[gnu::always_inline]] inline void raise_to(const lanes& a) {
-        for_parts([&](auto i) { pick(p[i], a.p[i] > p[i], a.p[i], p[i]); });
+        for_parts([&](auto i) __attribute__((always_inline)) { pick(p[i], a.p[i] > p[i], a.p[i], p[i]); });
     }
 
     /// The sum of all lanes, in the same order for every instruction set: lane i with lane i + width / 2, and so on.
@@ -194,7 +204,7 @@ struct lanes {
     /// e to this, within 2 ulp in fp32: 0 below -87.3, infinity above 88.3, NaN where it is NaN.
     [[gnu::always_inline]] inline void exponentiate() {
         if constexpr (sizeof(Real) == sizeof(float)) {
-            for_parts([&](auto i) {
+            for_parts([&](auto i) __attribute__((always_inline)) {
                 // x = n log 2 + r with |r| <= log(2) / 2. Adding 1.5 * 2^23 leaves round(x / log 2) in the low bits.
                 constexpr float shift = 12582912.0f;
                 const part x = p[i];
@@ -208,7 +218,7 @@ struct lanes {
                 multiply_add(r, n, part{} - 0.693359375f);
                 multiply_add(r, n, part{} + 2.12194440e-4f);
                 part e = part{} + 1.9875691500e-4f;
-                const auto horner = [&](float coefficient) {
+                const auto horner = [&](float coefficient) __attribute__((always_inline)) {
                     part next = part{} + coefficient;
                     multiply_add(next, e, r);
                     e = next;
