@@ -40,7 +40,8 @@ constexpr std::int32_t lte_budget(std::int32_t sinks, std::int32_t cap) {
 /// k = b - s: LTE<>{Sink<>{s}, Window<>{w}, ThresholdGate<above>{}, TopKBudget<>{b - s}, GivenScores{}}.
 template <std::int32_t Sinks = dynamic, std::int32_t Width = dynamic, std::int32_t Cap = dynamic,
           class ScorerType = GivenScores>
-using LTE = Policy<Sink<Sinks>, Window<Width>, ThresholdGate<above>, TopKBudget<detail::lte_budget(Sinks, Cap)>, ScorerType>;
+using LTE = Policy<Sink<Sinks>, Window<Width>, ThresholdGate<above>,
+                   TopKBudget<detail::lte_budget(Sinks, Cap)>, ScorerType>;
 
 static_assert(LTE<4, 768, 512>::has_gate && LTE<4, 768, 512>::has_budget);
 

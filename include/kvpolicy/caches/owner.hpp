@@ -143,5 +143,3 @@ class CacheOwner {
 }  // namespace kvpolicy
 
 #include <kvpolicy/host/cache_owner.hpp>
-#include <kvpolicy/host/cache_slots.hpp>
-#include <kvpolicy/host/cache_snapshot.hpp>

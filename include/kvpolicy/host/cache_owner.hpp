@@ -203,3 +203,5 @@ std::int32_t CacheOwner<Derived, P, T>::retained(std::int32_t layer, std::int32_
 }
 
 }  // namespace kvpolicy
+
+#include <kvpolicy/host/cache_slots.hpp>

@@ -273,3 +273,5 @@ void CacheOwner<Derived, P, T>::reorder(const host&, const std::int32_t* sources
 }
 
 }  // namespace kvpolicy
+
+#include <kvpolicy/host/cache_snapshot.hpp>
