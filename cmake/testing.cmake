@@ -1,0 +1,231 @@
+# Helper functions for tests. Any CMakeLists.txt of ours may call them (examples guard with KVPOLICY_BUILD_TESTS).
+
+find_package(doctest QUIET)
+if(NOT doctest_FOUND)
+    message(FATAL_ERROR "kvpolicy's tests need doctest: install it (Debian: doctest-dev), or configure with "
+                        "-DKVPOLICY_BUILD_TESTS=OFF")
+endif()
+
+set(KVPOLICY_TEST_VARIANTS "plain" CACHE STRING "Build every unit test in each of these variants: ${kvpolicy_variants}")
+option(KVPOLICY_TEST_FULL "Also register the slow tests that tools/run test --full runs" OFF)
+
+set(kvpolicy_tests_dir ${PROJECT_SOURCE_DIR}/tests)
+# A test that exits with this is reported as skipped, not passed.
+set(kvpolicy_skip_code 77)
+
+# The compilers that header and compile-failure tests go through: the one of this tree, and the other of g++ and clang++.
+set(kvpolicy_compilers ${CMAKE_CXX_COMPILER})
+set(kvpolicy_compiler_names ${CMAKE_CXX_COMPILER_ID})
+if(CMAKE_CXX_COMPILER_ID STREQUAL "GNU")
+    set(kvpolicy_compiler_names g++ clang++)
+    find_program(KVPOLICY_CLANGXX NAMES clang++ clang++-19 clang++-18 clang++-17 clang++-16 clang++-15 clang++-14)
+    list(APPEND kvpolicy_compilers ${KVPOLICY_CLANGXX})
+else()
+    set(kvpolicy_compiler_names clang++ g++)
+    find_program(KVPOLICY_GXX NAMES g++ g++-14 g++-13 g++-12)
+    list(APPEND kvpolicy_compilers ${KVPOLICY_GXX})
+endif()
+
+# A test whose tool is missing still appears, as skipped, so that nobody takes its absence for success.
+function(kvpolicy_add_skipped_test name reason)
+    add_test(NAME ${name} COMMAND ${CMAKE_COMMAND} -E env sh -c "echo '${reason}'; exit ${kvpolicy_skip_code}")
+    set_tests_properties(${name} PROPERTIES SKIP_RETURN_CODE ${kvpolicy_skip_code})
+endfunction()
+
+# ---- variants --------------------------------------------------------------------------------------------------------
+
+# Address-space randomisation of more bits than the thread sanitizer of g++ 12 expects makes it abort at start; setarch
+# turns it off where that is allowed.
+set(kvpolicy_launch_thread "")
+find_program(KVPOLICY_SETARCH setarch)
+if(KVPOLICY_SETARCH)
+    execute_process(COMMAND ${KVPOLICY_SETARCH} -R true RESULT_VARIABLE kvpolicy_result OUTPUT_QUIET ERROR_QUIET)
+    if(kvpolicy_result EQUAL 0)
+        set(kvpolicy_launch_thread ${KVPOLICY_SETARCH} -R)
+    endif()
+endif()
+set(kvpolicy_environment_sanitize "ASAN_OPTIONS=detect_stack_use_after_return=1" "UBSAN_OPTIONS=print_stacktrace=1")
+set(kvpolicy_environment_thread "TSAN_OPTIONS=second_deadlock_stack=1")
+# In a tree of one variant the tests are that variant, under their plain names.
+if(NOT KVPOLICY_VARIANT STREQUAL "plain")
+    set(kvpolicy_launch_plain ${kvpolicy_launch_${KVPOLICY_VARIANT}})
+    set(kvpolicy_environment_plain ${kvpolicy_environment_${KVPOLICY_VARIANT}})
+endif()
+
+include(CheckCXXSourceCompiles)
+set(kvpolicy_test_variants "")
+foreach(variant IN LISTS KVPOLICY_TEST_VARIANTS)
+    kvpolicy_check_variant(${variant})
+    # Some compilers come without the sanitizers' libraries.
+    list(JOIN kvpolicy_flags_${variant} " " CMAKE_REQUIRED_FLAGS)
+    check_cxx_source_compiles("int main() {}" KVPOLICY_HAVE_${variant})
+    unset(CMAKE_REQUIRED_FLAGS)
+    if(NOT KVPOLICY_HAVE_${variant})
+        kvpolicy_add_skipped_test(variant.${variant} "The compiler cannot link: ${kvpolicy_flags_${variant}}")
+        continue()
+    endif()
+    list(APPEND kvpolicy_test_variants ${variant})
+
+    # doctest's implementation is compiled once a variant.
+    add_library(kvpolicy_test_main_${variant} OBJECT ${kvpolicy_tests_dir}/main.cpp)
+    target_compile_features(kvpolicy_test_main_${variant} PUBLIC cxx_std_20)
+    target_compile_options(kvpolicy_test_main_${variant} PUBLIC ${kvpolicy_flags_${variant}})
+    target_link_options(kvpolicy_test_main_${variant} PUBLIC ${kvpolicy_flags_${variant}})
+    target_link_libraries(kvpolicy_test_main_${variant} PUBLIC doctest::doctest)
+    target_include_directories(kvpolicy_test_main_${variant} PUBLIC ${kvpolicy_tests_dir})
+    if(variant STREQUAL "noexcept" OR KVPOLICY_VARIANT STREQUAL "noexcept")
+        target_compile_definitions(kvpolicy_test_main_${variant}
+            PUBLIC DOCTEST_CONFIG_NO_EXCEPTIONS_BUT_WITH_ALL_ASSERTS)
+    endif()
+endforeach()
+
+# kvpolicy_tests builds all tests, kvpolicy_tests_<variant> those of one variant; programs that are no unit test count as
+# plain. tools/run test --quick builds the latter.
+add_custom_target(kvpolicy_tests)
+foreach(variant IN LISTS kvpolicy_variants)
+    add_custom_target(kvpolicy_tests_${variant})
+    add_dependencies(kvpolicy_tests kvpolicy_tests_${variant})
+endforeach()
+
+# ---- functions -------------------------------------------------------------------------------------------------------
+
+# kvpolicy_add_test(<name> SOURCES <file>... [LIBRARIES <target>...] [DEFINITIONS <def>...] [LABELS <label>...]
+#                   [VARIANTS <variant>...] [TIMEOUT <seconds>] [PROCESSORS <n>])
+#
+# One doctest executable for each variant of the tree (or those of VARIANTS that the tree has), and one ctest test for
+# each: <name> for the plain one, <name>@<variant> for the others, with the variant as a label. tests/ is on the include
+# path. Target: test.<name>, or test.<name>@<variant>'s executable as test.<name>.<variant>.
+function(kvpolicy_add_test name)
+    cmake_parse_arguments(PARSE_ARGV 1 arg "" "TIMEOUT;PROCESSORS" "SOURCES;LIBRARIES;DEFINITIONS;LABELS;VARIANTS")
+    if(arg_UNPARSED_ARGUMENTS OR NOT arg_SOURCES)
+        message(FATAL_ERROR "kvpolicy_add_test(${name}): needs SOURCES; not understood: ${arg_UNPARSED_ARGUMENTS}")
+    endif()
+    kvpolicy_claim_sources(${arg_SOURCES})
+    foreach(variant IN LISTS kvpolicy_test_variants)
+        if(DEFINED arg_VARIANTS AND NOT variant IN_LIST arg_VARIANTS)
+            continue()
+        endif()
+        if(variant STREQUAL "plain")
+            set(target test.${name})
+            set(test ${name})
+        else()
+            set(target test.${name}.${variant})
+            set(test ${name}@${variant})
+        endif()
+        add_executable(${target} ${arg_SOURCES})
+        target_link_libraries(${target} PRIVATE
+            kvpolicy::kvpolicy kvpolicy_test_main_${variant} kvpolicy_warnings ${arg_LIBRARIES})
+        target_compile_definitions(${target} PRIVATE ${arg_DEFINITIONS})
+        set_target_properties(${target} PROPERTIES
+            RUNTIME_OUTPUT_DIRECTORY ${PROJECT_BINARY_DIR}/tests/bin/${variant}
+            OUTPUT_NAME ${name})
+        add_dependencies(kvpolicy_tests_${variant} ${target})
+
+        add_test(NAME ${test} COMMAND ${kvpolicy_launch_${variant}} $<TARGET_FILE:${target}>
+                 WORKING_DIRECTORY ${PROJECT_BINARY_DIR}/tests)
+        set_tests_properties(${test} PROPERTIES
+            LABELS "unit;${variant};${arg_LABELS}"
+            TIMEOUT 600
+            SKIP_RETURN_CODE ${kvpolicy_skip_code}
+            ENVIRONMENT "${kvpolicy_environment_${variant}}")
+        kvpolicy_test_options(${test})
+    endforeach()
+endfunction()
+
+# kvpolicy_add_program_test(<name> TARGET <executable> [ARGS <argument>...] [LABELS <label>...] [TIMEOUT <seconds>]
+#                           [PROCESSORS <n>])
+#
+# Runs a program of ours, an example say, and sees it exit with 0 (or 77: skipped).
+function(kvpolicy_add_program_test name)
+    cmake_parse_arguments(PARSE_ARGV 1 arg "" "TARGET;TIMEOUT;PROCESSORS" "ARGS;LABELS")
+    if(arg_UNPARSED_ARGUMENTS OR NOT TARGET "${arg_TARGET}")
+        message(FATAL_ERROR "kvpolicy_add_program_test(${name}): needs TARGET; not understood: "
+                            "${arg_UNPARSED_ARGUMENTS}")
+    endif()
+    add_dependencies(kvpolicy_tests_plain ${arg_TARGET})
+    add_test(NAME ${name} COMMAND ${kvpolicy_launch_plain} $<TARGET_FILE:${arg_TARGET}> ${arg_ARGS}
+             WORKING_DIRECTORY ${PROJECT_BINARY_DIR}/tests)
+    set_tests_properties(${name} PROPERTIES
+        LABELS "program;${arg_LABELS}"
+        TIMEOUT 600
+        SKIP_RETURN_CODE ${kvpolicy_skip_code}
+        ENVIRONMENT "${kvpolicy_environment_plain}")
+    kvpolicy_test_options(${name})
+endfunction()
+
+# kvpolicy_add_gpu_test(<name> SOURCES <file>... [LIBRARIES ...] [DEFINITIONS ...] [LABELS ...] [TIMEOUT ...])
+#
+# One doctest executable that runs on a CUDA device, with the label gpu. Where there is no device it is reported as
+# skipped. Nothing happens unless KVPOLICY_ENABLE_CUDA is on.
+function(kvpolicy_add_gpu_test name)
+    if(NOT KVPOLICY_ENABLE_CUDA)
+        return()
+    endif()
+    cmake_parse_arguments(PARSE_ARGV 1 arg "" "TIMEOUT;PROCESSORS" "SOURCES;LIBRARIES;DEFINITIONS;LABELS")
+    if(arg_UNPARSED_ARGUMENTS OR NOT arg_SOURCES)
+        message(FATAL_ERROR "kvpolicy_add_gpu_test(${name}): needs SOURCES; not understood: ${arg_UNPARSED_ARGUMENTS}")
+    endif()
+    kvpolicy_claim_sources(${arg_SOURCES})
+    set(target test.${name})
+    add_executable(${target} ${arg_SOURCES})
+    target_link_libraries(${target} PRIVATE
+        kvpolicy::kvpolicy kvpolicy_gpu_test_main kvpolicy_warnings ${arg_LIBRARIES})
+    target_compile_definitions(${target} PRIVATE ${arg_DEFINITIONS})
+    set_target_properties(${target} PROPERTIES
+        RUNTIME_OUTPUT_DIRECTORY ${PROJECT_BINARY_DIR}/tests/bin/gpu
+        OUTPUT_NAME ${name})
+    add_dependencies(kvpolicy_tests_gpu ${target})
+
+    add_test(NAME ${name} COMMAND ${target} WORKING_DIRECTORY ${PROJECT_BINARY_DIR}/tests)
+    set_tests_properties(${name} PROPERTIES
+        LABELS "gpu;${arg_LABELS}"
+        TIMEOUT 600
+        SKIP_RETURN_CODE ${kvpolicy_skip_code}
+        # One card: tests that share it would measure each other's memory and time.
+        RESOURCE_LOCK gpu)
+    kvpolicy_test_options(${name})
+endfunction()
+
+if(KVPOLICY_ENABLE_CUDA)
+    add_library(kvpolicy_gpu_test_main OBJECT ${kvpolicy_tests_dir}/main_gpu.cpp)
+    target_compile_features(kvpolicy_gpu_test_main PUBLIC cxx_std_20)
+    target_compile_definitions(kvpolicy_gpu_test_main PRIVATE KVPOLICY_TEST_SKIP_CODE=${kvpolicy_skip_code})
+    target_link_libraries(kvpolicy_gpu_test_main PUBLIC doctest::doctest CUDA::cudart)
+    target_include_directories(kvpolicy_gpu_test_main PUBLIC ${kvpolicy_tests_dir})
+    add_custom_target(kvpolicy_tests_gpu)
+    add_dependencies(kvpolicy_tests kvpolicy_tests_gpu)
+endif()
+
+# Applies TIMEOUT and PROCESSORS of the caller.
+macro(kvpolicy_test_options test)
+    foreach(option TIMEOUT PROCESSORS)
+        if(DEFINED arg_${option})
+            set_tests_properties(${test} PROPERTIES ${option} ${arg_${option}})
+        endif()
+    endforeach()
+endmacro()
+
+# Remembers which sources have a test, so that a glob can take the rest.
+function(kvpolicy_claim_sources)
+    foreach(source IN LISTS ARGN)
+        cmake_path(ABSOLUTE_PATH source BASE_DIRECTORY ${CMAKE_CURRENT_SOURCE_DIR} NORMALIZE)
+        set_property(GLOBAL APPEND PROPERTY kvpolicy_claimed_sources ${source})
+    endforeach()
+endfunction()
+
+# kvpolicy_unclaimed_sources(<variable> <folder> <pattern>) lists the files of <folder> that no earlier test named.
+# CONFIGURE_DEPENDS makes the next build notice new files.
+function(kvpolicy_unclaimed_sources variable folder pattern)
+    file(GLOB_RECURSE sources CONFIGURE_DEPENDS ${folder}/${pattern})
+    get_property(claimed GLOBAL PROPERTY kvpolicy_claimed_sources)
+    list(REMOVE_ITEM sources ${claimed})
+    set(${variable} ${sources} PARENT_SCOPE)
+endfunction()
+
+# kvpolicy_test_name(<variable> <folder> <source>): policies/sink.cpp below <folder> becomes policies.sink
+function(kvpolicy_test_name variable folder source)
+    cmake_path(RELATIVE_PATH source BASE_DIRECTORY ${folder} OUTPUT_VARIABLE name)
+    cmake_path(REMOVE_EXTENSION name LAST_ONLY)
+    string(REPLACE "/" "." name ${name})
+    set(${variable} ${name} PARENT_SCOPE)
+endfunction()

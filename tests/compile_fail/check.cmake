@@ -1,0 +1,31 @@
+# cmake -D COMPILER=... -D SOURCE=... -D INCLUDE=... -P check.cmake
+# Succeeds if SOURCE does not compile, the output has every sentence that SOURCE expects, and the control compiles.
+
+cmake_minimum_required(VERSION 3.25)
+
+file(STRINGS ${SOURCE} expected REGEX "^// expect: ")
+file(STRINGS ${SOURCE} control REGEX "KVPOLICY_CONTROL")
+if(NOT expected OR NOT control)
+    message(FATAL_ERROR "${SOURCE} needs a line \"// expect: <sentence>\" and a part under #ifndef KVPOLICY_CONTROL")
+endif()
+
+set(command ${COMPILER} -std=c++20 -fsyntax-only -fmessage-length=0 -I${INCLUDE} ${SOURCE})
+
+execute_process(COMMAND ${command} -DKVPOLICY_CONTROL RESULT_VARIABLE result ERROR_VARIABLE output)
+if(NOT result EQUAL 0)
+    message("${output}")
+    message(FATAL_ERROR "The control (with -DKVPOLICY_CONTROL) should compile, and does not.")
+endif()
+
+execute_process(COMMAND ${command} RESULT_VARIABLE result ERROR_VARIABLE output)
+if(result EQUAL 0)
+    message(FATAL_ERROR "${SOURCE} compiles, and should not.")
+endif()
+foreach(line IN LISTS expected)
+    string(REGEX REPLACE "^// expect: " "" sentence "${line}")
+    string(FIND "${output}" "${sentence}" position)
+    if(position EQUAL -1)
+        message("${output}")
+        message(FATAL_ERROR "The compiler does not say \"${sentence}\".")
+    endif()
+endforeach()
