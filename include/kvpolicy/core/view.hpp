@@ -28,9 +28,10 @@ struct rows_view {
         return data + b * batch_stride + h * head_stride + t * row_stride;
     }
 
-    KVPOLICY_HOST_DEVICE constexpr operator rows_view<const T>() const
-        requires(!std::is_const_v<T>)
-    {
+    // A template, since nvcc warns about a plain conversion operator to one's own type even where a constraint rules it out.
+    template <class U>
+        requires(std::is_same_v<U, T> && !std::is_const_v<T>)
+    KVPOLICY_HOST_DEVICE constexpr operator rows_view<const U>() const {
         return {data, batch, heads, length, dim, batch_stride, head_stride, row_stride};
     }
 };
@@ -50,9 +51,10 @@ struct plane_view {
         return data + b * batch_stride + h * head_stride;
     }
 
-    KVPOLICY_HOST_DEVICE constexpr operator plane_view<const T>() const
-        requires(!std::is_const_v<T>)
-    {
+    // A template, since nvcc warns about a plain conversion operator to one's own type even where a constraint rules it out.
+    template <class U>
+        requires(std::is_same_v<U, T> && !std::is_const_v<T>)
+    KVPOLICY_HOST_DEVICE constexpr operator plane_view<const U>() const {
         return {data, batch, heads, length, batch_stride, head_stride};
     }
 
