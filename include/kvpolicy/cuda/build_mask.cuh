@@ -21,7 +21,7 @@
 #include <kvpolicy/masks/build.cuh>
 
 namespace kvpolicy {
-inline namespace KVPOLICY_CUDA_NAMESPACE {
+inline namespace KVPOLICY_CUDA_NAMESPACE KVPOLICY_HIDDEN {
 namespace cuda_backend {
 
 /// Which of the ways a call's budgets take. Decided on the host from rules and shapes.
@@ -34,7 +34,7 @@ struct mask_plan {
 };
 
 template <class P>
-KVPOLICY_HIDDEN mask_plan plan_mask(const P& policy, const Sequences& sequences, std::int32_t heads, std::int32_t layer,
+mask_plan plan_mask(const P& policy, const Sequences& sequences, std::int32_t heads, std::int32_t layer,
                                     position_t limit, const mask_tuning& tuning) {
     using problem = mask_problem<typename P::gate_type, decltype(policy.keep_set())>;
     mask_plan plan;
@@ -54,7 +54,7 @@ KVPOLICY_HIDDEN mask_plan plan_mask(const P& policy, const Sequences& sequences,
 }
 
 /// Device memory of the ranking, in the order in which it is taken from the workspace.
-struct KVPOLICY_HIDDEN ranking_memory {
+struct ranking_memory {
     // Both ways.
     void* rank = nullptr;
     void* order = nullptr;
@@ -114,16 +114,16 @@ struct KVPOLICY_HIDDEN ranking_memory {
     }
 };
 
-template <int Threads, int Items, class Gate, class Keep>
-KVPOLICY_HIDDEN void launch_rank_block(const cuda& on, const mask_problem<Gate, Keep>& problem,
+template <int Threads, int Items, int Bits = 4, class Gate, class Keep>
+void launch_rank_block(const cuda& on, const mask_problem<Gate, Keep>& problem,
                                        const ranking<std::uint16_t>& out, bool wants_ranks) {
     const std::int64_t blocks = std::int64_t{problem.batch} * problem.heads * problem.segments;
-    launch("rank_block_kernel", rank_block_kernel<Threads, Items, Gate, Keep>, blocks, Threads,
-           sizeof(typename rank_block<Threads, Items>::shared), on, problem, out, wants_ranks);
+    launch("rank_block_kernel", rank_block_kernel<Threads, Items, Bits, Gate, Keep>, blocks, Threads,
+           sizeof(typename rank_block<Threads, Items, Bits>::shared), on, problem, out, wants_ranks);
 }
 
 template <class Index, class Gate, class Keep>
-KVPOLICY_HIDDEN void launch_expire(const cuda& on, const mask_problem<Gate, Keep>& problem, const ranking<Index>& ranks,
+void launch_expire(const cuda& on, const mask_problem<Gate, Keep>& problem, const ranking<Index>& ranks,
                                    const mask_output& out) {
     const std::int64_t blocks = std::int64_t{problem.batch} * problem.heads * problem.slots;
     launch("expire_kernel", expire_kernel<Index, Gate, Keep>, blocks, mask_chunk,
@@ -132,7 +132,7 @@ KVPOLICY_HIDDEN void launch_expire(const cuda& on, const mask_problem<Gate, Keep
 
 /// Ranks and what follows from them, for the heads whose ranks are static.
 template <class Gate, class Keep>
-KVPOLICY_HIDDEN void rank_and_expire(const cuda& on, const device_scope& device, const mask_plan& plan,
+void rank_and_expire(const cuda& on, const device_scope& device, const mask_plan& plan,
                                      const mask_problem<Gate, Keep>& problem, const ranking_memory& memory,
                                      const mask_output& out, bool wants_ranks, const mask_tuning& tuning) {
     if (plan.by_block) {
@@ -185,7 +185,7 @@ KVPOLICY_HIDDEN void rank_and_expire(const cuda& on, const device_scope& device,
 }
 
 template <class P>
-KVPOLICY_HIDDEN void check_mask_call(const P& policy, plane_view<const float> scores, const Sequences& sequences,
+void check_mask_call(const P& policy, plane_view<const float> scores, const Sequences& sequences,
                                      std::int32_t batch, std::int32_t heads, std::int32_t length, std::int32_t layer) {
     detail::require(layer >= 0, "layer", layer, "0 or more");
     policy.check(layer + 1, heads);
@@ -194,7 +194,7 @@ KVPOLICY_HIDDEN void check_mask_call(const P& policy, plane_view<const float> sc
 }
 
 /// The tuning for a context's card.
-KVPOLICY_HIDDEN inline mask_tuning mask_tuning_of(const cuda& on) {
+inline mask_tuning mask_tuning_of(const cuda& on) {
     const device_scope device(on);
     return select_mask_tuning(device.capability());
 }
@@ -202,7 +202,7 @@ KVPOLICY_HIDDEN inline mask_tuning mask_tuning_of(const cuda& on) {
 // build_mask with a given tuning, so that tests can take every way on one card.
 
 template <class P>
-KVPOLICY_HIDDEN std::size_t mask_workspace_bytes(const cuda& on, const P& policy, const Sequences& sequences,
+std::size_t mask_workspace_bytes(const cuda& on, const P& policy, const Sequences& sequences,
                                                  std::int32_t heads, const MaskOptions& options,
                                                  const mask_tuning& tuning) {
     workspace_parts parts(nullptr);
@@ -220,7 +220,7 @@ KVPOLICY_HIDDEN std::size_t mask_workspace_bytes(const cuda& on, const P& policy
 }
 
 template <class P>
-KVPOLICY_HIDDEN void build_mask_tuned(const cuda& on, const P& policy, plane_view<const float> scores,
+void build_mask_tuned(const cuda& on, const P& policy, plane_view<const float> scores,
                                       const Sequences& sequences, plane_view<expiry_t> expiry, workspace_view workspace,
                                       const MaskOptions& options, std::uint32_t* status, const mask_tuning& tuning) {
     const std::int32_t heads = expiry.heads;

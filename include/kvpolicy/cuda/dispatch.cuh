@@ -15,11 +15,11 @@
 #include <kvpolicy/policies/compose.hpp>
 
 namespace kvpolicy {
-inline namespace KVPOLICY_CUDA_NAMESPACE {
+inline namespace KVPOLICY_CUDA_NAMESPACE KVPOLICY_HIDDEN {
 namespace cuda_backend {
 
 /// The part of check_sequences that needs no device memory.
-KVPOLICY_HIDDEN inline void check_sequences(const Sequences& sequences, std::int32_t batch, std::int32_t length) {
+inline void check_sequences(const Sequences& sequences, std::int32_t batch, std::int32_t length) {
     detail::require(sequences.batch == batch, "sequences.batch", sequences.batch,
                     "the views' batch, " + std::to_string(batch));
     detail::require(sequences.length >= 0 && sequences.length <= length, "sequences.length", sequences.length,
@@ -28,7 +28,7 @@ KVPOLICY_HIDDEN inline void check_sequences(const Sequences& sequences, std::int
                     "1 or more where cu_seqlens is given");
 }
 
-KVPOLICY_HIDDEN inline void check_workspace(workspace_view workspace, std::size_t needed) {
+inline void check_workspace(workspace_view workspace, std::size_t needed) {
     detail::require(workspace.bytes >= needed, "workspace.bytes", workspace.bytes,
                     "at least " + std::to_string(needed) + " (what the call's ..._workspace_bytes says)");
     detail::require(needed == 0 || workspace.data != nullptr, "workspace.data", "null",
@@ -36,7 +36,7 @@ KVPOLICY_HIDDEN inline void check_workspace(workspace_view workspace, std::size_
 }
 
 template <class T>
-KVPOLICY_HIDDEN void check_plane(const char* name, const plane_view<T>& plane, std::int32_t batch, std::int32_t heads,
+void check_plane(const char* name, const plane_view<T>& plane, std::int32_t batch, std::int32_t heads,
                                  std::int32_t length) {
     const std::string shape = std::to_string(plane.batch) + " x " + std::to_string(plane.heads) + " x " +
                               std::to_string(plane.length);
@@ -47,7 +47,7 @@ KVPOLICY_HIDDEN void check_plane(const char* name, const plane_view<T>& plane, s
 
 /// Whether all heads of a layer have one rule.
 template <class P>
-KVPOLICY_HIDDEN bool uniform_rules(const P& policy, std::int32_t layer, std::int32_t heads) {
+bool uniform_rules(const P& policy, std::int32_t layer, std::int32_t heads) {
     const HeadRule first = policy.rule(layer, 0);
     for (std::int32_t h = 1; h < heads; ++h) {
         const HeadRule rule = policy.rule(layer, h);
@@ -62,7 +62,7 @@ KVPOLICY_HIDDEN bool uniform_rules(const P& policy, std::int32_t layer, std::int
 }
 
 /// Rules and edges in device memory: what a problem's kernels read of the call's small numbers.
-struct KVPOLICY_HIDDEN small_numbers {
+struct small_numbers {
     HeadRule* rules;
     std::int32_t* edges;
 
@@ -74,7 +74,7 @@ struct KVPOLICY_HIDDEN small_numbers {
 
 /// The problem of a call, with whatever has to be in device memory first already enqueued.
 template <class P>
-KVPOLICY_HIDDEN auto make_problem(const cuda& on, const P& policy, plane_view<const float> scores,
+auto make_problem(const cuda& on, const P& policy, plane_view<const float> scores,
                                   const Sequences& sequences, std::int32_t heads, std::int32_t layer,
                                   const small_numbers& memory, std::uint32_t* status) {
     using Gate = typename P::gate_type;

@@ -15,12 +15,12 @@
 #include <kvpolicy/cuda/config.cuh>
 
 namespace kvpolicy {
-inline namespace KVPOLICY_CUDA_NAMESPACE {
+inline namespace KVPOLICY_CUDA_NAMESPACE KVPOLICY_HIDDEN {
 namespace cuda_backend {
 
 /// Reports a failed call with its name and the place of this check. A binary without code for the card is named as such,
 /// since CUDA's own text for it is easily misread.
-KVPOLICY_HIDDEN inline void check(cudaError_t error, const char* call,
+inline void check(cudaError_t error, const char* call,
                                   std::source_location where = std::source_location::current()) {
     if (error == cudaSuccess) [[likely]] { return; }
     static_cast<void>(cudaGetLastError());  // the error is reported here, so the next call must not see it again
@@ -43,7 +43,7 @@ KVPOLICY_HIDDEN inline void check(cudaError_t error, const char* call,
 }
 
 /// The device that a context's work runs on.
-KVPOLICY_HIDDEN inline int device_of(const cuda& on) {
+inline int device_of(const cuda& on) {
     if (on.device >= 0) { return on.device; }
     int device = 0;
     // The default streams (null, legacy, per thread) belong to whatever device is current.
@@ -61,7 +61,7 @@ KVPOLICY_HIDDEN inline int device_of(const cuda& on) {
 }
 
 /// Makes a context's device current for the length of a call, and gives the caller's back.
-class KVPOLICY_HIDDEN device_scope {
+class device_scope {
 public:
     explicit device_scope(const cuda& on) : device_(device_of(on)) {
         check(cudaGetDevice(&before_), "cudaGetDevice");
@@ -90,7 +90,7 @@ private:
 
 /// Enqueues a kernel on a 1-D grid; nothing where the grid is empty. `name` is a literal and names it in errors.
 template <class... Parameters, class... Arguments>
-KVPOLICY_HIDDEN void launch(const char* name, void (*kernel)(Parameters...), std::int64_t blocks, int threads,
+void launch(const char* name, void (*kernel)(Parameters...), std::int64_t blocks, int threads,
                             std::size_t shared_bytes, const cuda& on, Arguments... arguments) {
     if (blocks == 0) { return; }
     detail::require(blocks > 0 && blocks <= 0x7fffffff, "blocks of a launch", blocks,
@@ -116,7 +116,7 @@ __device__ inline unsigned char* dynamic_shared() {
 }
 
 /// Parts of the caller's workspace, in the order in which they are asked for. With no memory it only measures.
-class KVPOLICY_HIDDEN workspace_parts {
+class workspace_parts {
 public:
     static constexpr std::size_t alignment = 256;
 

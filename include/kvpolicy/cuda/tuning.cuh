@@ -7,7 +7,7 @@
 #include <kvpolicy/cuda/config.cuh>
 
 namespace kvpolicy {
-inline namespace KVPOLICY_CUDA_NAMESPACE {
+inline namespace KVPOLICY_CUDA_NAMESPACE KVPOLICY_HIDDEN {
 namespace cuda_backend {
 
 /// Sizes of build_mask's kernels.

@@ -9,7 +9,7 @@
 #include <kvpolicy/masks/build.hpp>
 
 namespace kvpolicy {
-inline namespace KVPOLICY_CUDA_NAMESPACE {
+inline namespace KVPOLICY_CUDA_NAMESPACE KVPOLICY_HIDDEN {
 
 // All calls below: scores, outputs, status, and of `sequences` the arrays lengths and cu_seqlens are device memory. The
 // policy and the numbers by head that it points to (per_head) are host memory, read during the call: a captured graph
@@ -26,7 +26,7 @@ inline namespace KVPOLICY_CUDA_NAMESPACE {
 
 /// Bytes of device workspace that build_mask needs for `heads` KV heads.
 template <AnyPolicy P>
-KVPOLICY_HIDDEN std::size_t build_mask_workspace_bytes(const cuda& on, const P& policy, const Sequences& sequences, std::int32_t heads,
+std::size_t build_mask_workspace_bytes(const cuda& on, const P& policy, const Sequences& sequences, std::int32_t heads,
                                        const MaskOptions& options = {});
 
 /// expiry [B, Hkv, S] (int32) from scores [B, Hkv, S] (fp32), the same integers as the host's build_mask with
@@ -36,31 +36,31 @@ KVPOLICY_HIDDEN std::size_t build_mask_workspace_bytes(const cuda& on, const P& 
 /// sequences longer than options.rebase_limit with gamma < 1, take one contest after the other, O(S k / 512) a head;
 /// everything else is a sort. Batch * heads * S must be below 2^31 where S is over 16384.
 template <AnyPolicy P>
-KVPOLICY_HIDDEN void build_mask(const cuda& on, const P& policy, plane_view<const float> scores, const Sequences& sequences,
+void build_mask(const cuda& on, const P& policy, plane_view<const float> scores, const Sequences& sequences,
                 plane_view<expiry_t> expiry, workspace_view workspace, const MaskOptions& options = {},
                 std::uint32_t* status = nullptr);
 
 /// Bytes of device workspace that build_cutoffs needs.
 template <Cutoff C = ParallelCutoff, AnyPolicy P>
-KVPOLICY_HIDDEN std::size_t build_cutoffs_workspace_bytes(const cuda& on, const P& policy, const Sequences& sequences,
+std::size_t build_cutoffs_workspace_bytes(const cuda& on, const P& policy, const Sequences& sequences,
                                           std::int32_t heads);
 
 /// rank and cutoff [B, Hkv, S], int32, as the host's build_cutoffs writes them, for t < the sequence's length. Another
 /// Cutoff than ParallelCutoff runs on one thread a head, and must be KVPOLICY_HOST_DEVICE (FenwickCutoff and
 /// LinkedCutoff are).
 template <Cutoff C = ParallelCutoff, AnyPolicy P>
-KVPOLICY_HIDDEN void build_cutoffs(const cuda& on, const P& policy, plane_view<const float> scores, const Sequences& sequences,
+void build_cutoffs(const cuda& on, const P& policy, plane_view<const float> scores, const Sequences& sequences,
                    plane_view<std::int32_t> rank, plane_view<std::int32_t> cutoff, workspace_view workspace,
                    std::int32_t layer = 0, std::uint32_t* status = nullptr);
 
 /// Bytes of device workspace that expiry_from_cutoffs needs.
 template <AnyPolicy P>
-KVPOLICY_HIDDEN std::size_t expiry_from_cutoffs_workspace_bytes(const cuda& on, const P& policy, const Sequences& sequences,
+std::size_t expiry_from_cutoffs_workspace_bytes(const cuda& on, const P& policy, const Sequences& sequences,
                                                 std::int32_t heads);
 
 /// Expiry from what build_cutoffs wrote, by binary search. The same integers as build_mask.
 template <AnyPolicy P>
-KVPOLICY_HIDDEN void expiry_from_cutoffs(const cuda& on, const P& policy, plane_view<const std::int32_t> rank,
+void expiry_from_cutoffs(const cuda& on, const P& policy, plane_view<const std::int32_t> rank,
                          plane_view<const std::int32_t> cutoff, const Sequences& sequences, plane_view<expiry_t> expiry,
                          workspace_view workspace, std::int32_t layer = 0);
 

@@ -234,7 +234,7 @@ TEST_CASE("ranks and cutoffs are the host's, by every algorithm") {
                 const Device<float> device_scores(scores.data);
                 const Device<std::int32_t> lengths(input.lengths);
                 const Sequences on_device = input.sequences(lengths.data(), nullptr);
-                const cuda on{};
+                const kvpolicy::cuda on{};
                 const auto check = [&]<class C>(C, const std::string& algorithm) {
                     const std::string what =
                         algorithm + ", " + name(kind) + ", length " + std::to_string(length) + ", k " + std::to_string(k);

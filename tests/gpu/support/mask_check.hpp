@@ -73,7 +73,7 @@ MaskResult device_mask(const P& policy, const MaskCase& input, const cuda_backen
     const Device<expiry_t> out(std::vector<expiry_t>(input.scores.data.size(), untouched));
     const Device<std::uint32_t> status(std::vector<std::uint32_t>(static_cast<std::size_t>(batch), 0));
     const Sequences sequences = input.sequences(lengths.data(), edges.data());
-    const cuda on{};
+    const kvpolicy::cuda on{};
     const Device<unsigned char> workspace(
         cuda_backend::mask_workspace_bytes(on, policy, sequences, heads, input.options, tuning));
     cuda_backend::build_mask_tuned(on, policy, view_bhs<const float>(scores.data(), batch, heads, length), sequences,
@@ -84,7 +84,7 @@ MaskResult device_mask(const P& policy, const MaskCase& input, const cuda_backen
 
 /// Both ways of ranking: by blocks where they can, and over the device.
 inline std::vector<cuda_backend::mask_tuning> all_tunings() {
-    cuda_backend::mask_tuning tuning = cuda_backend::mask_tuning_of(cuda{});
+    cuda_backend::mask_tuning tuning = cuda_backend::mask_tuning_of(kvpolicy::cuda{});
     std::vector<cuda_backend::mask_tuning> all{tuning};
     tuning.longest_block_sort = 0;
     all.push_back(tuning);

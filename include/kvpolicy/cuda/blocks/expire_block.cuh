@@ -19,7 +19,7 @@
 #include <kvpolicy/policies/cutoff.hpp>
 
 namespace kvpolicy {
-inline namespace KVPOLICY_CUDA_NAMESPACE {
+inline namespace KVPOLICY_CUDA_NAMESPACE KVPOLICY_HIDDEN {
 namespace cuda_backend {
 
 /// Where a mask, or the paper's pair of ranks and cutoffs, goes. Empty planes are not written.

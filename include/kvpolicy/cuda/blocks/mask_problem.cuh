@@ -12,7 +12,7 @@
 #include <kvpolicy/policies/ranking.hpp>
 
 namespace kvpolicy {
-inline namespace KVPOLICY_CUDA_NAMESPACE {
+inline namespace KVPOLICY_CUDA_NAMESPACE KVPOLICY_HIDDEN {
 namespace cuda_backend {
 
 /// The rules of a layer's heads: one for all, or a table in device memory.

@@ -10,11 +10,11 @@
 #include <kvpolicy/cuda/config.cuh>
 
 namespace kvpolicy {
-inline namespace KVPOLICY_CUDA_NAMESPACE {
+inline namespace KVPOLICY_CUDA_NAMESPACE KVPOLICY_HIDDEN {
 namespace cuda_backend {
 
-/// Sorts up to Threads * Items tokens. Items must be even.
-template <int Threads, int Items>
+/// Sorts up to Threads * Items tokens, `Bits` of the key a pass. Items must be even.
+template <int Threads, int Items, int Bits>
 struct rank_block {
     static constexpr int capacity = Threads * Items;
     static constexpr int warps = Threads / 32;
@@ -22,7 +22,7 @@ struct rank_block {
     static_assert(capacity <= 65535 && Items % 2 == 0 && mask_chunk % 32 == 0);
 
     using index = std::uint16_t;
-    using sorter = cub::BlockRadixSort<std::uint32_t, Threads, Items, index>;
+    using sorter = cub::BlockRadixSort<std::uint32_t, Threads, Items, index, Bits>;
     // A scan for a cutoff reads 256 ranks at a time.
     static constexpr int padded = (capacity + 255) / 256 * 256;
     static constexpr index none = ranking<index>::idle;

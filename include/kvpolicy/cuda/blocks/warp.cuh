@@ -6,7 +6,7 @@
 #include <kvpolicy/cuda/config.cuh>
 
 namespace kvpolicy {
-inline namespace KVPOLICY_CUDA_NAMESPACE {
+inline namespace KVPOLICY_CUDA_NAMESPACE KVPOLICY_HIDDEN {
 namespace cuda_backend {
 
 inline constexpr unsigned all_lanes = 0xffffffffu;

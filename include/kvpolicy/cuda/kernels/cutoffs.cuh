@@ -9,14 +9,14 @@
 #include <kvpolicy/policies/cutoff.hpp>
 
 namespace kvpolicy {
-inline namespace KVPOLICY_CUDA_NAMESPACE {
+inline namespace KVPOLICY_CUDA_NAMESPACE KVPOLICY_HIDDEN {
 namespace cuda_backend {
 
 inline constexpr int plane_threads = 32;
 
 /// A Cutoff that takes one query after the other, one thread a plane.
 template <class C, class Gate, class Keep>
-__global__ void KVPOLICY_HIDDEN __launch_bounds__(plane_threads)
+__global__ void __launch_bounds__(plane_threads)
     sequential_cutoffs_kernel(const mask_problem<Gate, Keep> problem, const plane_view<const std::int32_t> rank,
                               const plane_view<std::int32_t> cutoff, unsigned char* const scratch,
                               const std::size_t scratch_of_plane) {
@@ -30,7 +30,7 @@ __global__ void KVPOLICY_HIDDEN __launch_bounds__(plane_threads)
 
 /// expiry_from_cutoffs: a key a thread, by binary search.
 template <class Gate, class Keep>
-__global__ void KVPOLICY_HIDDEN __launch_bounds__(mask_chunk)
+__global__ void __launch_bounds__(mask_chunk)
     expiry_from_cutoffs_kernel(const mask_problem<Gate, Keep> problem, const plane_view<const std::int32_t> rank,
                                const plane_view<const std::int32_t> cutoff, const plane_view<expiry_t> expiry) {
     const auto planes = static_cast<unsigned>(problem.planes());

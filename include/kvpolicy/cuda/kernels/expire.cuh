@@ -5,12 +5,12 @@
 #include <kvpolicy/cuda/launch.cuh>
 
 namespace kvpolicy {
-inline namespace KVPOLICY_CUDA_NAMESPACE {
+inline namespace KVPOLICY_CUDA_NAMESPACE KVPOLICY_HIDDEN {
 namespace cuda_backend {
 
 /// One block for every chunk of every plane; early chunks first, since theirs are the longest rank windows.
 template <class Index, class Gate, class Keep>
-__global__ void KVPOLICY_HIDDEN __launch_bounds__(mask_chunk)
+__global__ void __launch_bounds__(mask_chunk)
     expire_kernel(const mask_problem<Gate, Keep> problem, const ranking<Index> ranks, const mask_output out) {
     const auto planes = static_cast<unsigned>(problem.planes());
     const auto slot = static_cast<std::int32_t>(blockIdx.x / planes);
@@ -26,7 +26,7 @@ __global__ void KVPOLICY_HIDDEN __launch_bounds__(mask_chunk)
 
 /// Policies without a budget: no key competes with another, so a key's own score decides.
 template <bool Ranked, class Gate, class Keep>
-__global__ void KVPOLICY_HIDDEN __launch_bounds__(mask_chunk)
+__global__ void __launch_bounds__(mask_chunk)
     expire_alone_kernel(const mask_problem<Gate, Keep> problem, const plane_view<expiry_t> out) {
     const auto planes = static_cast<unsigned>(problem.planes());
     const auto slot = static_cast<std::int32_t>(blockIdx.x / planes);

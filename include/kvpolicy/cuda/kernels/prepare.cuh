@@ -9,7 +9,7 @@
 #include <kvpolicy/policies/parameters.hpp>
 
 namespace kvpolicy {
-inline namespace KVPOLICY_CUDA_NAMESPACE {
+inline namespace KVPOLICY_CUDA_NAMESPACE KVPOLICY_HIDDEN {
 namespace cuda_backend {
 
 /// Rules that fit one launch's parameters: no copy from host memory that would have to outlive the call.
@@ -22,7 +22,7 @@ struct rule_batch {
 
 /// A template, so that including this header alone gives a program no kernel.
 template <class Rule>
-__global__ void KVPOLICY_HIDDEN write_rules_kernel(const rule_batch batch, Rule* const table) {
+__global__ void write_rules_kernel(const rule_batch batch, Rule* const table) {
     for (auto i = static_cast<std::int32_t>(threadIdx.x); i < batch.count; i += static_cast<std::int32_t>(blockDim.x)) {
         table[batch.first + i] = batch.rules[i];
     }
@@ -31,7 +31,7 @@ __global__ void KVPOLICY_HIDDEN write_rules_kernel(const rule_batch batch, Rule*
 /// Copies cu_seqlens to edges. Edges that do not rise from 0 to the length all become 0 (every segment is empty), and
 /// every sequence's status says so. One block.
 template <class Edge>
-__global__ void KVPOLICY_HIDDEN check_edges_kernel(const Edge* const cu_seqlens, const std::int32_t segments,
+__global__ void check_edges_kernel(const Edge* const cu_seqlens, const std::int32_t segments,
                                                    const std::int32_t length, Edge* const edges,
                                                    std::uint32_t* const status, const std::int32_t batch) {
     bool bad = false;

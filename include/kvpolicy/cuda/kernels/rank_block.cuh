@@ -5,14 +5,14 @@
 #include <kvpolicy/cuda/launch.cuh>
 
 namespace kvpolicy {
-inline namespace KVPOLICY_CUDA_NAMESPACE {
+inline namespace KVPOLICY_CUDA_NAMESPACE KVPOLICY_HIDDEN {
 namespace cuda_backend {
 
 /// One block for every segment of every plane.
-template <int Threads, int Items, class Gate, class Keep>
-__global__ void KVPOLICY_HIDDEN __launch_bounds__(Threads)
+template <int Threads, int Items, int Bits, class Gate, class Keep>
+__global__ void __launch_bounds__(Threads)
     rank_block_kernel(const mask_problem<Gate, Keep> problem, const ranking<std::uint16_t> out, const bool wants_ranks) {
-    using block = rank_block<Threads, Items>;
+    using block = rank_block<Threads, Items, Bits>;
     const std::int64_t plane = blockIdx.x / static_cast<unsigned>(problem.segments);
     const auto index = static_cast<std::int32_t>(blockIdx.x % static_cast<unsigned>(problem.segments));
     const auto b = static_cast<std::int32_t>(plane / problem.heads);

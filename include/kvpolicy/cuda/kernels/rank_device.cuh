@@ -14,7 +14,7 @@
 #include <kvpolicy/policies/cutoff.hpp>
 
 namespace kvpolicy {
-inline namespace KVPOLICY_CUDA_NAMESPACE {
+inline namespace KVPOLICY_CUDA_NAMESPACE KVPOLICY_HIDDEN {
 namespace cuda_backend {
 
 /// The sort's arrays, [planes * length] each; `tokens` are absolute.
@@ -59,7 +59,7 @@ __device__ inline std::uint64_t code_of_token(const mask_problem<Gate, Keep>& pr
 inline constexpr int keys_of_block = 4 * device_threads;
 
 template <class Gate, class Keep>
-__global__ void KVPOLICY_HIDDEN __launch_bounds__(device_threads)
+__global__ void __launch_bounds__(device_threads)
     make_keys_kernel(const mask_problem<Gate, Keep> problem, const sorted_keys out) {
     const auto parts = static_cast<unsigned>((problem.length + keys_of_block - 1) / keys_of_block);
     const std::int64_t plane = blockIdx.x / parts;
@@ -101,7 +101,7 @@ KVPOLICY_HOST_DEVICE constexpr std::int64_t longest_run_list(std::int64_t count)
 
 /// The thread of a run's first key puts the run in the order of its codes, or on the list.
 template <class Gate, class Keep>
-__global__ void KVPOLICY_HIDDEN __launch_bounds__(device_threads)
+__global__ void __launch_bounds__(device_threads)
     settle_runs_kernel(const mask_problem<Gate, Keep> problem, const sorted_keys sorted, const run_list runs) {
     const std::int64_t count = problem.planes() * problem.length;
     const std::int64_t at = std::int64_t{blockIdx.x} * device_threads + static_cast<std::int64_t>(threadIdx.x);
@@ -139,7 +139,7 @@ struct long_run_shared {
 /// Sorts the runs of the list by their codes, a radix sort of 8 bits a pass by one block a run. Rare: many priorities
 /// that agree to 24 bits but not to 53. `spare` is a second pair of arrays like `sorted`.
 template <class Gate, class Keep>
-__global__ void KVPOLICY_HIDDEN __launch_bounds__(device_threads)
+__global__ void __launch_bounds__(device_threads)
     sort_long_runs_kernel(const mask_problem<Gate, Keep> problem, const sorted_keys sorted, const sorted_keys spare,
                           const run_list runs) {
     static_assert(device_threads == 256, "one thread a digit");
@@ -250,7 +250,7 @@ inline constexpr int counted_slots = 8192;
 /// From the sorted order: the rank of every token, the order without the segments' offsets (without packed segments
 /// out.order is sorted.tokens itself), how many compete, and the counts. One block a bucket of a plane.
 template <class Gate, class Keep>
-__global__ void KVPOLICY_HIDDEN __launch_bounds__(device_threads)
+__global__ void __launch_bounds__(device_threads)
     invert_and_count_kernel(const mask_problem<Gate, Keep> problem, const sorted_keys sorted,
                             const ranking<std::int32_t> out, const arrival_counts counts) {
     constexpr int warps = device_threads / 32;
@@ -317,7 +317,7 @@ __global__ void KVPOLICY_HIDDEN __launch_bounds__(device_threads)
 
 /// The cutoff at the begin of every slot, one warp each: first the bucket, then the rank in it.
 template <class Gate, class Keep>
-__global__ void KVPOLICY_HIDDEN __launch_bounds__(device_threads)
+__global__ void __launch_bounds__(device_threads)
     anchors_kernel(const mask_problem<Gate, Keep> problem, const ranking<std::int32_t> ranks, const arrival_counts counts) {
     const std::int64_t task = (std::int64_t{blockIdx.x} * device_threads + static_cast<std::int64_t>(threadIdx.x)) / 32;
     if (task >= problem.planes() * problem.slots) { return; }

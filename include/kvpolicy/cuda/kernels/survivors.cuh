@@ -11,7 +11,7 @@
 #include <kvpolicy/cuda/launch.cuh>
 
 namespace kvpolicy {
-inline namespace KVPOLICY_CUDA_NAMESPACE {
+inline namespace KVPOLICY_CUDA_NAMESPACE KVPOLICY_HIDDEN {
 namespace cuda_backend {
 
 inline constexpr int survivor_threads = 512;
@@ -51,7 +51,7 @@ struct survivors_shared {
 
 /// `places` has `capacity` entries for every segment of every plane.
 template <class Gate, class Keep>
-__global__ void KVPOLICY_HIDDEN __launch_bounds__(survivor_threads)
+__global__ void __launch_bounds__(survivor_threads)
     survivors_kernel(const mask_problem<Gate, Keep> problem, const plane_view<expiry_t> out, survivor* const places,
                      const std::int64_t capacity) {
     constexpr int warps = survivor_threads / 32;
