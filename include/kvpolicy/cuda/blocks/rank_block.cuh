@@ -22,7 +22,8 @@ struct rank_block {
     static_assert(capacity <= 65535 && Items % 2 == 0 && mask_chunk % 32 == 0);
 
     using index = std::uint16_t;
-    using sorter = cub::BlockRadixSort<std::uint32_t, Threads, Items, index, Bits>;
+    // Without memoised partial sums: they cost more in spilled registers than they save.
+    using sorter = cub::BlockRadixSort<std::uint32_t, Threads, Items, index, Bits, false>;
     // A scan for a cutoff reads 256 ranks at a time.
     static constexpr int padded = (capacity + 255) / 256 * 256;
     static constexpr index none = ranking<index>::idle;
