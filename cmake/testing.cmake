@@ -222,10 +222,12 @@ function(kvpolicy_unclaimed_sources variable folder pattern)
     set(${variable} ${sources} PARENT_SCOPE)
 endfunction()
 
-# kvpolicy_test_name(<variable> <folder> <source>): policies/sink.cpp below <folder> becomes policies.sink
+# kvpolicy_test_name(<variable> <folder> <source>): unit/policies/test_sink.cpp below <folder> becomes policies.sink
 function(kvpolicy_test_name variable folder source)
     cmake_path(RELATIVE_PATH source BASE_DIRECTORY ${folder} OUTPUT_VARIABLE name)
     cmake_path(REMOVE_EXTENSION name LAST_ONLY)
+    string(REGEX REPLACE "^unit/" "" name ${name})
+    string(REGEX REPLACE "(^|/)test_([^/]*)$" "\\1\\2" name ${name})
     string(REPLACE "/" "." name ${name})
     set(${variable} ${name} PARENT_SCOPE)
 endfunction()

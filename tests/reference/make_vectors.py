@@ -1,4 +1,4 @@
-"""Writes the committed test vectors for lifetimes, cutoffs, metrics and caches into tests/vectors.
+"""Writes the committed test vectors for lifetimes, cutoffs, metrics, caches, scorers and attention into tests/vectors.
 
     python3 make_vectors.py            write the files
     python3 make_vectors.py --check    compare with the files that are there
@@ -34,6 +34,9 @@ cache.kvpv          q [6, S, 64], k, v [2, S, 64]  float32, exact in bf16 and fp
     retained        int32 [cases, 2, S, words]     after step q, bit t % 32 of word t / 32 says that key t is held
     out_queries     int32 [n]                      the queries whose outputs are stored
     out, lse        float64 [cases, 6, n, 64], [cases, 6, S]
+
+scorers.kvpv        see scorers.py
+attention.kvpv      see attention.py
 """
 
 import pathlib
@@ -41,10 +44,12 @@ import sys
 
 import numpy as np
 
+import attention
 import cache
 import cutoff
 import lifetimes
 import metrics
+import scorers
 import vectors
 from lifetimes import REBASE_LIMIT, UNLIMITED, Rule
 
@@ -52,6 +57,7 @@ FOLDER = pathlib.Path(__file__).resolve().parent.parent / "vectors"
 LONGEST = 300
 COLUMNS = ["pattern", "length", "sinks", "window", "gate", "has_budget", "budget", "decay_step", "keep_every",
            "rebase_limit", "reserved"]
+COUNTED = ["cases", "rules", "mlstm_cases"]
 GATES = ["none", "at_least", "above"]
 f32 = np.float32
 
@@ -320,6 +326,8 @@ def make():
         "cutoff.kvpv": cutoff_file(patterns, np.random.RandomState(13)),
         "metrics.kvpv": metrics_file(np.random.RandomState(14)),
         "cache.kvpv": cache_file(patterns, np.random.RandomState(15)),
+        "scorers.kvpv": scorers.make(),
+        "attention.kvpv": attention.make(),
     }
 
 
@@ -331,7 +339,7 @@ def same(a, b):
         if a[name].dtype != b[name].dtype or a[name].shape != b[name].shape:
             return False
         if a[name].dtype == np.float64:
-            if not np.allclose(a[name], b[name], rtol=1e-12, atol=1e-12):
+            if not np.allclose(a[name], b[name], rtol=1e-12, atol=1e-12, equal_nan=True):
                 return False
         elif a[name].tobytes() != b[name].tobytes():
             return False
@@ -350,7 +358,7 @@ def main(arguments):
             print(f"{name}: as made")
         else:
             path.write_bytes(data)
-            print(f"{name}: {len(data)} bytes, {len(arrays.get('cases', arrays.get('rules')))} cases")
+            print(f"{name}: {len(data)} bytes, {max(len(a) for n, a in arrays.items() if n in COUNTED)} cases")
     return 0
 
 

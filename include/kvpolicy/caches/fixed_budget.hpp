@@ -60,7 +60,8 @@ public:
 
     /// `scorers` are one value per layer, or null: then the policy's own scorer serves every layer. Both, and the weights
     /// that they view, stay with the caller. Refuses: counts below 1, query heads that kv_heads does not divide, a
-    /// head_dim that attention does not support, numbers that no policy can have, an unlimited budget.
+    /// head_dim that attention does not support, numbers that no policy can have, an unlimited budget, a scorer that does not
+    /// fit the shape.
     explicit FixedBudgetCache(const CacheShape& shape, const P& policy = P{}, const scorer_type* scorers = nullptr,
                               const Attention& attention = {});
 
@@ -81,7 +82,8 @@ public:
     /// Empties one slot: its next token has position 0. O(heads) and O(scorer state).
     void clear(const host& on, std::int32_t slot);
 
-    /// Moves the named slots on by their tokens: once a step or chunk, after the last layer.
+    /// Moves the named slots on by their tokens: once a step or chunk, after the last layer. Refuses slots out of range or
+    /// named twice, and negative counts.
     void advance(const host& on, const Batch& batch);
 
     /// Tokens seen by a slot; the position of its next token.
@@ -90,8 +92,12 @@ public:
     /// The positions held by one head, in the order of its rows. `out` has room for occupancy(...).rows(); returns that.
     std::int32_t retained(std::int32_t layer, std::int32_t slot, std::int32_t head, position_t* out) const;
 
-    /// Lowers the limit at which static priorities are rebased (tests; default 2^29). Same schedule as a mask's.
-    void rebase_limit(position_t limit) { rebase_limit_ = limit; }
+    /// Lowers the limit at which static priorities are rebased (tests; default 2^29, the largest). Same schedule as a
+    /// mask's. Counts from the next ref() on; set it before the first token.
+    void rebase_limit(position_t limit) {
+        detail::require(limit >= 1 && limit <= kvpolicy::rebase_limit, "rebase_limit", limit, "1 to 2^29");
+        rebase_limit_ = limit;
+    }
 
 private:
     [[nodiscard]] std::size_t offset_index(std::int32_t layer, std::int32_t head) const {
@@ -125,9 +131,9 @@ private:
 /// What a call on a cache may take or give beside its tensors.
 struct CacheExtras {
     /// Scores of the new tokens [count, Hkv, n], for a policy whose scores are given (GivenScores).
-    plane_view<const float> scores;
+    plane_view<const float> scores{};
     /// Where to write the log-sum-exp of every query [count, Hq, n] (natural log), if wanted.
-    plane_view<float> lse;
+    plane_view<float> lse{};
 };
 
 /// Bytes of workspace for step and prefill with at most `count` entries of at most `tokens` tokens.

@@ -54,6 +54,23 @@ std::string text_of(Value value) {
     }
 }
 
+/// A text that is made only when it is needed: [&] { return "at least " + std::to_string(n); }. Calls on the fast path
+/// use it, since they must not allocate.
+template <class Make>
+    requires std::is_invocable_v<const Make&>
+std::string text_of(const Make& make) {
+    return make();
+}
+
+/// The texts of several values, one after another: text("at least ", rows). (Sums of strings that begin with a literal
+/// draw false warnings from g++ 12, and so would from our users' builds.)
+template <class... Parts>
+std::string text(const Parts&... parts) {
+    std::string joined;
+    (joined.append(text_of(parts)), ...);
+    return joined;
+}
+
 /// Refuses with a finished text: throws, or calls the handler. Never returns.
 [[noreturn]] inline void refuse(const std::string& message) {
 #if KVPOLICY_EXCEPTIONS
@@ -68,13 +85,13 @@ std::string text_of(Value value) {
 /// Refuses `argument`: "argument: value is not allowed; it must be ...".
 template <class Value>
 [[noreturn]] void refuse(const char* argument, const Value& value, const std::string& allowed) {
-    refuse(std::string(argument) + ": " + text_of(value) + " is not allowed; it must be " + allowed);
+    refuse(text(argument, ": ", value, " is not allowed; it must be ", allowed));
 }
 
-/// The usual check. The message is built only when the check fails.
-template <class Value, class Allowed>
-void require(bool condition, const char* argument, const Value& value, const Allowed& allowed) {
-    if (!condition) [[unlikely]] { refuse(argument, value, text_of(allowed)); }
+/// The usual check. The message is built only when the check fails; `argument` and `allowed` are texts, or make them.
+template <class Argument, class Value, class Allowed>
+void require(bool condition, const Argument& argument, const Value& value, const Allowed& allowed) {
+    if (!condition) [[unlikely]] { refuse(text_of(argument).c_str(), value, text_of(allowed)); }
 }
 
 }  // namespace detail

@@ -187,8 +187,7 @@ void rank_and_expire(const cuda& on, const device_scope& device, const mask_plan
 template <class P>
 void check_mask_call(const P& policy, plane_view<const float> scores, const Sequences& sequences,
                                      std::int32_t batch, std::int32_t heads, std::int32_t length, std::int32_t layer) {
-    detail::require(layer >= 0, "layer", layer, "0 or more");
-    policy.check(layer + 1, heads);
+    policy.check_layer(layer, heads);
     check_sequences(sequences, batch, length);
     if constexpr (P::ranked) { check_plane("scores", scores, batch, heads, sequences.length); }
 }
@@ -350,8 +349,7 @@ void expiry_from_cutoffs(const cuda& on, const P& policy, plane_view<const std::
                                          plane_view<expiry_t> expiry, workspace_view workspace, std::int32_t layer) {
     using namespace cuda_backend;
     const std::int32_t heads = expiry.heads;
-    detail::require(layer >= 0, "layer", layer, "0 or more");
-    policy.check(layer + 1, heads);
+    policy.check_layer(layer, heads);
     cuda_backend::check_sequences(sequences, expiry.batch, expiry.length);
     check_plane("rank", rank, sequences.batch, heads, sequences.length);
     check_plane("cutoff", cutoff, sequences.batch, heads, sequences.length);

@@ -90,6 +90,9 @@ class key_collector {
                 plain_.v[i] = v + i * segment.v_stride;
             }
             plain_.count = block_keys;
+            plain_.ahead =
+                row + 2 * block_keys <= segment.count ? k + block_keys * segment.k_stride : nullptr;
+            plain_.ahead_stride = segment.k_stride;
             flush(plain_);
             return;
         }
@@ -144,9 +147,14 @@ class key_collector {
         if (block.count == 0) {
             return;
         }
+        // Passes may read keys in whole panels.
+        for (std::int32_t i = block.count; i % panel_lanes != 0; ++i) {
+            block.k[i] = block.k[block.count - 1];
+        }
         consume_(block);
         block.count = 0;
         block.biased = false;
+        block.ahead = nullptr;
     }
 
     std::int32_t first_query_;

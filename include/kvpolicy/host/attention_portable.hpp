@@ -2,6 +2,7 @@
 // vectorised bodies. Loops have constant trip counts where it matters, so that compilers vectorise them.
 #pragma once
 
+#include <kvpolicy/detail/unroll.hpp>
 #include <kvpolicy/host/attention_collect.hpp>
 #include <kvpolicy/host/attention_math.hpp>
 #include <kvpolicy/host/attention_types.hpp>
@@ -30,7 +31,7 @@ struct portable_kernels {
         return scan_rows(expiry, position, first, count, first_query, last_query);
     }
 
-    /// Key panels of `count` rows; the lanes that fill up the last panel become 0.
+    /// Key panels of `count` rows; the lanes that fill up the last panel may hold anything.
     static void pack_keys(const T* const* k, std::int32_t count, std::int32_t dim, real* panel) {
         for (std::int32_t j = 0; j < count; j += panel_lanes, panel += std::int64_t{dim} * panel_lanes) {
             for (std::int32_t lane = 0; lane < panel_lanes; ++lane) {
@@ -57,23 +58,15 @@ struct portable_kernels {
     /// scores[6 * panels][0..count) = queries . keys
     static void multiply_qk(const real* q, std::int32_t panels, std::int32_t dim, const real* k,
                             std::int32_t count, real* scores) {
-        for (std::int32_t j = 0; j < count; j += panel_lanes) {
-            const real* keys = k + std::int64_t{j} * dim;
+        for (std::int32_t j = 0; j < count; j += panel_lanes, k += std::int64_t{dim} * panel_lanes) {
             for (std::int32_t p = 0; p < panels; ++p) {
-                const real* rows = q + std::int64_t{p} * dim * panel_rows;
-                for (std::int32_t half = 0; half < panel_lanes; half += 8) {
-                    real sum[panel_rows][8] = {};
-                    for (std::int32_t d = 0; d < dim; ++d) {
-                        for (std::int32_t r = 0; r < panel_rows; ++r) {
-                            for (std::int32_t lane = 0; lane < 8; ++lane) {
-                                sum[r][lane] +=
-                                    rows[d * panel_rows + r] * keys[d * panel_lanes + half + lane];
-                            }
-                        }
-                    }
+                for (std::int32_t part = 0; part < panel_lanes; part += lanes) {
+                    real sum[panel_rows][lanes] = {};
+                    add_products(sum, q + std::int64_t{p} * dim * panel_rows, panel_rows, 1, k + part, dim);
+                    real* to = scores + p * panel_rows * block_keys + j + part;
                     for (std::int32_t r = 0; r < panel_rows; ++r) {
-                        for (std::int32_t lane = 0; lane < 8; ++lane) {
-                            scores[(p * panel_rows + r) * block_keys + j + half + lane] = sum[r][lane];
+                        for (std::int32_t lane = 0; lane < lanes; ++lane) {
+                            to[r * block_keys + lane] = sum[r][lane];
                         }
                     }
                 }
@@ -85,23 +78,17 @@ struct portable_kernels {
     /// starts at 0, so that rounding grows with the block and with the number of blocks, not with the number of keys.
     static void multiply_pv(const real* weights, std::int32_t panels, const real* v, std::int32_t count,
                             const real* decay, real* out, std::int32_t stride) {
-        for (std::int32_t c = 0; c < stride; c += 8) {
+        for (std::int32_t c = 0; c < stride; c += lanes) {
             const real* values =
                 v + std::int64_t{c / panel_lanes} * block_keys * panel_lanes + c % panel_lanes;
             for (std::int32_t p = 0; p < panels; ++p) {
-                const real* rows = weights + p * panel_rows * block_keys;
-                real sum[panel_rows][8] = {};
-                for (std::int32_t j = 0; j < count; ++j) {
-                    for (std::int32_t r = 0; r < panel_rows; ++r) {
-                        for (std::int32_t lane = 0; lane < 8; ++lane) {
-                            sum[r][lane] += rows[r * block_keys + j] * values[j * panel_lanes + lane];
-                        }
-                    }
-                }
+                real sum[panel_rows][lanes] = {};
+                add_products(sum, weights + p * panel_rows * block_keys, 1, block_keys, values, count);
                 for (std::int32_t r = 0; r < panel_rows; ++r) {
                     real* target = out + std::int64_t{p * panel_rows + r} * stride + c;
-                    for (std::int32_t lane = 0; lane < 8; ++lane) {
-                        target[lane] = decay[p * panel_rows + r] * target[lane] + sum[r][lane];
+                    const real factor = decay[p * panel_rows + r];
+                    for (std::int32_t lane = 0; lane < lanes; ++lane) {
+                        target[lane] = factor * target[lane] + sum[r][lane];
                     }
                 }
             }
@@ -147,15 +134,16 @@ struct portable_kernels {
         }
     }
 
-    /// scores[rows][0..count) = q[rows][dim] . keys, read in place.
-    static void direct_qk(const real* q, std::int32_t rows, std::int32_t dim, const T* const* k,
-                          std::int32_t count, real* scores) {
-        for (std::int32_t j = 0; j < count; ++j) {
+    /// scores[rows][0..count) = q[rows][Dk] . keys, read in place.
+    static void direct_qk(const attention_shape& shape, const key_block<T>& keys, std::int32_t rows,
+                          const real* q, real* scores) {
+        const std::int32_t dim = shape.dim_k;
+        for (std::int32_t j = 0; j < keys.count; ++j) {
             for (std::int32_t r = 0; r < rows; ++r) {
                 real sum[8] = {};
                 for (std::int32_t d = 0; d < dim; d += 8) {
                     for (std::int32_t lane = 0; lane < 8; ++lane) {
-                        sum[lane] += q[std::int64_t{r} * dim + d + lane] * to_compute(k[j][d + lane]);
+                        sum[lane] += q[std::int64_t{r} * dim + d + lane] * to_compute(keys.k[j][d + lane]);
                     }
                 }
                 scores[r * block_keys + j] =
@@ -164,20 +152,37 @@ struct portable_kernels {
         }
     }
 
-    /// out = decay * out + weights[rows][0..count) . values, read in place; `dim` columns.
-    static void direct_pv(const real* weights, std::int32_t rows, const T* const* v, std::int32_t count,
-                          std::int32_t dim, const real* decay, real* out, std::int32_t stride) {
+    /// out = decay * out + weights[rows][0..count) . values, read in place.
+    static void direct_pv(const attention_shape& shape, const key_block<T>& keys, std::int32_t rows,
+                          const real* weights, const real* decay, real* out, std::int32_t stride) {
         for (std::int32_t r = 0; r < rows; ++r) {
-            for (std::int32_t c = 0; c < dim; c += 8) {
+            for (std::int32_t c = 0; c < shape.dim_v; c += 8) {
                 real sum[8] = {};
-                for (std::int32_t j = 0; j < count; ++j) {
+                for (std::int32_t j = 0; j < keys.count; ++j) {
                     for (std::int32_t lane = 0; lane < 8; ++lane) {
-                        sum[lane] += weights[r * block_keys + j] * to_compute(v[j][c + lane]);
+                        sum[lane] += weights[r * block_keys + j] * to_compute(keys.v[j][c + lane]);
                     }
                 }
                 real* target = out + std::int64_t{r} * stride + c;
                 for (std::int32_t lane = 0; lane < 8; ++lane) {
                     target[lane] = decay[r] * target[lane] + sum[lane];
+                }
+            }
+        }
+    }
+
+  private:
+    static constexpr std::int32_t lanes = 4;
+
+    /// sum[r][lane] += x[i * step + r * row_step] * y[i * 16 + lane] for i in [0, count)
+    static void add_products(real (&sum)[panel_rows][lanes], const real* x, std::int32_t step,
+                             std::int32_t row_step, const real* y, std::int32_t count) {
+        for (std::int32_t i = 0; i < count; ++i, x += step, y += panel_lanes) {
+            KVPOLICY_UNROLL
+            for (std::int32_t r = 0; r < panel_rows; ++r) {
+                KVPOLICY_UNROLL
+                for (std::int32_t lane = 0; lane < lanes; ++lane) {
+                    sum[r][lane] += x[r * row_step] * y[lane];
                 }
             }
         }

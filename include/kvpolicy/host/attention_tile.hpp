@@ -122,10 +122,9 @@ class tile_pass {
         }
         if (!packed_) {
             const strip_state<real> state{memory_.position, memory_.max, memory_.sum, memory_.decay};
-            Kernels::direct_qk(memory_.q, rows_, shape_.dim_k, keys.k, keys.count, memory_.scores);
+            Kernels::direct_qk(shape_, keys, rows_, memory_.q, memory_.scores);
             Kernels::softmax(shape_, keys.masked ? &keys : nullptr, rows_, keys.count, state, memory_.scores);
-            Kernels::direct_pv(memory_.scores, rows_, keys.v, keys.count, shape_.dim_v, memory_.decay,
-                               memory_.out, columns_);
+            Kernels::direct_pv(shape_, keys, rows_, memory_.scores, memory_.decay, memory_.out, columns_);
             if (poisoned_ != 0) {
                 add_poison(keys, 0, rows_, keys.count);
             }

@@ -70,7 +70,7 @@ inline constexpr std::int32_t direct_rows = 16;  ///< up to so many rows keys ar
 /// Up to block_keys keys that some query of a tile sees, wherever they lie.
 template <Storage T>
 struct key_block {
-    const T* k[block_keys];
+    const T* k[block_keys];  // repeats the last one up to a multiple of panel_lanes
     const T* v[block_keys];
     // Read only where the block is `masked`: not every row of the tile sees every key as it is.
     std::int32_t born[block_keys];
@@ -80,6 +80,9 @@ struct key_block {
     std::int32_t count = 0;
     bool masked = false;
     bool biased = false;
+    // Where the next block's keys probably lie, to be fetched meanwhile; null: unknown.
+    const T* ahead = nullptr;
+    std::int64_t ahead_stride = 0;
 };
 
 /// What the softmax pass knows of a strip of rows.

@@ -62,10 +62,7 @@ void check_scores(const P& policy, plane_view<const float> scores, const Sequenc
             for_each_segment<P>(sequences, b, [&](std::int32_t begin, std::int32_t end) {
                 for_each_leaver(policy, rule, end - begin, [&](std::int32_t t, std::int32_t) {
                     if (score[begin + t] != score[begin + t]) [[unlikely]] {
-                        detail::refuse(("scores[" + std::to_string(b) + "][" + std::to_string(h) + "][" +
-                                        std::to_string(begin + t) + "]")
-                                           .c_str(),
-                                       "NaN", "a number (-inf and +inf are allowed)");
+                        detail::refuse(detail::text("scores[", b, "][", h, "][", begin + t, "]").c_str(), "NaN", "a number (-inf and +inf are allowed)");
                     }
                 });
             });
@@ -73,20 +70,31 @@ void check_scores(const P& policy, plane_view<const float> scores, const Sequenc
     }
 }
 
+/// A plane that a call writes, or reads beside one: [batch, heads, at least length].
+template <class T>
+void check_plane(const char* name, plane_view<T> plane, std::int32_t batch, std::int32_t heads, std::int32_t length) {
+    detail::require(plane.batch == batch && plane.heads == heads && plane.length >= length,
+                    [&] { return detail::text(name, ".length"); }, plane.length,
+                    [&] {
+                        return detail::text(length, " or more, for ", batch, " sequences of ", heads, " heads (it has ", plane.batch, " of ", plane.heads, ")");
+                    });
+    detail::require(plane.data != nullptr || batch == 0 || heads == 0 || length == 0,
+                    [&] { return detail::text(name, ".data"); }, "null", "a pointer to its numbers");
+}
+
 template <class P>
 void check_mask_call(const P& policy, plane_view<const float> scores, const Sequences& sequences, std::int32_t batch,
                      std::int32_t heads, std::int32_t length, std::int32_t layer) {
-    detail::require(layer >= 0, "layer", layer, "0 or more");
-    policy.check(layer, heads);
+    policy.check_layer(layer, heads);
     check_sequences(sequences, batch, length);
     if constexpr (P::ranked) {
         detail::require(static_cast<bool>(scores) || length == 0, "scores.data", "null",
                         "fp32 scores, since this policy ranks keys");
-        detail::require(scores.batch == batch && scores.heads == heads && scores.length >= sequences.length, "scores",
-                        std::to_string(scores.batch) + " x " + std::to_string(scores.heads) + " x " +
-                            std::to_string(scores.length),
-                        std::to_string(batch) + " x " + std::to_string(heads) + " x at least " +
-                            std::to_string(sequences.length) + ", as the output");
+        if (scores.batch != batch || scores.heads != heads || scores.length < sequences.length) {
+            detail::refuse("scores",
+                           detail::text(scores.batch, " x ", scores.heads, " x ", scores.length),
+                           detail::text(batch, " x ", heads, " x at least ", sequences.length, ", as the output"));
+        }
     }
 }
 
@@ -152,6 +160,7 @@ void build_mask(const host& on, const P& policy, plane_view<const float> scores,
                 std::uint32_t* status) {
     const std::int32_t heads = expiry.heads;
     host_backend::check_mask_call(policy, scores, sequences, expiry.batch, heads, expiry.length, options.layer);
+    host_backend::check_plane("expiry", expiry, expiry.batch, heads, sequences.length);
     detail::require(options.rebase_limit >= 1 && options.rebase_limit <= rebase_limit, "rebase_limit",
                     options.rebase_limit, "1 to 2^29");
     if constexpr (P::ranked) {
@@ -201,8 +210,8 @@ void build_cutoffs(const host& on, const P& policy, plane_view<const float> scor
     static_assert(P::has_budget, "kvpolicy: build_cutoffs needs a policy with a TopKBudget");
     const std::int32_t heads = rank.heads;
     host_backend::check_mask_call(policy, scores, sequences, rank.batch, heads, rank.length, layer);
-    detail::require(cutoff.batch == rank.batch && cutoff.heads == heads && cutoff.length >= sequences.length,
-                    "cutoff.length", cutoff.length, "the shape of rank");
+    host_backend::check_plane("rank", rank, rank.batch, heads, sequences.length);
+    host_backend::check_plane("cutoff", cutoff, rank.batch, heads, sequences.length);
     detail::require(sequences.cu_seqlens == nullptr, "sequences.cu_seqlens", "given",
                     "null (build_mask takes packed segments)");
     detail::require(sequences.length < rebase_limit, "sequences.length", sequences.length, "below 2^29");
@@ -247,9 +256,13 @@ void expiry_from_cutoffs(const host& on, const P& policy, plane_view<const std::
                          plane_view<const std::int32_t> cutoff, const Sequences& sequences, plane_view<expiry_t> expiry,
                          std::int32_t layer) {
     const std::int32_t heads = expiry.heads;
-    detail::require(rank.heads == heads && cutoff.heads == heads, "rank.heads", rank.heads,
-                    "expiry.heads = " + std::to_string(heads));
+    policy.check_layer(layer, heads);
     host_backend::check_sequences(sequences, expiry.batch, expiry.length);
+    detail::require(sequences.cu_seqlens == nullptr, "sequences.cu_seqlens", "given",
+                    "null (build_mask takes packed segments)");
+    host_backend::check_plane("rank", rank, expiry.batch, heads, sequences.length);
+    host_backend::check_plane("cutoff", cutoff, expiry.batch, heads, sequences.length);
+    host_backend::check_plane("expiry", expiry, expiry.batch, heads, sequences.length);
     on.parallel_for(std::int64_t{sequences.batch} * heads, [&](std::int64_t task) {
         const std::int64_t b = task / heads;
         const auto h = static_cast<std::int32_t>(task % heads);

@@ -1,6 +1,9 @@
-// Checks that several host operations share.
+// Checks that several host operations share. They run in every call, so they build no text unless they refuse: a step
+// must not allocate.
 #pragma once
 
+#include <algorithm>
+#include <cmath>
 #include <cstddef>
 #include <cstdint>
 #include <string>
@@ -12,15 +15,17 @@ namespace kvpolicy::host_backend {
 
 /// Lengths and packed edges of a call, against the views' batch and length.
 inline void check_sequences(const Sequences& sequences, std::int32_t batch, std::int32_t length) {
-    detail::require(sequences.batch == batch, "sequences.batch", sequences.batch,
-                    "the views' batch, " + std::to_string(batch));
-    detail::require(sequences.length >= 0 && sequences.length <= length, "sequences.length", sequences.length,
-                    "0 to the views' length, " + std::to_string(length));
+    if (sequences.batch != batch) {
+        detail::refuse("sequences.batch", sequences.batch, detail::text("the views' batch, ", batch));
+    }
+    if (sequences.length < 0 || sequences.length > length) {
+        detail::refuse("sequences.length", sequences.length, detail::text("0 to the views' length, ", length));
+    }
     if (sequences.lengths != nullptr) {
         for (std::int32_t b = 0; b < batch; ++b) {
-            const std::string name = "sequences.lengths[" + std::to_string(b) + "]";
-            detail::require(sequences.lengths[b] >= 0 && sequences.lengths[b] <= sequences.length, name.c_str(),
-                            sequences.lengths[b], "0 to sequences.length = " + std::to_string(sequences.length));
+            if (sequences.lengths[b] >= 0 && sequences.lengths[b] <= sequences.length) { continue; }
+            detail::refuse(detail::text("sequences.lengths[", b, "]").c_str(), sequences.lengths[b],
+                           detail::text("0 to sequences.length = ", sequences.length));
         }
     }
     if (sequences.cu_seqlens != nullptr) {
@@ -28,21 +33,83 @@ inline void check_sequences(const Sequences& sequences, std::int32_t batch, std:
                         "1 or more where cu_seqlens is given");
         detail::require(sequences.cu_seqlens[0] == 0, "sequences.cu_seqlens[0]", sequences.cu_seqlens[0], "0");
         for (std::int32_t i = 0; i < sequences.segments; ++i) {
-            const std::string name = "sequences.cu_seqlens[" + std::to_string(i + 1) + "]";
-            detail::require(sequences.cu_seqlens[i + 1] >= sequences.cu_seqlens[i], name.c_str(),
-                            sequences.cu_seqlens[i + 1], "no less than the edge before it");
+            if (sequences.cu_seqlens[i + 1] >= sequences.cu_seqlens[i]) { continue; }
+            detail::refuse(detail::text("sequences.cu_seqlens[", i + 1, "]").c_str(), sequences.cu_seqlens[i + 1],
+                           "no less than the edge before it");
         }
-        detail::require(sequences.cu_seqlens[sequences.segments] == sequences.length, "sequences.cu_seqlens's last edge",
-                        sequences.cu_seqlens[sequences.segments],
-                        "sequences.length = " + std::to_string(sequences.length));
+        if (sequences.cu_seqlens[sequences.segments] != sequences.length) {
+            detail::refuse("sequences.cu_seqlens's last edge", sequences.cu_seqlens[sequences.segments],
+                           detail::text("sequences.length = ", sequences.length));
+        }
     }
+}
+
+/// The numbers of an attention call.
+inline void check_attention(const Attention& attention) {
+    detail::require(std::isfinite(attention.scale), "attention.scale", attention.scale,
+                    "finite (0: 1 / sqrt(head_dim))");
+    detail::require(attention.softcap >= 0.0f && std::isfinite(attention.softcap), "attention.softcap",
+                    attention.softcap, "0 (none) or positive");
+}
+
+/// Where a metric is written.
+template <class T>
+void check_metric(const char* name, const T* out, std::int32_t batch, std::int32_t length) {
+    detail::require(out != nullptr || batch == 0 || length == 0, name, "null", "a pointer to the results");
 }
 
 /// The lent memory of a call.
 inline void check_workspace(workspace_view workspace, std::size_t needed) {
-    detail::require(workspace.bytes >= needed, "workspace.bytes", workspace.bytes,
-                    "at least " + std::to_string(needed) + " (what the call's ..._workspace_bytes says)");
+    if (workspace.bytes < needed) {
+        detail::refuse("workspace.bytes", workspace.bytes,
+                       detail::text("at least ", needed, " (what the call's ..._workspace_bytes says)"));
+    }
     detail::require(needed == 0 || workspace.data != nullptr, "workspace.data", "null", "memory of workspace.bytes");
+}
+
+/// A tensor of a call: [batch, heads, at least length, dim].
+template <class T>
+void check_rows(const char* name, rows_view<T> view, std::int32_t batch, std::int32_t heads, std::int32_t length,
+                std::int32_t dim) {
+    const bool fits = view.batch == batch && view.heads == heads && view.length >= length && view.dim == dim;
+    if (!fits) {
+        detail::refuse(name,
+                       detail::text(view.batch, " x ", view.heads, " x ", view.length, " x ", view.dim),
+                       detail::text(batch, " x ", heads, " x at least ", length, " x ", dim));
+    }
+    detail::require(view.data != nullptr || batch == 0 || length == 0, name, "null", "a pointer to its elements");
+}
+
+/// Slots and token counts of a batch. Returns the largest token count.
+inline std::int32_t check_batch(const Batch& batch, std::int32_t slots, std::int32_t most, const char* most_name) {
+    if (batch.count < 0 || batch.count > slots) {
+        detail::refuse("batch.count", batch.count, detail::text("0 to the cache's slots, ", slots));
+    }
+    const auto refuse = [](std::int32_t i, const char* what, std::int32_t value, const std::string& allowed) {
+        detail::refuse((what + detail::text("[", i, "]")).c_str(), value, allowed);
+    };
+    std::int32_t longest = 0;
+    for (std::int32_t i = 0; i < batch.count; ++i) {
+        if (batch.slot(i) < 0 || batch.slot(i) >= slots) {
+            refuse(i, "batch.slots", batch.slot(i), detail::text("0 to ", slots - 1));
+        }
+        if (batch.tokens(i) < 0 || batch.tokens(i) > most) {
+            refuse(i, "batch tokens", batch.tokens(i), detail::text("0 to ", most, " (", most_name, ")"));
+        }
+        for (std::int32_t j = 0; batch.slots != nullptr && j < i; ++j) {
+            if (batch.slots[j] == batch.slots[i]) {
+                refuse(i, "batch.slots", batch.slots[i], "a slot that no other entry names");
+            }
+        }
+        longest = std::max(longest, batch.tokens(i));
+    }
+    return longest;
+}
+
+/// The plane for log-sum-exps, where one is given.
+inline void check_lse(plane_view<float> lse, std::int32_t batch, std::int32_t query_heads, std::int32_t length) {
+    detail::require(!lse || (lse.batch == batch && lse.heads == query_heads && lse.length >= length), "lse.length",
+                    lse.length, "the shape of q without its last dimension");
 }
 
 /// The first address at or after `data` that is aligned to 64 bytes, and how many bytes the alignment may cost.

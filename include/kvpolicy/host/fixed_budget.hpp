@@ -23,9 +23,9 @@ inline void check_shape(const CacheShape& shape) {
     detail::require(shape.slots >= 1, "slots", shape.slots, "1 or more");
     detail::require(shape.kv_heads >= 1, "kv_heads", shape.kv_heads, "1 or more");
     detail::require(shape.query_heads >= 1 && shape.query_heads % shape.kv_heads == 0, "query_heads", shape.query_heads,
-                    "a multiple of kv_heads = " + std::to_string(shape.kv_heads));
-    detail::require(head_dim_supported(shape.dim_k), "head_dim of keys", shape.dim_k, "a multiple of 8 up to " + std::to_string(max_head_dim));
-    detail::require(head_dim_supported(shape.dim_v), "head_dim of values", shape.dim_v, "a multiple of 8 up to " + std::to_string(max_head_dim));
+                    detail::text("a multiple of kv_heads = ", shape.kv_heads));
+    detail::require(head_dim_supported(shape.dim_k), "head_dim of keys", shape.dim_k, detail::text("a multiple of 8 up to ", max_head_dim));
+    detail::require(head_dim_supported(shape.dim_v), "head_dim of values", shape.dim_v, detail::text("a multiple of 8 up to ", max_head_dim));
     detail::require(shape.page_rows >= 1, "page_rows", shape.page_rows, "1 or more");
 }
 
@@ -36,23 +36,28 @@ FixedBudgetCache<P, T>::FixedBudgetCache(const CacheShape& shape, const P& polic
                                          const Attention& attention)
     : shape_(shape), policy_(policy), scorers_(scorers), attention_(attention) {
     host_backend::check_shape(shape);
+    host_backend::check_attention(attention);
     policy.check(shape.layers, shape.kv_heads);
     for (std::int32_t layer = 0; layer < shape.layers; ++layer) {
         std::int64_t rows = 0;
         for (std::int32_t head = 0; head < shape.kv_heads; ++head) {
             const HeadRule rule = policy.rule(layer, head);
             const std::string name =
-                "budget k of layer " + std::to_string(layer) + ", head " + std::to_string(head);
+                detail::text("budget k of layer ", layer, ", head ", head);
             detail::require(rule.budget != unlimited, name.c_str(), "unlimited",
                             "a number, since a FixedBudgetCache is bounded");
             const std::int64_t needed = std::int64_t{rule.sinks} + rule.window + rule.budget;
             detail::require(needed <= std::numeric_limits<std::int32_t>::max() - shape.page_rows,
-                            ("sinks + window + " + name).c_str(), needed, "below 2^31");
+                            detail::text("sinks + window + ", name).c_str(), needed, "below 2^31");
             rules_.push_back(rule);
             row_offset_.push_back(rows);
             rows += (needed + shape.page_rows - 1) / shape.page_rows * shape.page_rows;
         }
         row_offset_.push_back(rows);
+        if constexpr (P::ranked && CheckedScorer<scorer_type>) {
+            const scorer_type scorer = scorers != nullptr ? scorers[layer] : policy.scorer();
+            scorer.check(shape.kv_heads, shape.dim_k, shape.dim_v);
+        }
     }
     plan();
 }
@@ -74,7 +79,7 @@ void FixedBudgetCache<P, T>::plan() {
         const std::size_t rows = slots * static_cast<std::size_t>(this->rows(layer));
         const std::size_t k_bytes = rows * static_cast<std::size_t>(shape_.dim_k) * sizeof(T);
         const std::size_t v_bytes = rows * static_cast<std::size_t>(shape_.dim_v) * sizeof(T);
-        const scorer_type& scorer = scorers_ != nullptr ? scorers_[layer] : policy_.scorer();
+        const scorer_type scorer = scorers_ != nullptr ? scorers_[layer] : policy_.scorer();
         const std::size_t state_bytes =
             slots * heads * static_cast<std::size_t>(host_backend::state_floats(scorer)) * sizeof(float);
         layer_plan plan{};
@@ -97,7 +102,7 @@ template <AnyPolicy P, Storage T>
 void FixedBudgetCache<P, T>::bind(const host& on, void* buffer, std::size_t buffer_bytes) {
     detail::require(buffer != nullptr, "buffer", "null", "memory of bytes().total()");
     detail::require(buffer_bytes >= bytes_.total(), "buffer_bytes", buffer_bytes,
-                    "at least bytes().total() = " + std::to_string(bytes_.total()));
+                    detail::text("at least bytes().total() = ", bytes_.total()));
     memory_ = host_backend::aligned(buffer);
     std::memcpy(memory_ + rules_at_, rules_.data(), rules_.size() * sizeof(HeadRule));
     std::memcpy(memory_ + offsets_at_, row_offset_.data(), row_offset_.size() * sizeof(std::int64_t));
@@ -112,13 +117,13 @@ void FixedBudgetCache<P, T>::require_bound() const {
 template <AnyPolicy P, Storage T>
 void FixedBudgetCache<P, T>::require_slot(std::int32_t slot) const {
     require_bound();
-    detail::require(slot >= 0 && slot < shape_.slots, "slot", slot, "0 to " + std::to_string(shape_.slots - 1));
+    detail::require(slot >= 0 && slot < shape_.slots, "slot", slot, detail::text("0 to ", shape_.slots - 1));
 }
 
 template <AnyPolicy P, Storage T>
 FixedBudgetRef<P, T> FixedBudgetCache<P, T>::ref(std::int32_t layer) const {
     require_bound();
-    detail::require(layer >= 0 && layer < shape_.layers, "layer", layer, "0 to " + std::to_string(shape_.layers - 1));
+    detail::require(layer >= 0 && layer < shape_.layers, "layer", layer, detail::text("0 to ", shape_.layers - 1));
     const layer_plan& plan = plan_[static_cast<std::size_t>(layer)];
     ref_type ref;
     ref.layer = layer;
@@ -166,11 +171,8 @@ void FixedBudgetCache<P, T>::clear(const host&, std::int32_t slot) {
 template <AnyPolicy P, Storage T>
 void FixedBudgetCache<P, T>::advance(const host&, const Batch& batch) {
     require_bound();
+    host_backend::check_batch(batch, shape_.slots, std::numeric_limits<std::int32_t>::max(), "any");
     auto* length = reinterpret_cast<position_t*>(memory_ + length_at_);
-    for (std::int32_t i = 0; i < batch.count; ++i) {
-        require_slot(batch.slot(i));
-        detail::require(batch.tokens(i) >= 0, "batch tokens", batch.tokens(i), "0 or more");
-    }
     for (std::int32_t i = 0; i < batch.count; ++i) { length[batch.slot(i)] += batch.tokens(i); }
 }
 
@@ -183,7 +185,7 @@ position_t FixedBudgetCache<P, T>::length(std::int32_t slot) const {
 template <AnyPolicy P, Storage T>
 Occupancy FixedBudgetCache<P, T>::occupancy(std::int32_t layer, std::int32_t slot, std::int32_t head) const {
     require_slot(slot);
-    detail::require(head >= 0 && head < shape_.kv_heads, "head", head, "0 to " + std::to_string(shape_.kv_heads - 1));
+    detail::require(head >= 0 && head < shape_.kv_heads, "head", head, detail::text("0 to ", shape_.kv_heads - 1));
     const ref_type cache = ref(layer);
     const HeadRule& rule = cache.rules[head];
     Occupancy result;

@@ -101,19 +101,26 @@ position_t decide_chunk(const FixedBudgetRef<P, T>& cache, std::int32_t slot, st
         const auto value_at = [&](position_t u) {
             return u < base ? rows.v(rows.layout.recent(u)) : v.row(entry, head, u - base);
         };
+        if constexpr (S::when == score_time::given) {
+            std::copy_n(given, tokens, plan.score);
+        } else {
+            std::fill_n(plan.score, tokens, 0.0f);
+        }
+        if constexpr (S::when == score_time::on_arrival) {
+            // A sink is never scored.
+            const auto from = static_cast<std::int32_t>(std::clamp<position_t>(rule.sinks - base, 0, tokens));
+            scorer_input<S, T> input(cache.scorer, head, cache.dim_k, cache.dim_v, scratch);
+            input.score_all(k.row(entry, head, from), k.row_stride, v.row(entry, head, from), v.row_stride, tokens - from,
+                            plan.score + from);
+            for (std::int32_t j = from; j < tokens; ++j) {
+                if (plan.score[j] != plan.score[j]) { return base + j; }
+            }
+        }
         for (std::int32_t j = 0; j < tokens; ++j) {
             const position_t q = base + j;
-            if constexpr (S::when == score_time::given) {
-                plan.score[j] = given[j];
-            } else {
+            if constexpr (S::when == score_time::on_leaving) {
                 scorer_input<S, T> input(cache.scorer, head, cache.dim_k, cache.dim_v, scratch);
-                if constexpr (S::when == score_time::on_arrival) {
-                    plan.score[j] = q < rule.sinks ? 0.0f : input.score(k.row(entry, head, j), v.row(entry, head, j));
-                    if (plan.score[j] != plan.score[j]) { return q; }
-                } else {
-                    plan.score[j] = 0.0f;
-                    input.absorb(state, k.row(entry, head, j), v.row(entry, head, j));
-                }
+                input.absorb(state, k.row(entry, head, j), v.row(entry, head, j));
             }
             const position_t u = q - rule.window;
             if (u < rule.sinks) { continue; }

@@ -13,38 +13,6 @@ namespace kvpolicy {
 
 namespace host_backend {
 
-template <class T>
-void check_rows(const char* name, rows_view<T> view, std::int32_t batch, std::int32_t heads, std::int32_t length,
-                std::int32_t dim) {
-    const bool fits = view.batch == batch && view.heads == heads && view.length >= length && view.dim == dim;
-    detail::require(fits, name,
-                    std::to_string(view.batch) + " x " + std::to_string(view.heads) + " x " +
-                        std::to_string(view.length) + " x " + std::to_string(view.dim),
-                    std::to_string(batch) + " x " + std::to_string(heads) + " x at least " + std::to_string(length) +
-                        " x " + std::to_string(dim));
-    detail::require(view.data != nullptr || batch == 0 || length == 0, name, "null", "a pointer to its elements");
-}
-
-/// Slots and token counts of a batch. Returns the largest token count.
-inline std::int32_t check_batch(const Batch& batch, std::int32_t slots, std::int32_t most, const char* most_name) {
-    detail::require(batch.count >= 0 && batch.count <= slots, "batch.count", batch.count,
-                    "0 to the cache's slots, " + std::to_string(slots));
-    std::int32_t longest = 0;
-    for (std::int32_t i = 0; i < batch.count; ++i) {
-        const std::string entry = "[" + std::to_string(i) + "]";
-        detail::require(batch.slot(i) >= 0 && batch.slot(i) < slots, ("batch.slots" + entry).c_str(), batch.slot(i),
-                        "0 to " + std::to_string(slots - 1));
-        detail::require(batch.tokens(i) >= 0 && batch.tokens(i) <= most, ("batch tokens" + entry).c_str(),
-                        batch.tokens(i), "0 to " + std::to_string(most) + " (" + most_name + ")");
-        for (std::int32_t j = 0; batch.slots != nullptr && j < i; ++j) {
-            detail::require(batch.slots[j] != batch.slots[i], ("batch.slots" + entry).c_str(), batch.slots[i],
-                            "a slot that no other entry names");
-        }
-        longest = std::max(longest, batch.tokens(i));
-    }
-    return longest;
-}
-
 template <class P, class T>
 void check_cache_call(const FixedBudgetRef<P, T>& cache, const Batch& batch, std::int32_t longest,
                       rows_view<const T> q, rows_view<const T> k, rows_view<const T> v, rows_view<T> out,
@@ -53,31 +21,23 @@ void check_cache_call(const FixedBudgetRef<P, T>& cache, const Batch& batch, std
     check_rows("k", k, batch.count, cache.kv_heads, longest, cache.dim_k);
     check_rows("v", v, batch.count, cache.kv_heads, longest, cache.dim_v);
     check_rows("out", out, batch.count, cache.kv_heads * cache.group, longest, cache.dim_v);
-    if (extras.lse) {
-        detail::require(extras.lse.batch == batch.count && extras.lse.heads == cache.kv_heads * cache.group &&
-                            extras.lse.length >= longest,
-                        "lse.length", extras.lse.length, "the shape of q without its last dimension");
-    }
+    check_lse(extras.lse, batch.count, cache.kv_heads * cache.group, longest);
     if constexpr (P::ranked && P::scorer_type::when == score_time::given) {
         const plane_view<const float> scores = extras.scores;
         detail::require(static_cast<bool>(scores) || longest == 0, "extras.scores", "null",
                         "fp32 scores, since this policy's scores are given");
-        detail::require(longest == 0 || (scores.batch == batch.count && scores.heads == cache.kv_heads &&
-                                         scores.length >= longest),
-                        "extras.scores",
-                        std::to_string(scores.batch) + " x " + std::to_string(scores.heads) + " x " +
-                            std::to_string(scores.length),
-                        std::to_string(batch.count) + " x " + std::to_string(cache.kv_heads) + " x at least " +
-                            std::to_string(longest));
+        const bool fits = scores.batch == batch.count && scores.heads == cache.kv_heads && scores.length >= longest;
+        if (longest != 0 && !fits) {
+            detail::refuse("extras.scores",
+                           detail::text(scores.batch, " x ", scores.heads, " x ", scores.length),
+                           detail::text(batch.count, " x ", cache.kv_heads, " x at least ", longest));
+        }
         for (std::int32_t i = 0; i < batch.count; ++i) {
             for (std::int32_t h = 0; h < cache.kv_heads; ++h) {
                 const float* score = scores.head(i, h);
                 for (std::int32_t j = 0; j < batch.tokens(i); ++j) {
                     if (score[j] != score[j]) [[unlikely]] {
-                        detail::refuse(("extras.scores[" + std::to_string(i) + "][" + std::to_string(h) + "][" +
-                                        std::to_string(j) + "]")
-                                           .c_str(),
-                                       "NaN", "a number (-inf and +inf are allowed)");
+                        detail::refuse(detail::text("extras.scores[", i, "][", h, "][", j, "]").c_str(), "NaN", "a number (-inf and +inf are allowed)");
                     }
                 }
             }
@@ -87,10 +47,7 @@ void check_cache_call(const FixedBudgetRef<P, T>& cache, const Batch& batch, std
 
 /// A computed score that is NaN: the keys, values or weights that it was made from are not finite.
 [[noreturn]] inline void refuse_computed_score(std::int32_t entry, std::int32_t head, position_t position) {
-    detail::refuse(("score of entry " + std::to_string(entry) + ", head " + std::to_string(head) + ", position " +
-                    std::to_string(position))
-                       .c_str(),
-                   "NaN", "a number; look for NaN or infinity in its key, its value or the scorer's weights");
+    detail::refuse(detail::text("score of entry ", entry, ", head ", head, ", position ", position).c_str(), "NaN", "a number; look for NaN or infinity in its key, its value or the scorer's weights");
 }
 
 template <class T>
@@ -98,38 +55,60 @@ void convert_row(const T* row, std::int32_t dim, float* out) {
     for (std::int32_t d = 0; d < dim; ++d) { out[d] = static_cast<float>(row[d]); }
 }
 
-/// Reads rows as fp32 for a scorer. Memory: dim_k + dim_v floats and the scorer's scratch.
+/// Reads rows as fp32 for a scorer: one token at a time, or blocks of them where the scorer takes blocks.
 template <class S, class T>
 class scorer_input {
 public:
     static std::size_t bytes(const S& scorer, std::int32_t dim_k, std::int32_t dim_v) {
-        return aligned_size(static_cast<std::size_t>(dim_k) * sizeof(float)) +
-               aligned_size(static_cast<std::size_t>(dim_v) * sizeof(float)) +
-               aligned_size(scorer.scratch_size() * sizeof(float));
+        return rows_bytes(dim_k) + rows_bytes(dim_v) + aligned_size(scratch_floats(scorer) * sizeof(float));
     }
     scorer_input(const S& scorer, std::int32_t head, std::int32_t dim_k, std::int32_t dim_v, std::byte* memory)
-        : scorer_(scorer), head_(head), dim_k_(dim_k), dim_v_(dim_v), k_(reinterpret_cast<float*>(memory)) {
-        v_ = reinterpret_cast<float*>(memory + aligned_size(static_cast<std::size_t>(dim_k) * sizeof(float)));
-        scratch_ = reinterpret_cast<float*>(reinterpret_cast<std::byte*>(v_) +
-                                            aligned_size(static_cast<std::size_t>(dim_v) * sizeof(float)));
-    }
+        : scorer_(scorer), head_(head), dim_k_(dim_k), dim_v_(dim_v), k_(reinterpret_cast<float*>(memory)),
+          v_(reinterpret_cast<float*>(memory + rows_bytes(dim_k))),
+          scratch_(reinterpret_cast<float*>(memory + rows_bytes(dim_k) + rows_bytes(dim_v))) {}
+
     float score(const T* k, const T* v) {
-        load(k, v);
+        load(k, v, 0);
         return static_cast<float>(scorer_.score(head_, k_, v_, scratch_));
     }
+    /// Scores tokens [0, count) of rows `stride` apart.
+    void score_all(const T* k, std::int64_t k_stride, const T* v, std::int64_t v_stride, std::int32_t count,
+                   float* scores) {
+        for (std::int32_t begin = 0; begin < count; begin += block) {
+            const std::int32_t rows = std::min(block, count - begin);
+            for (std::int32_t r = 0; r < rows; ++r) { load(k + (begin + r) * k_stride, v + (begin + r) * v_stride, r); }
+            if constexpr (BlockScorer<S>) {
+                scorer_.score_block(head_, rows, k_, v_, scores + begin, scratch_, detected_isa());
+            } else {
+                scores[begin] = static_cast<float>(scorer_.score(head_, k_, v_, scratch_));
+            }
+        }
+    }
     void absorb(float* state, const T* k, const T* v) {
-        load(k, v);
+        load(k, v, 0);
         scorer_.absorb(head_, state, k_, v_, scratch_);
     }
     float read(const float* state, const T* k, const T* v) {
-        load(k, v);
+        load(k, v, 0);
         return static_cast<float>(scorer_.read(head_, state, k_, v_, scratch_));
     }
 
 private:
-    void load(const T* k, const T* v) {
-        convert_row(k, dim_k_, k_);
-        convert_row(v, dim_v_, v_);
+    static constexpr std::int32_t block = BlockScorer<S> ? scorer_block : 1;
+
+    static std::size_t rows_bytes(std::int32_t dim) {
+        return aligned_size(static_cast<std::size_t>(block) * static_cast<std::size_t>(dim) * sizeof(float));
+    }
+    static std::size_t scratch_floats(const S& scorer) {
+        if constexpr (BlockScorer<S>) {
+            return std::max<std::size_t>(scorer.scratch_size(), scorer.block_scratch_size());
+        } else {
+            return scorer.scratch_size();
+        }
+    }
+    void load(const T* k, const T* v, std::int32_t r) {
+        convert_row(k, dim_k_, k_ + std::int64_t{r} * dim_k_);
+        convert_row(v, dim_v_, v_ + std::int64_t{r} * dim_v_);
     }
     const S& scorer_;
     std::int32_t head_, dim_k_, dim_v_;
@@ -343,6 +322,7 @@ void attend(const host& on, const FixedBudgetRef<P, T>& cache, const Batch& batc
     const std::int32_t longest = hb::check_batch(batch, cache.slots, 1, "one query a sequence");
     hb::check_rows("q", q, batch.count, cache.kv_heads * cache.group, longest, cache.dim_k);
     hb::check_rows("out", out, batch.count, cache.kv_heads * cache.group, longest, cache.dim_v);
+    hb::check_lse(lse, batch.count, cache.kv_heads * cache.group, longest);
     hb::check_workspace(workspace, cache_workspace_bytes(on, cache, batch.count, 1));
     hb::attend_rows(on, cache, batch, q, out, lse, 0, hb::aligned(workspace.data));
 }
@@ -358,8 +338,17 @@ void export_heads(const host&, const FixedBudgetRef<P, T>& cache, const Batch& b
         }
     };
     for_each_head([&](std::int32_t slot, std::int32_t h) { needed += (cache.used(slot, h) + page_rows - 1) / page_rows; });
-    detail::require(needed <= pages.indices_capacity, "pages.indices_capacity", pages.indices_capacity,
-                    "at least the pages in use, " + std::to_string(needed));
+    if (needed > pages.indices_capacity) {
+        detail::refuse("pages.indices_capacity", pages.indices_capacity,
+                       detail::text("at least the pages in use, ", needed));
+    }
+    detail::require(pages.indptr != nullptr, "pages.indptr", "null", "an array of batch.count * Hkv + 1");
+    detail::require(pages.indices != nullptr || needed == 0, "pages.indices", "null", "an array of indices_capacity");
+    detail::require(pages.last_page_rows != nullptr || batch.count == 0, "pages.last_page_rows", "null",
+                    "an array of batch.count * Hkv");
+    detail::require(std::int64_t{cache.slots} * cache.rows / page_rows <= std::numeric_limits<std::int32_t>::max(),
+                    "pages of the layer", std::int64_t{cache.slots} * cache.rows / page_rows,
+                    "below 2^31, as indices are 32 bits");
     std::int64_t at = 0;
     std::int64_t sequence = 0;
     pages.indptr[0] = 0;

@@ -28,13 +28,13 @@ void check_mass_call(rows_view<const T> q, rows_view<const T> k, plane_view<cons
                      const Sequences& sequences) {
     check_sequences(sequences, q.batch, q.length);
     detail::require(sequences.cu_seqlens == nullptr, "sequences.cu_seqlens", "given", "null");
-    detail::require(k.batch == q.batch, "k.batch", k.batch, "q.batch = " + std::to_string(q.batch));
+    detail::require(k.batch == q.batch, "k.batch", k.batch, detail::text("q.batch = ", q.batch));
     detail::require(k.length >= sequences.length, "k.length", k.length,
-                    "at least sequences.length = " + std::to_string(sequences.length));
+                    detail::text("at least sequences.length = ", sequences.length));
     detail::require(k.heads >= 1 && q.heads % k.heads == 0, "q.heads", q.heads,
-                    "a multiple of k.heads = " + std::to_string(k.heads));
+                    detail::text("a multiple of k.heads = ", k.heads));
     detail::require(q.dim == k.dim && head_dim_supported(q.dim), "head_dim", q.dim,
-                    "that of k (" + std::to_string(k.dim) + "), a multiple of 8 up to " + std::to_string(max_head_dim));
+                    detail::text("that of k (", k.dim, "), a multiple of 8 up to ", max_head_dim));
     detail::require(lse.batch == q.batch && lse.heads == q.heads && lse.length >= sequences.length, "lse.length",
                     lse.length, "the shape of q without its last dimension");
 }
@@ -97,6 +97,7 @@ template <Storage T>
 void causal_lse(const host& on, const Attention& attention, rows_view<const T> q, rows_view<const T> k,
                 const Sequences& sequences, plane_view<float> lse, workspace_view workspace) {
     namespace hb = host_backend;
+    hb::check_attention(attention);
     hb::check_mass_call(q, k, plane_view<const float>(lse), sequences);
     hb::check_workspace(workspace, future_mass_workspace_bytes<T>(on, q, k));
     const hb::attention_shape shape = hb::valueless_shape(attention, q.dim);
@@ -130,12 +131,15 @@ void future_mass(const host& on, const Attention& attention, rows_view<const T> 
                  plane_view<const float> lse, const Sequences& sequences, const FutureMassOptions& options,
                  plane_view<float> target, workspace_view workspace) {
     namespace hb = host_backend;
+    hb::check_attention(attention);
     hb::check_mass_call(q, k, lse, sequences);
     detail::require(target.batch == q.batch && target.heads == k.heads && target.length >= sequences.length,
                     "target.length", target.length, "[B, Hkv, S] as k's");
     detail::require(options.beta >= 1.0f, "beta", options.beta, "1 to infinity");
     detail::require(options.epsilon >= 0.0f, "epsilon", options.epsilon, "0 or more");
     detail::require(options.look_ahead >= 0, "look_ahead", options.look_ahead, "0 or more, or kvpolicy::unlimited");
+    detail::require(options.layer >= 0, "layer", options.layer, "0 or more");
+    options.window.check("array of windows", options.layer + 1, k.heads);
     for (std::int32_t h = 0; h < k.heads; ++h) {
         const std::int32_t window = options.window.at(options.layer, h);
         detail::require(window >= 1, "window", window, "1 or more");

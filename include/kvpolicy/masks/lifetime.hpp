@@ -22,8 +22,8 @@ KVPOLICY_HOST_DEVICE constexpr bool visible(std::int32_t q, std::int32_t t, expi
 ///    bias_from is the window). Empty: none. -inf hides the key from then on.
 ///  - bias_from: [Hkv]; null: 0 for every head. Read only where log_bias is given.
 struct mask_view {
-    plane_view<const expiry_t> expiry;
-    plane_view<const float> log_bias;
+    plane_view<const expiry_t> expiry{};
+    plane_view<const float> log_bias{};
     const std::int32_t* bias_from = nullptr;  // [Hkv]
 
     /// From which age on the bias of head h's keys counts.

@@ -20,6 +20,7 @@ inline void live_keys(const host& on, plane_view<const expiry_t> expiry, const S
     host_backend::check_sequences(sequences, expiry.batch, expiry.length);
     detail::require(live.batch == expiry.batch && live.heads == expiry.heads && live.length >= sequences.length,
                     "live.length", live.length, "the shape of expiry");
+    host_backend::check_metric("live.data", live.data, expiry.batch, sequences.length);
     on.parallel_for(std::int64_t{expiry.batch} * expiry.heads, [&](std::int64_t task) {
         const std::int64_t b = task / expiry.heads, h = task % expiry.heads;
         const std::int32_t length = sequences.length_of(b);
@@ -38,6 +39,7 @@ inline void live_keys(const host& on, plane_view<const expiry_t> expiry, const S
 /// density[b * Hkv + h]: the share of visible pairs among the S (S + 1) / 2 causal ones; 1 is dense attention, 0 for S = 0.
 inline void density(const host& on, plane_view<const expiry_t> expiry, const Sequences& sequences, double* out) {
     host_backend::check_sequences(sequences, expiry.batch, expiry.length);
+    host_backend::check_metric("out", out, expiry.batch, 1);
     on.parallel_for(std::int64_t{expiry.batch} * expiry.heads, [&](std::int64_t task) {
         const std::int64_t b = task / expiry.heads;
         const std::int64_t length = sequences.length_of(b);
@@ -57,6 +59,8 @@ template <AnyPolicy P>
 void evict_ratio(const host& on, const P& policy, plane_view<const expiry_t> expiry, const Sequences& sequences,
                  double* out, std::int32_t layer = 0) {
     host_backend::check_sequences(sequences, expiry.batch, expiry.length);
+    policy.check_layer(layer, expiry.heads);
+    host_backend::check_metric("out", out, expiry.batch, 1);
     on.parallel_for(std::int64_t{expiry.batch} * expiry.heads, [&](std::int64_t task) {
         const std::int64_t b = task / expiry.heads;
         const auto h = static_cast<std::int32_t>(task % expiry.heads);

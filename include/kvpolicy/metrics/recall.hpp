@@ -37,9 +37,11 @@ void oracle_recall(const host& on, const P& policy, plane_view<const expiry_t> t
                    plane_view<const expiry_t> student, const Sequences& sequences, Recall* out, workspace_view workspace,
                    std::int32_t layer = 0) {
     host_backend::check_sequences(sequences, teacher.batch, teacher.length);
+    policy.check_layer(layer, teacher.heads);
     detail::require(student.batch == teacher.batch && student.heads == teacher.heads &&
                         student.length >= sequences.length,
                     "student.length", student.length, "the shape of teacher");
+    host_backend::check_metric("out", out, teacher.batch, 1);
     host_backend::check_workspace(workspace, oracle_recall_workspace_bytes(on, teacher, sequences));
     const std::size_t row = host_backend::aligned_size(static_cast<std::size_t>(sequences.length) * 3 * sizeof(std::int32_t));
     std::byte* memory = host_backend::aligned(workspace.data);

@@ -135,11 +135,17 @@ public:
         return std::apply([](const auto&... part) { return detail::make_keep_set(part...); }, parts_);
     }
 
-    /// Refuses numbers that no policy can have, naming layer and head.
+    /// Refuses numbers that no policy can have, naming layer and head, and arrays that do not cover the heads.
     void check(std::int32_t layers, std::int32_t heads) const {
-        for (std::int32_t layer = 0; layer < layers; ++layer) {
-            for (std::int32_t head = 0; head < heads; ++head) { check(rule(layer, head), layer, head); }
-        }
+        std::apply([&](const auto&... part) { (check_values(part, layers, heads), ...); }, parts_);
+        for (std::int32_t layer = 0; layer < layers; ++layer) { check_layer(layer, heads); }
+    }
+
+    /// The same for the heads of one layer.
+    void check_layer(std::int32_t layer, std::int32_t heads) const {
+        detail::require(layer >= 0, "layer", layer, "0 or more");
+        std::apply([&](const auto&... part) { (check_values(part, layer + 1, heads), ...); }, parts_);
+        for (std::int32_t head = 0; head < heads; ++head) { check(rule(layer, head), layer, head); }
     }
 
 private:
@@ -148,21 +154,29 @@ private:
         if constexpr (RulePart<Part>) { part.write(rule, layer, head); }
     }
     template <class Part>
+    static void check_values(const Part& part, std::int32_t layers, std::int32_t heads) {
+        if constexpr (requires { part.check_values(layers, heads); }) { part.check_values(layers, heads); }
+    }
+    template <class Part>
     static constexpr bool part_keeps(const Part& part, position_t t) {
         if constexpr (KeepPart<Part>) { return part.keeps(t); } else { return false; }
     }
 
     static void check(const HeadRule& rule, std::int32_t layer, std::int32_t head) {
-        const auto name = [&](const char* argument) {
-            return std::string(argument) + " of layer " + std::to_string(layer) + ", head " + std::to_string(head);
+        // The text is made only where it is needed: a mask is checked at every call.
+        const auto require = [&](bool condition, const char* argument, auto value, const char* allowed) {
+            if (condition) [[likely]] { return; }
+            const std::string name =
+                detail::text(argument, " of layer ", layer, ", head ", head);
+            detail::refuse(name.c_str(), value, allowed);
         };
-        detail::require(rule.sinks >= 0, name("sinks").c_str(), rule.sinks, "0 or more");
-        detail::require(rule.window >= 1, name("window").c_str(), rule.window, "1 or more, since a query sees itself");
-        detail::require(rule.budget >= 0, name("budget k").c_str(), rule.budget, "0 or more, or kvpolicy::unlimited");
-        detail::require(rule.decay_step >= 1, name("decay step n").c_str(), rule.decay_step, "1 or more");
-        detail::require(rule.log_gamma <= 0.0f && std::isfinite(rule.log_gamma), name("log gamma").c_str(),
-                        rule.log_gamma, "finite and at most 0 (0 < gamma <= 1)");
-        detail::require(rule.threshold == rule.threshold, name("tau").c_str(), rule.threshold, "a number");
+        require(rule.sinks >= 0, "sinks", rule.sinks, "0 or more");
+        require(rule.window >= 1, "window", rule.window, "1 or more, since a query sees itself");
+        require(rule.budget >= 0, "budget k", rule.budget, "0 or more, or kvpolicy::unlimited");
+        require(rule.decay_step >= 1, "decay step n", rule.decay_step, "1 or more");
+        require(rule.log_gamma <= 0.0f && std::isfinite(rule.log_gamma), "log gamma", rule.log_gamma,
+                "finite and at most 0 (0 < gamma <= 1)");
+        require(rule.threshold == rule.threshold, "tau", rule.threshold, "a number");
     }
 
     std::tuple<Parts...> parts_{};
@@ -181,9 +195,11 @@ concept AnyPolicy = detail::is_policy<P>;
 
 /// k for a total budget B = s + w + k (kvpop.txt, eq. 1). Refuses B < s + w.
 inline std::int32_t budget_for_total(std::int64_t total, std::int32_t sinks, std::int32_t window) {
+    detail::require(sinks >= 0, "sinks", sinks, "0 or more");
+    detail::require(window >= 1, "window", window, "1 or more, since a query sees itself");
     const std::int64_t least = std::int64_t{sinks} + window;
     detail::require(total >= least && total - least < unlimited, "total budget", total,
-                    "at least sinks + window = " + std::to_string(least));
+                    detail::text("at least sinks + window = ", least));
     return static_cast<std::int32_t>(total - least);
 }
 

@@ -20,7 +20,8 @@ enum class part_kind : std::uint8_t {
     scorer,  ///< where scores come from
 };
 
-/// A part that writes numbers: Sink, Window, TopKBudget, Decay, and gates with a threshold.
+/// A part that writes numbers: Sink, Window, TopKBudget, Decay, and gates with a threshold. A part that reads arrays may
+/// have `void check_values(int layers, int heads) const`, which refuses arrays of another shape (HeadValues::check).
 template <class P>
 concept RulePart = requires(const P& part, HeadRule& rule, std::int32_t layer, std::int32_t head) {
     { P::kind } -> std::convertible_to<part_kind>;

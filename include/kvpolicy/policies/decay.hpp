@@ -3,6 +3,7 @@
 
 #include <cmath>
 
+#include <kvpolicy/core/error.hpp>
 #include <kvpolicy/policies/concept.hpp>
 
 namespace kvpolicy {
@@ -23,6 +24,9 @@ struct Decay {
         rule.decay_step = Step;
         rule.log_gamma = log_gamma.at(layer, head);
     }
+    void check_values(std::int32_t layers, std::int32_t heads) const {
+        log_gamma.check("array of log gammas", layers, heads);
+    }
 };
 
 /// A decay whose step n is a run-time value too.
@@ -40,13 +44,21 @@ struct Decay<dynamic> {
         rule.decay_step = step.at(layer, head);
         rule.log_gamma = log_gamma.at(layer, head);
     }
+    void check_values(std::int32_t layers, std::int32_t heads) const {
+        log_gamma.check("array of log gammas", layers, heads);
+        step.check("array of decay steps", layers, heads);
+    }
 };
 
 static_assert(RulePart<Decay<1>> && RulePart<Decay<64>> && RulePart<Decay<dynamic>>);
 
 /// log(gamma) from the unconstrained parameter alpha (eq. 21):
-/// log(gamma_min) + sigmoid(alpha) * (log(gamma_max) - log(gamma_min)), in double, rounded once to fp32.
+/// log(gamma_min) + sigmoid(alpha) * (log(gamma_max) - log(gamma_min)), in double, rounded once to fp32. Needs
+/// 0 < gamma_min <= gamma_max <= 1.
 inline float log_gamma_of(double alpha, double gamma_min, double gamma_max) {
+    detail::require(alpha == alpha, "alpha", alpha, "a number");
+    detail::require(gamma_min > 0.0 && gamma_min <= 1.0, "gamma_min", gamma_min, "above 0 and at most 1");
+    detail::require(gamma_max >= gamma_min && gamma_max <= 1.0, "gamma_max", gamma_max, "gamma_min to 1");
     const double low = std::log(gamma_min);
     const double high = std::log(gamma_max);
     return static_cast<float>(low + (high - low) / (1.0 + std::exp(-alpha)));

@@ -2,8 +2,10 @@
 #pragma once
 
 #include <cstdint>
+#include <string>
 
 #include <kvpolicy/core/config.hpp>
+#include <kvpolicy/core/error.hpp>
 #include <kvpolicy/core/types.hpp>
 
 namespace kvpolicy {
@@ -28,6 +30,16 @@ struct HeadValues {
         const std::int64_t l = layers == 1 ? 0 : layer;
         const std::int64_t h = heads == 1 ? 0 : head;
         return array[l * heads + h];
+    }
+
+    /// Refuses an array that at() would leave for some of `layer_count` layers and `head_count` heads.
+    void check(const char* name, std::int32_t layer_count, std::int32_t head_count) const {
+        if (array == nullptr) { return; }
+        const bool fits = (layers == 1 || layers >= layer_count) && (heads == 1 || heads >= head_count);
+        if (!fits || layers < 1 || heads < 1) [[unlikely]] {
+            detail::refuse(name, detail::text(layers, " layers x ", heads, " heads"),
+                           detail::text("1 or at least ", layer_count, " layers x 1 or at least ", head_count, " heads"));
+        }
     }
 };
 

@@ -26,6 +26,7 @@ struct Sink<dynamic> {
     KVPOLICY_HOST_DEVICE constexpr void write(HeadRule& rule, std::int32_t layer, std::int32_t head) const {
         rule.sinks = count.at(layer, head);
     }
+    void check_values(std::int32_t layers, std::int32_t heads) const { count.check("array of sinks", layers, heads); }
 };
 
 static_assert(RulePart<Sink<4>> && RulePart<Sink<>>);

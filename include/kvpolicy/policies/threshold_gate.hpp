@@ -37,6 +37,9 @@ struct ThresholdGate {
     KVPOLICY_HOST_DEVICE constexpr void write(HeadRule& rule, std::int32_t layer, std::int32_t head) const {
         rule.threshold = threshold.at(layer, head);
     }
+    void check_values(std::int32_t layers, std::int32_t heads) const {
+        threshold.check("array of thresholds", layers, heads);
+    }
     KVPOLICY_HOST_DEVICE constexpr bool open(float score, const HeadRule& rule) const {
         if constexpr (std::is_same_v<Comparison, at_least>) {
             return score >= rule.threshold;

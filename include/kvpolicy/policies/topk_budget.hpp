@@ -27,6 +27,7 @@ struct TopKBudget<dynamic> {
     KVPOLICY_HOST_DEVICE constexpr void write(HeadRule& rule, std::int32_t layer, std::int32_t head) const {
         rule.budget = keys.at(layer, head);
     }
+    void check_values(std::int32_t layers, std::int32_t heads) const { keys.check("array of budgets", layers, heads); }
 };
 
 static_assert(RulePart<TopKBudget<3836>> && RulePart<TopKBudget<>>);

@@ -26,6 +26,7 @@ struct Window<dynamic> {
     KVPOLICY_HOST_DEVICE constexpr void write(HeadRule& rule, std::int32_t layer, std::int32_t head) const {
         rule.window = width.at(layer, head);
     }
+    void check_values(std::int32_t layers, std::int32_t heads) const { width.check("array of windows", layers, heads); }
 };
 
 static_assert(RulePart<Window<256>> && RulePart<Window<>>);

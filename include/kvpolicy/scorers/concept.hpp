@@ -5,6 +5,7 @@
 #include <cstddef>
 #include <cstdint>
 
+#include <kvpolicy/core/context.hpp>
 #include <kvpolicy/core/types.hpp>
 #include <kvpolicy/policies/concept.hpp>
 
@@ -46,6 +47,28 @@ concept StatefulScorer = S::when == score_time::on_leaving &&
                              { scorer.absorb(head, state, key, value, scratch) };
                              { scorer.read(head, same_state, key, value, scratch) } -> std::convertible_to<float>;
                          };
+
+/// A stateless scorer that also scores `count` <= scorer_block tokens at a time: keys [count, Dk] and values [count, Dv]
+/// in rows without gaps, scores [count], scratch of block_scratch_size() numbers. Optional: score_sequence uses it where
+/// it is there, and the scores must equal score()'s bit for bit. Both pointers' types are float, or double for checks.
+template <class S>
+concept BlockScorer = StatelessScorer<S> && requires(const S& scorer, std::int32_t head, std::int32_t count,
+                                                     const float* keys, const float* values, float* scores,
+                                                     float* scratch, isa set) {
+    { scorer.block_scratch_size() } -> std::convertible_to<std::size_t>;
+    { scorer.score_block(head, count, keys, values, scores, scratch, set) };
+};
+
+/// The most tokens that score_block is given at once, and the chunk of a chunkwise pass.
+inline constexpr std::int32_t scorer_block = 64;
+
+/// A scorer that can say what is wrong with it: check(heads, dim_k, dim_v) refuses missing weights and widths that do
+/// not fit the keys and values of a layer. Optional: sequence calls and caches call it where it is there, so that score,
+/// absorb and read need not check.
+template <class S>
+concept CheckedScorer = requires(const S& scorer, std::int32_t heads, std::int32_t dim_k, std::int32_t dim_v) {
+    { scorer.check(heads, dim_k, dim_v) };
+};
 
 template <class S>
 concept Scorer = S::kind == part_kind::scorer &&

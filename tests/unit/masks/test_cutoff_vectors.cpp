@@ -3,13 +3,14 @@
 #include <kvpolicy/core/context.hpp>
 #include <kvpolicy/masks/build.hpp>
 
-#include "../support/lifetime_cases.hpp"
+#include "support/lifetime_cases.hpp"
 
 #include <doctest/doctest.h>
 
 #include <algorithm>
 #include <cstddef>
 #include <cstdint>
+#include <random>
 #include <type_traits>
 #include <utility>
 #include <vector>
@@ -20,7 +21,7 @@ using kvpolicy_test::LifetimeCase;
 using kvpolicy_test::vectors;
 using kvpolicy_test::with_policy;
 
-TEST_CASE("ranks, cutoffs and what they imply equal the reference's") {
+TEST_CASE_TEMPLATE("ranks, cutoffs and what they imply equal the reference's", C, FenwickCutoff, LinkedCutoff) {
     const vectors file = vectors::load("cutoff.kvpv");
     const host on(1);
     for_each_case(file, [&](const LifetimeCase& c, std::int64_t index) {
@@ -34,9 +35,9 @@ TEST_CASE("ranks, cutoffs and what they imply equal the reference's") {
             if constexpr (std::decay_t<decltype(policy)>::has_budget) {
                 std::vector<std::int32_t> rank(static_cast<std::size_t>(c.length) + 1);
                 std::vector<std::int32_t> cutoff(rank.size());
-                const std::size_t bytes = build_cutoffs_workspace_bytes(on, policy, sequences, 1);
+                const std::size_t bytes = build_cutoffs_workspace_bytes<C>(on, policy, sequences, 1);
                 std::vector<std::max_align_t> workspace(bytes / sizeof(std::max_align_t) + 1);
-                build_cutoffs(on, policy, scores, sequences, view_bhs(rank.data(), 1, 1, c.length),
+                build_cutoffs<C>(on, policy, scores, sequences, view_bhs(rank.data(), 1, 1, c.length),
                               view_bhs(cutoff.data(), 1, 1, c.length),
                               workspace_view{workspace.data(), bytes});
                 bool ranks_agree = true;
@@ -66,4 +67,47 @@ TEST_CASE("ranks, cutoffs and what they imply equal the reference's") {
             }
         });
     });
+}
+
+namespace {
+
+/// By the definition: among the keys t <= q - w that compete, the rank of the k-th best.
+std::int32_t cutoff_at(const std::vector<std::int32_t>& rank, std::int32_t q, const HeadRule& rule) {
+    if (rule.budget == 0) { return -1; }
+    std::vector<std::int32_t> eligible;
+    for (std::int64_t t = 0; t <= std::int64_t{q} - rule.window; ++t) {
+        if (rank[static_cast<std::size_t>(t)] != no_rank) { eligible.push_back(rank[static_cast<std::size_t>(t)]); }
+    }
+    if (static_cast<std::int64_t>(eligible.size()) < rule.budget) { return open_cutoff; }
+    std::nth_element(eligible.begin(), eligible.begin() + rule.budget - 1, eligible.end());
+    return eligible[static_cast<std::size_t>(rule.budget - 1)];
+}
+
+}  // namespace
+
+TEST_CASE_TEMPLATE("the running cutoff of any ranks, memory exactly as asked for", C, FenwickCutoff, LinkedCutoff) {
+    std::mt19937 generator(1);
+    int wrong = 0;
+    for (int round = 0; round < 400; ++round) {
+        const auto length = static_cast<std::int32_t>(generator() % 40);
+        HeadRule rule;
+        rule.window = static_cast<std::int32_t>(1 + generator() % 9);
+        rule.budget = round % 10 == 0 ? unlimited : static_cast<std::int32_t>(generator() % 12);
+        // Some keys compete; their ranks are a permutation.
+        std::vector<std::int32_t> rank(static_cast<std::size_t>(length), no_rank), competing;
+        for (std::int32_t t = 0; t + rule.window < length; ++t) {
+            if (generator() % 3 != 0) { competing.push_back(t); }
+        }
+        std::shuffle(competing.begin(), competing.end(), generator);
+        for (std::size_t i = 0; i < competing.size(); ++i) {
+            rank[static_cast<std::size_t>(competing[i])] = static_cast<std::int32_t>(i);
+        }
+        std::vector<std::int32_t> cutoff(static_cast<std::size_t>(length), -9);
+        std::vector<std::int32_t> scratch(C::scratch_bytes(length) / sizeof(std::int32_t), -123456);
+        C{}(rank.data(), length, rule, cutoff.data(), scratch.data());
+        for (std::int32_t q = 0; q < length; ++q) {
+            wrong += cutoff[static_cast<std::size_t>(q)] == cutoff_at(rank, q, rule) ? 0 : 1;
+        }
+    }
+    CHECK(wrong == 0);
 }

@@ -1,5 +1,5 @@
 // The reader of test vectors: the committed files, and files that lie.
-#include "vectors.hpp"
+#include "support/vectors.hpp"
 
 #include <doctest/doctest.h>
 

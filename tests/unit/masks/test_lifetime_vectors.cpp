@@ -3,7 +3,7 @@
 #include <kvpolicy/core/context.hpp>
 #include <kvpolicy/masks/build.hpp>
 
-#include "../support/lifetime_cases.hpp"
+#include "support/lifetime_cases.hpp"
 
 #include <doctest/doctest.h>
 

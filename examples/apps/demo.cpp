@@ -1,0 +1,205 @@
+// The demo: the byte model with its full KV cache beside the same model with bounded ones, in a table; then text written
+// with a bounded cache.
+//
+//   demo [--model FOLDER] [--sequences N]
+#include <llama/engine.hpp>
+#include <llama/error.hpp>
+#include <llama/sampler.hpp>
+#include <llama/tokenizer.hpp>
+
+#include "support/evaluation.hpp"
+#include "support/oracle.hpp"
+#include "support/policies.hpp"
+
+#include <fmt/format.h>
+
+#include <chrono>
+#include <cstdio>
+#include <cstdlib>
+#include <limits>
+#include <map>
+#include <string>
+
+#include <unistd.h>
+
+namespace {
+
+using Storage = kvpolicy::bf16;
+
+struct Options {
+    std::string model = KVPOLICY_BYTE_MODEL;
+    std::size_t sequences = 3;
+};
+
+Options parse(int argc, char** argv) {
+    Options options;
+    for (int i = 1; i < argc; ++i) {
+        const std::string argument = argv[i];
+        const auto value = [&]() -> std::string {
+            if (i + 1 == argc) { llama::fail("{}: needs a value", argument); }
+            return argv[++i];
+        };
+        if (argument == "--model") {
+            options.model = value();
+        } else if (argument == "--sequences") {
+            const int count = std::atoi(value().c_str());
+            if (count < 1) { llama::fail("--sequences: must be 1 or more"); }
+            options.sequences = static_cast<std::size_t>(count);
+        } else {
+            llama::fail("{}: unknown; usage: demo [--model FOLDER] [--sequences N]", argument);
+        }
+    }
+    return options;
+}
+
+/// One line on a terminal, overwritten; nothing where the output is a file.
+class Progress {
+public:
+    void show(const std::string& text) {
+        if (!terminal_) { return; }
+        fmt::print(stderr, "\r{:<78}", text);
+        std::fflush(stderr);
+    }
+    void done() {
+        if (terminal_) { fmt::print(stderr, "\r{:<78}\r", ""); }
+    }
+
+private:
+    bool terminal_ = isatty(STDERR_FILENO) == 1;
+};
+
+struct Row {
+    std::string name;
+    std::string policy;  // for make_attention
+    float beta = 0.0f;   // of the oracle's scores; 0: none
+};
+
+const Row rows[] = {
+    {"StreamingLLM", "streaming"},
+    {"KVpop rule, oracle, beta 1", "given", 1.0f},
+    {"KVpop rule, oracle, beta 2", "given", 2.0f},
+};
+const std::pair<std::string, std::int32_t> budgets[] = {{"75%", 1024}, {"88%", 512}, {"94%", 256}};
+
+void write_text(const kvpolicy::host& on, const llama::Model& model, const examples::HeldOut& data) {
+    constexpr std::int32_t budget = 256, prompt = 2000, count = 400;
+    const llama::Tokenizer tokenizer = llama::read_tokenizer({}, model.config.vocab_size);
+    auto attention = examples::make_attention<Storage>(on, model.config, {.name = "keynorm", .budget = budget}, 0);
+    llama::Engine engine(model);
+    std::vector<std::int64_t> positions(prompt);
+    for (std::size_t i = 0; i < positions.size(); ++i) { positions[i] = static_cast<std::int64_t>(i); }
+    auto logits = engine.forward(std::span(data.tokens[0]).first(prompt), positions, *attention);
+    fmt::print("\nText from the model after a prompt of {} bytes, with a cache of {} rows a head (sinks, window, and the keys of\n"
+               "smallest norm):\n\n  ...{}[",
+               prompt, budget, tokenizer.decode(std::span(data.tokens[0]).subspan(prompt - 160, 160)));
+    llama::Sampler sample({.temperature = 0.7, .top_k = 20, .top_p = 0.95, .seed = 7});
+    llama::Utf8Stream text;
+    for (int i = 0; i < count; ++i) {
+        const std::int32_t token = sample(logits);
+        fmt::print("{}", text.push(tokenizer.piece(token)));
+        std::fflush(stdout);
+        const std::int64_t position = attention->length();
+        logits = engine.forward({&token, 1}, {&position, 1}, *attention);
+    }
+    fmt::print("{}]\n\nThe cache has seen {} tokens and holds {:.0f} rows a head.\n", text.flush(), attention->length(),
+               attention->rows_per_head());
+}
+
+int run(int argc, char** argv) {
+    const Options options = parse(argc, argv);
+    const auto start = std::chrono::steady_clock::now();
+    const kvpolicy::host on;
+    const llama::Model model = llama::load_model(options.model);
+    const examples::HeldOut data = examples::read_held_out(options.model);
+    const std::size_t sequences = std::min(options.sequences, data.tokens.size());
+    constexpr std::int32_t decoded = 64;
+
+    // A policy's results and speed, by row and budget; the dense model has neither.
+    std::map<std::pair<std::size_t, std::size_t>, examples::Score> scores;
+    std::map<std::pair<std::size_t, std::size_t>, std::pair<double, double>> speed_and_mib;
+    examples::Score dense_score;
+    std::pair<double, double> dense_speed_and_mib;
+
+    Progress progress;
+    llama::Engine engine(model);
+    const auto mib = [](std::size_t bytes) { return static_cast<double>(bytes) / (1 << 20); };
+    for (std::size_t s = 0; s < sequences; ++s) {
+        const std::string of = fmt::format("sequence {} of {}: ", s + 1, sequences);
+        progress.show(of + "dense");
+        examples::Oracle oracle(model.config);
+        {
+            auto attention = examples::make_attention<Storage>(on, model.config, {.name = "dense"}, data.length + decoded);
+            auto watched = llama::observed(*attention, oracle);
+            examples::SequenceScorer scorer(data, s);
+            examples::run_sequence(engine, watched, data, s, 1024, scorer);
+            scorer.add_to(dense_score);
+            dense_score.rows += attention->rows_per_head();
+            if (s == 0) {
+                dense_speed_and_mib = {examples::decode_speed(engine, *attention, '\n', decoded), mib(attention->bytes())};
+            }
+        }
+        std::map<float, std::vector<float>> oracle_scores;
+        for (std::size_t r = 0; r < std::size(rows); ++r) {
+            const Row& row = rows[r];
+            if (row.beta != 0.0f && !oracle_scores.contains(row.beta)) {
+                progress.show(of + fmt::format("future attention, beta {}", row.beta));
+                kvpolicy::FutureMassOptions mass;
+                mass.window = examples::PolicyChoice{}.window;
+                mass.beta = row.beta;
+                oracle_scores[row.beta] = oracle.scores(on, mass);
+            }
+            for (std::size_t b = 0; b < std::size(budgets); ++b) {
+                progress.show(of + row.name + " at " + budgets[b].first);
+                auto attention = examples::make_attention<Storage>(
+                    on, model.config, {.name = row.policy, .budget = budgets[b].second}, data.length);
+                if (row.beta != 0.0f) { attention->give_scores(oracle_scores[row.beta], data.length); }
+                examples::SequenceScorer scorer(data, s);
+                examples::run_sequence(engine, *attention, data, s, 1024, scorer);
+                scorer.add_to(scores[{r, b}]);
+                scores[{r, b}].rows += attention->rows_per_head();
+                if (s == 0) {
+                    // Speed does not depend on what the scores are.
+                    if (row.beta != 0.0f) {
+                        const auto heads = static_cast<std::size_t>(model.config.layers * model.config.kv_heads);
+                        const std::size_t length = static_cast<std::size_t>(data.length) + decoded;
+                        attention->give_scores(std::vector<float>(heads * length, 0.0f),
+                                               static_cast<std::int64_t>(length));
+                    }
+                    speed_and_mib[{r, b}] = {examples::decode_speed(engine, *attention, '\n', decoded),
+                                             mib(attention->bytes())};
+                }
+            }
+        }
+    }
+    progress.done();
+
+    fmt::print("{} held-out sequences of {} bytes, {} look-ups (exact match, greedy; a few percent by chance or less);\n"
+               "budgets are {} sinks, a window of {}, and k long-range keys a head; cache in bf16.\n\n",
+               sequences, data.length, dense_score.answers, examples::PolicyChoice{}.sinks,
+               examples::PolicyChoice{}.window);
+    fmt::print("{:<28} {:>11} {:>7} {:>8} {:>7} {:>9} {:>9}\n", "cache", "compression", "rows", "bits/B", "recall",
+               "cache MiB", "tokens/s");
+    const auto line = [](const std::string& name, const std::string& compression, const examples::Score& score,
+                         const std::pair<double, double>& speed) {
+        fmt::print("{:<28} {:>11} {:>7.0f} {:>8.3f} {:>7.3f} {:>9.2f} {:>9.0f}\n", name, compression,
+                   score.rows_per_head(), score.bits_per_byte(), score.recall(), speed.second, speed.first);
+    };
+    line("dense", "-", dense_score, dense_speed_and_mib);
+    for (std::size_t b = 0; b < std::size(budgets); ++b) {
+        for (std::size_t r = 0; r < std::size(rows); ++r) {
+            line(rows[r].name, budgets[b].first, scores[{r, b}], speed_and_mib[{r, b}]);
+        }
+    }
+    fmt::print("\nThe oracle knows the dense model's future attention: an upper bound for a scorer, not a policy to run.\n");
+    write_text(on, model, data);
+    const std::chrono::duration<double> time = std::chrono::steady_clock::now() - start;
+    fmt::print("({:.0f} s)\n", time.count());
+    return 0;
+}
+
+}  // namespace
+
+int main(int argc, char** argv) try { return run(argc, argv); } catch (const std::exception& error) {
+    fmt::print(stderr, "demo: {}\n", error.what());
+    return 1;
+}

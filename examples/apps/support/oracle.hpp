@@ -1,0 +1,68 @@
+// The oracle: how useful each key turned out to be to the dense model, known only after the fact. An upper bound for any
+// scorer, not a policy that could run.
+#pragma once
+
+#include <kvpolicy/attention/future_mass.hpp>
+
+#include <llama/config.hpp>
+
+#include <cstdint>
+#include <span>
+#include <vector>
+
+namespace examples {
+
+/// Collects every layer's queries and keys of one dense pass over a whole sequence, and turns them into scores.
+class Oracle {
+public:
+    explicit Oracle(const llama::Config& config)
+        : config_(config), q_(static_cast<std::size_t>(config.layers)), k_(static_cast<std::size_t>(config.layers)) {}
+
+    /// For llama::observed: q [T, heads, head_dim] and k [T, kv_heads, head_dim] of the tokens that come next.
+    void operator()(int layer, std::span<const std::int64_t>, std::span<const float> q, std::span<const float> k,
+                    std::span<const float>) {
+        auto& queries = q_[static_cast<std::size_t>(layer)];
+        auto& keys = k_[static_cast<std::size_t>(layer)];
+        queries.insert(queries.end(), q.begin(), q.end());
+        keys.insert(keys.end(), k.begin(), k.end());
+    }
+
+    void clear() {
+        for (auto& q : q_) { q.clear(); }
+        for (auto& k : k_) { k.clear(); }
+        lse_.clear();
+    }
+
+    /// Scores [layers][kv_heads][length]: the future-attention target with the exact dense normaliser (kvpop.txt, eq. 3).
+    std::vector<float> scores(const kvpolicy::host& on, const kvpolicy::FutureMassOptions& options) {
+        const auto width = static_cast<std::size_t>(config_.kv_heads * config_.head_dim);
+        const auto length = static_cast<std::int32_t>(k_[0].size() / width);
+        const auto plane = static_cast<std::size_t>(length) * static_cast<std::size_t>(config_.heads);
+        const auto kv_plane = static_cast<std::size_t>(length) * static_cast<std::size_t>(config_.kv_heads);
+        const bool first = lse_.empty();  // the normalisers do not depend on the options
+        lse_.resize(plane * static_cast<std::size_t>(config_.layers));
+        std::vector<float> scores(kv_plane * static_cast<std::size_t>(config_.layers));
+        std::vector<unsigned char> workspace;
+        const kvpolicy::Sequences sequences{.batch = 1, .length = length};
+        for (std::size_t layer = 0; layer < q_.size(); ++layer) {
+            const auto q = kvpolicy::view_bshd<const float>(q_[layer].data(), 1, length, config_.heads, config_.head_dim);
+            const auto k =
+                kvpolicy::view_bshd<const float>(k_[layer].data(), 1, length, config_.kv_heads, config_.head_dim);
+            workspace.resize(kvpolicy::future_mass_workspace_bytes<float>(on, q, k));
+            const kvpolicy::workspace_view room{workspace.data(), workspace.size()};
+            const auto lse = kvpolicy::view_bhs(lse_.data() + layer * plane, 1, config_.heads, length);
+            if (first) { kvpolicy::causal_lse<float>(on, {}, q, k, sequences, lse, room); }
+            kvpolicy::future_mass<float>(on, {}, q, k, lse, sequences, options,
+                                         kvpolicy::view_bhs(scores.data() + layer * kv_plane, 1, config_.kv_heads, length),
+                                         room);
+        }
+        return scores;
+    }
+
+private:
+    const llama::Config& config_;
+    std::vector<std::vector<float>> q_, k_;  // [layers]
+    std::vector<float> lse_;                 // [layers, heads, length]
+};
+
+}  // namespace examples

@@ -1,0 +1,75 @@
+// Scores of whole sequences: prefill, masks and training score many tokens at once.
+#pragma once
+
+#include <cstddef>
+#include <cstdint>
+#include <type_traits>
+
+#include <kvpolicy/core/context.hpp>
+#include <kvpolicy/core/types.hpp>
+#include <kvpolicy/core/view.hpp>
+#include <kvpolicy/scorers/concept.hpp>
+
+namespace kvpolicy {
+
+/// How a stateful scorer goes through a sequence.
+enum class form : std::uint8_t {
+    fastest,    ///< chunkwise for an mLSTMScorer, recurrent for any other scorer
+    recurrent,  ///< absorb and read, token by token: the very scores of stepping, bit for bit
+    chunkwise,  ///< matrix products over chunks of scorer_block tokens: the same scores to rounding
+};
+
+/// What score_sequence takes besides the usual. Real is compute_t of the rows' type: float, double for double.
+template <class Real>
+struct BasicScoreOptions {
+    form how = form::fastest;
+    /// States of a stateful scorer [B, Hkv, state_size()], read where sequences.starts[b] > 0 and written at the end:
+    /// after the last token of each sequence (of its last packed segment). Null where nobody needs them.
+    Real* states = nullptr;
+};
+using ScoreOptions = BasicScoreOptions<float>;
+
+/// Bytes of workspace that score_sequence needs for a call with the same arguments. Depends on the threads of `on`.
+template <Scorer S, class K, class V>
+std::size_t score_sequence_workspace_bytes(
+    const host& on, const S& scorer, rows_view<K> k, rows_view<V> v, const Sequences& sequences,
+    const BasicScoreOptions<compute_t<std::remove_const_t<K>>>& options = {});
+
+/// Scores the keys of sequences. k [B, Hkv, S, Dk] and v [B, Hkv, S, Dv] are as they are cached (keys after RoPE), of
+/// any Storage type, the same for both; scores [B, Hkv, S] are fp32 (double for double).
+///
+/// A stateless scorer writes scores[b][h][t] for every t < length of the sequence; `delay` is not used. A stateful one
+/// absorbs token after token, and right after token q it reads token t = q - delay (the window's w for KVpop; 0 reads
+/// each token as it comes): scores[b][h][t] is written where t + delay < length. **Nothing else is written**: the entry
+/// of a key that never leaves its window keeps what it held, and nobody may read it. With cu_seqlens the state is empty
+/// at each segment's start, and t and t + delay are of one segment.
+///
+/// Continued sequences: with starts[b] = s > 0 the call brings tokens s .. s + length - 1 of sequence b, in rows of the
+/// same numbers; the rows before s are tokens of earlier calls. A stateless scorer does not touch those. A stateful
+/// one takes up options.states, where an earlier call left it, and reads the last `delay` of them as they leave. starts
+/// and cu_seqlens do not go together.
+///
+/// Synchronous, on the threads of `on`; scores depend neither on their number nor on the instruction set. A NaN in a key
+/// or value makes its own scores NaN, and those of the tokens read after it was absorbed; nothing is refused for it here.
+/// Refuses, before anything is written: views that disagree, lengths below 0 or over S, a scorer that does not fit
+/// (check()), a delay below 0, starts > 0 without states, a form that the scorer lacks, too little workspace.
+template <Scorer S, class K, class V>
+void score_sequence(const host& on, const S& scorer, rows_view<K> k, rows_view<V> v, const Sequences& sequences,
+                    std::int32_t delay, plane_view<compute_t<std::remove_const_t<K>>> scores, workspace_view workspace,
+                    const BasicScoreOptions<compute_t<std::remove_const_t<K>>>& options = {});
+
+/// The k of a cache whose scorer has a state, such that it takes no more memory than a cache of `budget` keys whose
+/// scorer has none (kvpop.txt, section 4, compares so): per (sequence, KV head), state_bytes are taken off `budget` rows
+/// of row_bytes (keys, values, and what else the cache stores of a row), rounded against the stateful scorer.
+/// `unlimited` stays so. Refuses a state that is larger than the budget.
+std::int32_t budget_matching_state(std::int32_t budget, std::size_t state_bytes, std::size_t row_bytes);
+
+/// The same for a scorer whose state is fp32.
+template <StatefulScorer S>
+std::int32_t budget_matching_state(std::int32_t budget, const S& scorer, std::size_t row_bytes) {
+    return budget_matching_state(budget, scorer.state_size() * sizeof(float), row_bytes);
+}
+
+}  // namespace kvpolicy
+
+#include <kvpolicy/host/scorers/sequence.hpp>

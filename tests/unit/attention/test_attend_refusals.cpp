@@ -1,0 +1,146 @@
+// Bad input to attend gets a sentence, before anything is written.
+#include "../../support/refusal.hpp"
+#include "attention_reference.hpp"
+
+using namespace attention_test;
+
+namespace {
+
+struct Call {
+    Problem<float> problem{Shape{2, 2, 3, 8, 8, 64, 64}, 1};
+    host on{1};
+    kvpolicy::keys<float> all = problem.key_views();
+    rows_view<const float> q = problem.q_view();
+    Sequences sequences = problem.sequences();
+    Result<float> result{problem.shape};
+    rows_view<float> out = result.out_view();
+    plane_view<float> lse = result.lse_view();
+    Attention attention;
+    std::vector<unsigned char> memory =
+        std::vector<unsigned char>(attend_workspace_bytes(on, attention, q, all, sequences));
+
+    void run() { attend(on, attention, q, all, sequences, out, lse, {memory.data(), memory.size()}); }
+    void run(const kvpolicy::keys<float>& self) {
+        attend(on, attention, q, all, self, sequences, out, lse, {memory.data(), memory.size()});
+    }
+    [[nodiscard]] bool untouched() const {
+        for (const float x : result.out) {
+            if (x != -77.0f) {
+                return false;
+            }
+        }
+        for (const float x : result.lse) {
+            if (x != -77.0f) {
+                return false;
+            }
+        }
+        return true;
+    }
+};
+
+/// Changes a good call and expects a refusal that names the argument.
+template <class Change>
+void refused(const char* names, Change&& change) {
+    Call call;
+    change(call);
+    CHECK_REFUSED(call.run(), names);
+    CHECK(call.untouched());
+}
+
+}  // namespace
+
+TEST_CASE("the good call is taken") {
+    Call call;
+    call.run();
+    check(call.problem, call.result);
+}
+
+TEST_CASE("shapes that disagree") {
+    refused("q.heads: 5", [](Call& c) { c.q.heads = 5; });
+    refused("keys.v", [](Call& c) { c.all.v.length = 7; });
+    refused("keys.v", [](Call& c) { c.all.v.heads = 1; });
+    refused("keys.k", [](Call& c) { c.all.k.batch = 1; });
+    refused("keys.k.dim", [](Call& c) { c.all.k.dim = 72; });
+    refused("keys.mask.expiry", [](Call& c) {
+        static const expiry_t expiry[1] = {never};
+        c.all.mask.expiry = view_bhs<const expiry_t>(expiry, 1, 1, 1);
+    });
+    refused("keys.mask.log_bias", [](Call& c) {
+        static const float bias[1] = {0.0f};
+        c.all.mask.log_bias = view_bhs<const float>(bias, 2, 2, 7);
+    });
+    refused("keys.position", [](Call& c) {
+        static const std::int32_t position[1] = {0};
+        c.all.position = view_bhs<const std::int32_t>(position, 2, 1, 8);
+    });
+    refused("out", [](Call& c) { c.out.length = 9; });
+    refused("out.dim", [](Call& c) { c.out.dim = 32; });
+    refused("lse", [](Call& c) { c.lse.heads = 2; });
+    refused("sequences.batch", [](Call& c) { c.sequences.batch = 3; });
+}
+
+TEST_CASE("head dimensions without a body") {
+    for (const std::int32_t dim : {65, 4, 0, 1032}) {
+        refused("q.dim", [&](Call& c) { c.q.dim = c.all.k.dim = dim; });
+        refused("head_dim", [&](Call& c) { c.q.dim = c.all.k.dim = dim; });
+        refused("v.dim", [&](Call& c) { c.all.v.dim = c.out.dim = dim; });
+    }
+}
+
+TEST_CASE("lengths, starts and segments") {
+    static std::int32_t lengths[2] = {8, -1};
+    refused("sequences.lengths[1]: -1", [](Call& c) { c.sequences.lengths = lengths; });
+    static std::int32_t longer[2] = {9, 8};
+    refused("sequences.lengths[0]: 9", [](Call& c) { c.sequences.lengths = longer; });
+    refused("sequences.length", [](Call& c) { c.sequences.length = 9; });
+    refused("sequences.length", [](Call& c) { c.sequences.length = -1; });
+    static std::int32_t starts[2] = {0, std::numeric_limits<std::int32_t>::max()};
+    refused("sequences.starts[1]", [](Call& c) { c.sequences.starts = starts; });
+    refused("keys.first", [](Call& c) { c.all.first = std::numeric_limits<std::int32_t>::min(); });
+    refused("keys.lengths[1]", [](Call& c) { c.all.lengths = lengths; });
+    static std::int32_t edges[3] = {0, 5, 7};
+    refused("cu_seqlens", [](Call& c) { c.sequences.cu_seqlens = edges, c.sequences.segments = 2; });
+    static std::int32_t good_edges[3] = {0, 5, 8};
+    static std::int32_t zeros[2] = {0, 0};
+    refused("sequences.starts", [](Call& c) {
+        c.sequences.cu_seqlens = good_edges, c.sequences.segments = 2;
+        c.sequences.starts = zeros;
+    });
+}
+
+TEST_CASE("numbers, memory and null pointers") {
+    refused("attention.scale", [](Call& c) { c.attention.scale = std::numeric_limits<float>::quiet_NaN(); });
+    refused("attention.scale", [](Call& c) { c.attention.scale = std::numeric_limits<float>::infinity(); });
+    refused("attention.softcap", [](Call& c) { c.attention.softcap = -1.0f; });
+    static const float bias[32] = {};
+    static const std::int32_t bias_from[2] = {0, -4};
+    refused("bias_from[1]: -4", [](Call& c) {
+        c.all.mask.log_bias = view_bhs<const float>(bias, 2, 2, 8);
+        c.all.mask.bias_from = bias_from;
+    });
+    refused("workspace.bytes", [](Call& c) { c.memory.pop_back(); });
+    refused("q: null", [](Call& c) { c.q.data = nullptr; });
+    refused("keys.k: null", [](Call& c) { c.all.k.data = nullptr; });
+    refused("keys.v: null", [](Call& c) { c.all.v.data = nullptr; });
+    refused("out: null", [](Call& c) { c.out.data = nullptr; });
+}
+
+TEST_CASE("the two segments of a chunk") {
+    const auto refused_self = [](const char* names, auto&& change) {
+        Call call;
+        kvpolicy::keys<float> self = call.problem.key_views();
+        change(call, self);
+        CHECK_REFUSED(call.run(self), names);
+        CHECK(call.untouched());
+    };
+    refused_self("self.k.length",
+                 [](Call&, kvpolicy::keys<float>& self) { self.k.length = self.v.length = 7; });
+    refused_self("self.first", [](Call&, kvpolicy::keys<float>& self) { self.first = 3; });
+    static std::int32_t counts[2] = {8, 8};
+    refused_self("self.lengths", [](Call&, kvpolicy::keys<float>& self) { self.lengths = counts; });
+    refused_self("self.k.heads", [](Call&, kvpolicy::keys<float>& self) { self.k.heads = self.v.heads = 1; });
+    static std::int32_t edges[2] = {0, 8};
+    refused_self("cu_seqlens", [](Call& c, kvpolicy::keys<float>&) {
+        c.sequences.cu_seqlens = edges, c.sequences.segments = 1;
+    });
+}

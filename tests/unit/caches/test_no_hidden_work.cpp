@@ -1,0 +1,84 @@
+// A step hides no work: neither step nor prefill, attend, advance, an export, a mask or attention through it allocates. (The
+// workspace and the
+// buffer are the caller's.) The global operator new of this program counts.
+#include <doctest/doctest.h>
+
+#include <kvpolicy/attention/sparse.hpp>
+#include <kvpolicy/masks/build.hpp>
+#include <kvpolicy/policies/decay.hpp>
+#include <kvpolicy/policies/sink.hpp>
+#include <kvpolicy/policies/threshold_gate.hpp>
+#include <kvpolicy/policies/topk_budget.hpp>
+#include <kvpolicy/policies/window.hpp>
+
+#include "support/bound_cache.hpp"
+
+#include <atomic>
+#include <cstdlib>
+#include <new>
+
+namespace {
+std::atomic<long> allocations{0};
+void* counted(std::size_t bytes) {
+    allocations.fetch_add(1, std::memory_order_relaxed);
+    void* memory = std::malloc(bytes == 0 ? 1 : bytes);
+    if (memory == nullptr) { std::abort(); }
+    return memory;
+}
+}  // namespace
+
+void* operator new(std::size_t bytes) { return counted(bytes); }
+void* operator new[](std::size_t bytes) { return counted(bytes); }
+void operator delete(void* memory) noexcept { std::free(memory); }
+void operator delete[](void* memory) noexcept { std::free(memory); }
+void operator delete(void* memory, std::size_t) noexcept { std::free(memory); }
+void operator delete[](void* memory, std::size_t) noexcept { std::free(memory); }
+
+using namespace kvpolicy;
+
+TEST_CASE("no call of a cache allocates") {
+    using P = Policy<Sink<2>, Window<5>, ThresholdGate<at_least>, TopKBudget<4>, Decay<3>>;
+    const P policy{{}, {}, ThresholdGate<at_least>{-1.0f}, {}, Decay<3>{-0.1f}};
+    constexpr std::int32_t count = 12;  // two digits: names in messages outgrow a small string
+    std::mt19937 generator(1);
+    test::Tensor<float> q(count, 2, 4, 8), k(count, 2, 4, 8), v(count, 2, 4, 8), out(count, 2, 4, 8);
+    q.fill_normal(generator);
+    k.fill_normal(generator);
+    v.fill_normal(generator);
+    test::Plane<float> scores(count, 2, 4), lse(count, 2, 4);
+    test::fill_scores(scores, test::Scores::random, generator);
+    test::Plane<expiry_t> expiry(count, 2, 4);
+    std::vector<std::int32_t> indptr(count * 2 + 1), pages(count * 2 * 12), last(count * 2);
+    const HeadPages exported{indptr.data(), pages.data(), last.data(), static_cast<std::int64_t>(pages.size())};
+    for (const int threads : {1, 2}) {
+        const host on(threads);
+        test::BoundCache<P, float> under_test(
+            on, {.slots = count, .query_heads = 2, .kv_heads = 2, .dim_k = 8, .dim_v = 8}, policy);
+        const auto ref = under_test.cache.ref(0);
+        test::Workspace workspace(cache_workspace_bytes(on, ref, count, 4));
+        const Sequences sequences{.batch = count, .length = 4};
+        test::Workspace mask_workspace(build_mask_workspace_bytes(on, policy, sequences, 2));
+        const keys<float> masked{.k = k.view(), .v = v.view(), .mask = {.expiry = expiry.view()}};
+        const std::int32_t lengths[count] = {4, 3, 2, 1, 0, 4, 4, 4, 4, 4, 4, 4};
+        const Sequences ragged{.batch = count, .length = 4, .lengths = lengths, .starts = lengths};
+        test::Workspace attention_workspace(attend_workspace_bytes(on, Attention{}, q.view(), masked, ragged));
+        const Batch chunk{.count = count, .length = 4}, token{.count = count, .length = 1};
+        const CacheExtras extras{.scores = scores.view(), .lse = lse.view()};
+        const long before = allocations.load();
+        for (int round = 0; round < 5; ++round) {
+            prefill<P, float>(on, under_test.cache.ref(0), chunk, q.view(), k.view(), v.view(), out.view(), workspace, nullptr,
+                              extras);
+            under_test.cache.advance(on, chunk);
+            step<P, float>(on, under_test.cache.ref(0), token, q.view(), k.view(), v.view(), out.view(), workspace, nullptr,
+                           extras);
+            under_test.cache.advance(on, token);
+            attend<P, float>(on, ref, token, q.view(), out.view(), lse.view(), workspace);
+            export_heads(on, ref, token, exported);
+            build_mask(on, policy, scores.view(), sequences, expiry.view(), mask_workspace);
+            attend(on, Attention{}, q.view(), masked, ragged, out.view(), lse.view(), attention_workspace);
+        }
+        const long after = allocations.load();
+        CHECK(after - before == 0);
+        CHECK(under_test.cache.length(0) == 25);
+    }
+}

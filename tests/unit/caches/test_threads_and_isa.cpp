@@ -1,0 +1,95 @@
+// The same bits on any number of threads; the same results to rounding on every instruction set.
+#include <doctest/doctest.h>
+
+#include <kvpolicy/masks/build.hpp>
+#include <kvpolicy/policies/decay.hpp>
+#include <kvpolicy/policies/sink.hpp>
+#include <kvpolicy/policies/topk_budget.hpp>
+#include <kvpolicy/policies/window.hpp>
+
+#include "support/bound_cache.hpp"
+#include "support/shadow.hpp"
+
+#include <utility>
+
+using namespace kvpolicy;
+
+namespace {
+
+using P = Policy<Sink<4>, Window<>, TopKBudget<>, Decay<1>>;
+
+template <class T>
+struct Run {
+    std::vector<unsigned char> content;
+    std::vector<T> outputs;
+    std::vector<float> sums;
+};
+
+/// A prefill of `length` tokens and some steps, on one context.
+template <class T>
+Run<T> run(const host& on, std::int32_t slots, std::int32_t window, std::int32_t budget, std::int32_t length,
+           CacheShape shape) {
+    const P policy{{}, Window<>{window}, TopKBudget<>{budget}, Decay<1>{-0.01f}};
+    shape.slots = slots;
+    const std::int32_t heads = shape.kv_heads, query_heads = shape.query_heads, dim = shape.dim_k;
+    test::BoundCache<P, T> under_test(on, shape, policy);
+    std::mt19937 generator(6);
+    Run<T> result;
+    for (const std::int32_t chunk : {length, 1, 1, 17, 1}) {
+        test::Tensor<T> q(slots, query_heads, chunk, dim), k(slots, heads, chunk, dim), v(slots, heads, chunk, dim),
+            out(slots, query_heads, chunk, dim);
+        q.fill_normal(generator);
+        k.fill_normal(generator);
+        v.fill_normal(generator);
+        test::Plane<float> scores(slots, heads, chunk), lse(slots, query_heads, chunk);
+        test::fill_scores(scores, test::Scores::random, generator);
+        const Batch batch{.count = slots, .length = chunk};
+        test::call<P, T>(on, under_test, 0, batch, std::as_const(q).view(), std::as_const(k).view(),
+                         std::as_const(v).view(), out.view(), {.scores = scores.view(), .lse = lse.view()}, chunk == 1);
+        under_test.cache.advance(on, batch);
+        result.outputs.insert(result.outputs.end(), out.data.begin(), out.data.end());
+        result.sums.insert(result.sums.end(), lse.data.begin(), lse.data.end());
+    }
+    for (std::int32_t slot = 0; slot < slots; ++slot) {
+        const std::vector<unsigned char> mine = under_test.content(0, slot);
+        result.content.insert(result.content.end(), mine.begin(), mine.end());
+    }
+    return result;
+}
+
+template <class T>
+void check(std::int32_t slots, std::int32_t window, std::int32_t budget, std::int32_t length,
+           const CacheShape& shape = {.query_heads = 6, .kv_heads = 2, .dim_k = 16, .dim_v = 16}) {
+    const Run<T> one = run<T>(host(1), slots, window, budget, length, shape);
+    for (const int threads : {2, 3, 4}) {
+        CAPTURE(threads);
+        const Run<T> many = run<T>(host(threads), slots, window, budget, length, shape);
+        CHECK(many.content == one.content);
+        CHECK(many.sums == one.sums);
+        CHECK(std::memcmp(many.outputs.data(), one.outputs.data(), one.outputs.size() * sizeof(T)) == 0);
+    }
+    const Run<T> portable = run<T>(host(2, isa::portable), slots, window, budget, length, shape);
+    CHECK(portable.content == one.content);
+    double worst = 0.0;
+    for (std::size_t i = 0; i < one.outputs.size(); ++i) {
+        const double a = test::real(one.outputs[i]), b = test::real(portable.outputs[i]);
+        // Stored numbers may fall on either side of a midpoint: one unit in the last place, twice the roundoff.
+        worst = std::max(worst, std::abs(a - b) / (test::compute_error<T> + 2 * test::storage_unit<T> * std::abs(a)));
+    }
+    CHECK(worst <= 1.0);
+}
+
+}  // namespace
+
+TEST_CASE("results are the same bits on 1, 2, 3 and 4 threads, and to rounding on portable bodies") {
+    check<float>(3, 20, 30, 200);
+    check<bf16>(3, 20, 30, 200);
+    check<fp16>(1, 5, 3, 90);
+}
+
+TEST_CASE("the same where a decode step is split over its rows") {
+    // One KV head: two parts of at least 2048 rows.
+    const CacheShape narrow{.query_heads = 1, .kv_heads = 1, .dim_k = 8, .dim_v = 8};
+    check<float>(1, 64, 4100, 4200, narrow);
+    check<bf16>(1, 64, 4100, 4200, narrow);
+}
