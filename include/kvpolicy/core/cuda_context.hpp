@@ -11,8 +11,7 @@ namespace kvpolicy {
 
 /// The CUDA backend: kvpolicy::cuda on{stream}. A call enqueues its work on the stream and returns; it allocates
 /// nothing and waits for nothing, so it can be captured in a graph. Pointers of the call are device memory. `device`
-/// is the device's ordinal; the default -1 stands for the device of the stream, or the current one where the stream is
-/// a default stream.
+/// is the ordinal of the stream's device; the default -1 stands for the current device, which must then be the stream's.
 struct cuda {
     CUstream_st* stream = nullptr;
     std::int32_t device = -1;

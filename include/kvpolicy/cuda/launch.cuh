@@ -42,20 +42,11 @@ inline void check(cudaError_t error, const char* call,
     detail::fail_cuda(text, static_cast<int>(error), call, where.file_name(), where.line());
 }
 
-/// The device that a context's work runs on.
+/// The device that a context's work runs on. (A stream may not be asked for its device while it is capturing, and work can
+/// be enqueued only where the stream's device is current, so the current one is the answer.)
 inline int device_of(const cuda& on) {
     if (on.device >= 0) { return on.device; }
     int device = 0;
-    // The default streams (null, legacy, per thread) belong to whatever device is current.
-    const bool is_default = on.stream == nullptr || on.stream == cudaStreamLegacy || on.stream == cudaStreamPerThread;
-#if CUDART_VERSION >= 12080
-    if (!is_default) {
-        check(cudaStreamGetDevice(on.stream, &device), "cudaStreamGetDevice");
-        return device;
-    }
-#else
-    static_cast<void>(is_default);
-#endif
     check(cudaGetDevice(&device), "cudaGetDevice");
     return device;
 }
