@@ -3,11 +3,10 @@
 //
 // Targets: a step at B = 2048 after 32k tokens within 1.3x of attention over 2048 rows, and 12x faster than over 32k rows;
 // prefill of 16k tokens with a budget of 2048 at least 3x faster than dense.
-#include <benchmark/benchmark.h>
-
 #include <kvpolicy/kvpop.hpp>
 #include <kvpolicy/streaming_llm.hpp>
 
+#include <benchmark/benchmark.h>
 #include <fmt/format.h>
 
 #include <cstdint>
@@ -33,7 +32,9 @@ std::vector<T> random_rows(std::size_t count, unsigned seed) {
     std::mt19937 generator(seed);
     std::uniform_real_distribution<float> uniform(-1.0f, 1.0f);
     std::vector<T> rows(count);
-    for (T& x : rows) { x = T(uniform(generator)); }
+    for (T& x : rows) {
+        x = T(uniform(generator));
+    }
     return rows;
 }
 
@@ -57,23 +58,29 @@ struct Filled {
                  .dim_k = sizes.dim,
                  .dim_v = sizes.dim},
                 policy),
-          memory(cache.bytes().total()), chunk(chunk_tokens) {
+          memory(cache.bytes().total()),
+          chunk(chunk_tokens) {
         cache.bind(on, memory.data(), memory.size());
         const auto heads = static_cast<std::size_t>(model.kv_heads);
-        const std::size_t elements = static_cast<std::size_t>(chunk) * static_cast<std::size_t>(model.dim) * heads;
+        const std::size_t elements =
+            static_cast<std::size_t>(chunk) * static_cast<std::size_t>(model.dim) * heads;
         q = random_rows<Storage>(elements * static_cast<std::size_t>(model.group), 1);
         k = random_rows<Storage>(elements, 2);
         v = random_rows<Storage>(elements, 3);
         scores = random_rows<float>(static_cast<std::size_t>(chunk) * heads, 4);
         out.resize(q.size());
         workspace.resize(cache_workspace_bytes(on, cache.ref(0), 1, chunk));
-        for (std::int64_t at = 0; at < tokens; at += chunk) { feed(chunk); }
+        for (std::int64_t at = 0; at < tokens; at += chunk) {
+            feed(chunk);
+        }
     }
 
     void feed(std::int32_t tokens) {
         const Batch batch{.count = 1, .length = tokens};
         CacheExtras extras;
-        if constexpr (P::ranked) { extras.scores = view_bhs<const float>(scores.data(), 1, model.kv_heads, tokens); }
+        if constexpr (P::ranked) {
+            extras.scores = view_bhs<const float>(scores.data(), 1, model.kv_heads, tokens);
+        }
         const auto ref = cache.ref(0);
         const workspace_view room{workspace.data(), workspace.size()};
         const auto in = [&](const std::vector<Storage>& rows, std::int32_t heads) {
@@ -82,18 +89,19 @@ struct Filled {
         const std::int32_t query_heads = model.kv_heads * model.group;
         const auto to = view_bshd(out.data(), 1, tokens, query_heads, model.dim);
         if (tokens == 1) {
-            step<P, Storage>(on, ref, batch, in(q, query_heads), in(k, model.kv_heads), in(v, model.kv_heads), to, room, nullptr,
-                             extras);
+            step<P, Storage>(on, ref, batch, in(q, query_heads), in(k, model.kv_heads), in(v, model.kv_heads),
+                             to, room, nullptr, extras);
         } else {
-            prefill<P, Storage>(on, ref, batch, in(q, query_heads), in(k, model.kv_heads), in(v, model.kv_heads), to, room, nullptr,
-                                extras);
+            prefill<P, Storage>(on, ref, batch, in(q, query_heads), in(k, model.kv_heads),
+                                in(v, model.kv_heads), to, room, nullptr, extras);
         }
         cache.advance(on, batch);
     }
 };
 
 KVpop<> bounded() {
-    return KVpop<>{Sink<>{sinks}, Window<>{window}, TopKBudget<>{budget - sinks - window}, Decay<1>{-1e-4f}, GivenScores{}};
+    return KVpop<>{Sink<>{sinks}, Window<>{window}, TopKBudget<>{budget - sinks - window}, Decay<1>{-1e-4f},
+                   GivenScores{}};
 }
 
 /// Attention over `rows` rows that are there already: what a dense cache of that length costs.
@@ -108,7 +116,8 @@ void attention_over(benchmark::State& state) {
                                view_bshd(filled.out.data(), 1, 1, query_heads, decode_model.dim), {},
                                {filled.workspace.data(), filled.workspace.size()});
     }
-    state.SetBytesProcessed(state.iterations() * rows * decode_model.kv_heads * decode_model.dim * 2 * std::int64_t{sizeof(Storage)});
+    state.SetBytesProcessed(state.iterations() * rows * decode_model.kv_heads * decode_model.dim * 2 *
+                            std::int64_t{sizeof(Storage)});
 }
 BENCHMARK(attention_over)->Arg(budget)->Arg(32768)->Unit(benchmark::kMicrosecond)->UseRealTime();
 
@@ -117,10 +126,13 @@ void step_after_32k(benchmark::State& state) {
     std::mt19937 generator(9);
     std::uniform_real_distribution<float> uniform(-1.0f, 1.0f);
     for (auto _ : state) {
-        for (std::int32_t h = 0; h < decode_model.kv_heads; ++h) { filled.scores[static_cast<std::size_t>(h)] = uniform(generator); }
+        for (std::int32_t h = 0; h < decode_model.kv_heads; ++h) {
+            filled.scores[static_cast<std::size_t>(h)] = uniform(generator);
+        }
         filled.feed(1);
     }
-    state.SetBytesProcessed(state.iterations() * budget * decode_model.kv_heads * decode_model.dim * 2 * std::int64_t{sizeof(Storage)});
+    state.SetBytesProcessed(state.iterations() * budget * decode_model.kv_heads * decode_model.dim * 2 *
+                            std::int64_t{sizeof(Storage)});
 }
 BENCHMARK(step_after_32k)->Unit(benchmark::kMicrosecond)->UseRealTime();
 
@@ -134,29 +146,32 @@ void prefill_16k(benchmark::State& state, const P& policy) {
     }
 }
 void prefill_16k_bounded(benchmark::State& state) { prefill_16k(state, bounded()); }
-void prefill_16k_dense(benchmark::State& state) {
-    prefill_16k(state, Policy<Window<>>{Window<>{16384}});
-}
+void prefill_16k_dense(benchmark::State& state) { prefill_16k(state, Policy<Window<>>{Window<>{16384}}); }
 BENCHMARK(prefill_16k_bounded)->Unit(benchmark::kMillisecond)->UseRealTime()->Iterations(1);
 BENCHMARK(prefill_16k_dense)->Unit(benchmark::kMillisecond)->UseRealTime()->Iterations(1);
 
 /// Remembers the times, so that ratios of one run can be printed.
 class Ratios : public benchmark::ConsoleReporter {
-public:
+  public:
     void ReportRuns(const std::vector<Run>& runs) override {
         for (const Run& run : runs) {
-            if (run.run_type == Run::RT_Iteration) { seconds_[run.run_name.function_name + run.run_name.args] =
-                run.real_accumulated_time / static_cast<double>(run.iterations); }
+            if (run.run_type == Run::RT_Iteration) {
+                seconds_[run.run_name.function_name + run.run_name.args] =
+                    run.real_accumulated_time / static_cast<double>(run.iterations);
+            }
         }
         ConsoleReporter::ReportRuns(runs);
     }
-    void print(const std::string& what, const std::string& slow, const std::string& fast, const std::string& target) const {
+    void print(const std::string& what, const std::string& slow, const std::string& fast,
+               const std::string& target) const {
         const auto a = seconds_.find(slow), b = seconds_.find(fast);
-        if (a == seconds_.end() || b == seconds_.end()) { return; }
+        if (a == seconds_.end() || b == seconds_.end()) {
+            return;
+        }
         fmt::print("{:<64} {:>6.2f}x   (target: {})\n", what, a->second / b->second, target);
     }
 
-private:
+  private:
     std::map<std::string, double> seconds_;
 };
 
@@ -164,15 +179,19 @@ private:
 
 int main(int argc, char** argv) {
     benchmark::Initialize(&argc, argv);
-    if (benchmark::ReportUnrecognizedArguments(argc, argv)) { return 1; }
+    if (benchmark::ReportUnrecognizedArguments(argc, argv)) {
+        return 1;
+    }
     Ratios ratios;
     benchmark::RunSpecifiedBenchmarks(&ratios);
-    fmt::print("\nRatios of this run (bf16; decode: {} KV heads x {}, head_dim {}; prefill: {} x {}, {}):\n", decode_model.kv_heads,
-               decode_model.group, decode_model.dim, prefill_model.kv_heads, prefill_model.group, prefill_model.dim);
-    ratios.print("step at B = 2048 after 32k tokens / attention over 2048 rows", "step_after_32k", "attention_over2048",
-                 "at most 1.3");
-    ratios.print("attention over 32k rows / step at B = 2048", "attention_over32768", "step_after_32k", "at least 12");
-    ratios.print("dense prefill of 16k tokens / with a budget of 2048", "prefill_16k_dense", "prefill_16k_bounded",
-                 "at least 3");
+    fmt::print("\nRatios of this run (bf16; decode: {} KV heads x {}, head_dim {}; prefill: {} x {}, {}):\n",
+               decode_model.kv_heads, decode_model.group, decode_model.dim, prefill_model.kv_heads,
+               prefill_model.group, prefill_model.dim);
+    ratios.print("step at B = 2048 after 32k tokens / attention over 2048 rows", "step_after_32k",
+                 "attention_over2048", "at most 1.3");
+    ratios.print("attention over 32k rows / step at B = 2048", "attention_over32768", "step_after_32k",
+                 "at least 12");
+    ratios.print("dense prefill of 16k tokens / with a budget of 2048", "prefill_16k_dense",
+                 "prefill_16k_bounded", "at least 3");
     return 0;
 }

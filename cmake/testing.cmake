@@ -69,7 +69,9 @@ foreach(variant IN LISTS KVPOLICY_TEST_VARIANTS)
     # doctest's implementation is compiled once a variant.
     add_library(kvpolicy_test_main_${variant} OBJECT ${kvpolicy_tests_dir}/main.cpp)
     target_compile_features(kvpolicy_test_main_${variant} PUBLIC cxx_std_20)
-    target_compile_options(kvpolicy_test_main_${variant} PUBLIC ${kvpolicy_flags_${variant}})
+    # -O2 is what most of our users build with, and compiles these templates a third faster than -O3.
+    target_compile_options(kvpolicy_test_main_${variant} PUBLIC
+        $<$<AND:$<CONFIG:Release>,$<STREQUAL:${variant},plain>>:-O2> ${kvpolicy_flags_${variant}})
     target_link_options(kvpolicy_test_main_${variant} PUBLIC ${kvpolicy_flags_${variant}})
     target_link_libraries(kvpolicy_test_main_${variant} PUBLIC doctest::doctest)
     target_include_directories(kvpolicy_test_main_${variant} PUBLIC ${kvpolicy_tests_dir})

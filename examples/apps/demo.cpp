@@ -2,16 +2,16 @@
 // with a bounded cache.
 //
 //   demo [--model FOLDER] [--sequences N]
-#include <llama/engine.hpp>
-#include <llama/error.hpp>
-#include <llama/sampler.hpp>
-#include <llama/tokenizer.hpp>
-
 #include "support/evaluation.hpp"
 #include "support/oracle.hpp"
 #include "support/policies.hpp"
 
 #include <fmt/format.h>
+#include <llama/engine.hpp>
+#include <llama/error.hpp>
+#include <llama/sampler.hpp>
+#include <llama/tokenizer.hpp>
+#include <unistd.h>
 
 #include <chrono>
 #include <cstdio>
@@ -19,8 +19,6 @@
 #include <limits>
 #include <map>
 #include <string>
-
-#include <unistd.h>
 
 namespace {
 
@@ -36,14 +34,18 @@ Options parse(int argc, char** argv) {
     for (int i = 1; i < argc; ++i) {
         const std::string argument = argv[i];
         const auto value = [&]() -> std::string {
-            if (i + 1 == argc) { llama::fail("{}: needs a value", argument); }
+            if (i + 1 == argc) {
+                llama::fail("{}: needs a value", argument);
+            }
             return argv[++i];
         };
         if (argument == "--model") {
             options.model = value();
         } else if (argument == "--sequences") {
             const int count = std::atoi(value().c_str());
-            if (count < 1) { llama::fail("--sequences: must be 1 or more"); }
+            if (count < 1) {
+                llama::fail("--sequences: must be 1 or more");
+            }
             options.sequences = static_cast<std::size_t>(count);
         } else {
             llama::fail("{}: unknown; usage: demo [--model FOLDER] [--sequences N]", argument);
@@ -54,17 +56,21 @@ Options parse(int argc, char** argv) {
 
 /// One line on a terminal, overwritten; nothing where the output is a file.
 class Progress {
-public:
+  public:
     void show(const std::string& text) {
-        if (!terminal_) { return; }
+        if (!terminal_) {
+            return;
+        }
         fmt::print(stderr, "\r{:<78}", text);
         std::fflush(stderr);
     }
     void done() {
-        if (terminal_) { fmt::print(stderr, "\r{:<78}\r", ""); }
+        if (terminal_) {
+            fmt::print(stderr, "\r{:<78}\r", "");
+        }
     }
 
-private:
+  private:
     bool terminal_ = isatty(STDERR_FILENO) == 1;
 };
 
@@ -84,14 +90,19 @@ const std::pair<std::string, std::int32_t> budgets[] = {{"75%", 1024}, {"88%", 5
 void write_text(const kvpolicy::host& on, const llama::Model& model, const examples::HeldOut& data) {
     constexpr std::int32_t budget = 256, prompt = 2000, count = 400;
     const llama::Tokenizer tokenizer = llama::read_tokenizer({}, model.config.vocab_size);
-    auto attention = examples::make_attention<Storage>(on, model.config, {.name = "keynorm", .budget = budget}, 0);
+    auto attention =
+        examples::make_attention<Storage>(on, model.config, {.name = "keynorm", .budget = budget}, 0);
     llama::Engine engine(model);
     std::vector<std::int64_t> positions(prompt);
-    for (std::size_t i = 0; i < positions.size(); ++i) { positions[i] = static_cast<std::int64_t>(i); }
+    for (std::size_t i = 0; i < positions.size(); ++i) {
+        positions[i] = static_cast<std::int64_t>(i);
+    }
     auto logits = engine.forward(std::span(data.tokens[0]).first(prompt), positions, *attention);
-    fmt::print("\nText from the model after a prompt of {} bytes, with a cache of {} rows a head (sinks, window, and the keys of\n"
-               "smallest norm):\n\n  ...{}[",
-               prompt, budget, tokenizer.decode(std::span(data.tokens[0]).subspan(prompt - 160, 160)));
+    fmt::print(
+        "\nText from the model after a prompt of {} bytes, with a cache of {} rows a head (sinks, window, "
+        "and the keys of\n"
+        "smallest norm):\n\n  ...{}[",
+        prompt, budget, tokenizer.decode(std::span(data.tokens[0]).subspan(prompt - 160, 160)));
     llama::Sampler sample({.temperature = 0.7, .top_k = 20, .top_p = 0.95, .seed = 7});
     llama::Utf8Stream text;
     for (int i = 0; i < count; ++i) {
@@ -101,8 +112,8 @@ void write_text(const kvpolicy::host& on, const llama::Model& model, const examp
         const std::int64_t position = attention->length();
         logits = engine.forward({&token, 1}, {&position, 1}, *attention);
     }
-    fmt::print("{}]\n\nThe cache has seen {} tokens and holds {:.0f} rows a head.\n", text.flush(), attention->length(),
-               attention->rows_per_head());
+    fmt::print("{}]\n\nThe cache has seen {} tokens and holds {:.0f} rows a head.\n", text.flush(),
+               attention->length(), attention->rows_per_head());
 }
 
 int run(int argc, char** argv) {
@@ -128,14 +139,16 @@ int run(int argc, char** argv) {
         progress.show(of + "dense");
         examples::Oracle oracle(model.config);
         {
-            auto attention = examples::make_attention<Storage>(on, model.config, {.name = "dense"}, data.length + decoded);
+            auto attention =
+                examples::make_attention<Storage>(on, model.config, {.name = "dense"}, data.length + decoded);
             auto watched = llama::observed(*attention, oracle);
             examples::SequenceScorer scorer(data, s);
             examples::run_sequence(engine, watched, data, s, 1024, scorer);
             scorer.add_to(dense_score);
             dense_score.rows += attention->rows_per_head();
             if (s == 0) {
-                dense_speed_and_mib = {examples::decode_speed(engine, *attention, '\n', decoded), mib(attention->bytes())};
+                dense_speed_and_mib = {examples::decode_speed(engine, *attention, '\n', decoded),
+                                       mib(attention->bytes())};
             }
         }
         std::map<float, std::vector<float>> oracle_scores;
@@ -152,7 +165,9 @@ int run(int argc, char** argv) {
                 progress.show(of + row.name + " at " + budgets[b].first);
                 auto attention = examples::make_attention<Storage>(
                     on, model.config, {.name = row.policy, .budget = budgets[b].second}, data.length);
-                if (row.beta != 0.0f) { attention->give_scores(oracle_scores[row.beta], data.length); }
+                if (row.beta != 0.0f) {
+                    attention->give_scores(oracle_scores[row.beta], data.length);
+                }
                 examples::SequenceScorer scorer(data, s);
                 examples::run_sequence(engine, *attention, data, s, 1024, scorer);
                 scorer.add_to(scores[{r, b}]);
@@ -160,7 +175,8 @@ int run(int argc, char** argv) {
                 if (s == 0) {
                     // Speed does not depend on what the scores are.
                     if (row.beta != 0.0f) {
-                        const auto heads = static_cast<std::size_t>(model.config.layers * model.config.kv_heads);
+                        const auto heads =
+                            static_cast<std::size_t>(model.config.layers * model.config.kv_heads);
                         const std::size_t length = static_cast<std::size_t>(data.length) + decoded;
                         attention->give_scores(std::vector<float>(heads * length, 0.0f),
                                                static_cast<std::int64_t>(length));
@@ -173,14 +189,16 @@ int run(int argc, char** argv) {
     }
     progress.done();
 
-    fmt::print("{} held-out sequences of {} bytes, {} look-ups (exact match, greedy; a few percent by chance or less);\n"
-               "budgets are {} sinks, a window of {}, and k long-range keys a head; cache in bf16.\n\n",
-               sequences, data.length, dense_score.answers, examples::PolicyChoice{}.sinks,
-               examples::PolicyChoice{}.window);
-    fmt::print("{:<28} {:>11} {:>7} {:>8} {:>7} {:>9} {:>9}\n", "cache", "compression", "rows", "bits/B", "recall",
-               "cache MiB", "tokens/s");
-    const auto line = [](const std::string& name, const std::string& compression, const examples::Score& score,
-                         const std::pair<double, double>& speed) {
+    fmt::print(
+        "{} held-out sequences of {} bytes, {} look-ups (exact match, greedy; a few percent by chance or "
+        "less);\n"
+        "budgets are {} sinks, a window of {}, and k long-range keys a head; cache in bf16.\n\n",
+        sequences, data.length, dense_score.answers, examples::PolicyChoice{}.sinks,
+        examples::PolicyChoice{}.window);
+    fmt::print("{:<28} {:>11} {:>7} {:>8} {:>7} {:>9} {:>9}\n", "cache", "compression", "rows", "bits/B",
+               "recall", "cache MiB", "tokens/s");
+    const auto line = [](const std::string& name, const std::string& compression,
+                         const examples::Score& score, const std::pair<double, double>& speed) {
         fmt::print("{:<28} {:>11} {:>7.0f} {:>8.3f} {:>7.3f} {:>9.2f} {:>9.0f}\n", name, compression,
                    score.rows_per_head(), score.bits_per_byte(), score.recall(), speed.second, speed.first);
     };
@@ -190,7 +208,9 @@ int run(int argc, char** argv) {
             line(rows[r].name, budgets[b].first, scores[{r, b}], speed_and_mib[{r, b}]);
         }
     }
-    fmt::print("\nThe oracle knows the dense model's future attention: an upper bound for a scorer, not a policy to run.\n");
+    fmt::print(
+        "\nThe oracle knows the dense model's future attention: an upper bound for a scorer, not a policy to "
+        "run.\n");
     write_text(on, model, data);
     const std::chrono::duration<double> time = std::chrono::steady_clock::now() - start;
     fmt::print("({:.0f} s)\n", time.count());

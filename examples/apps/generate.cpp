@@ -5,14 +5,13 @@
 //
 // PROMPT is a question for a chat model and the beginning of a text for others; without one it is read from the standard
 // input. Tokens go to the standard output as they come, a summary to the standard error.
+#include "support/policies.hpp"
+
+#include <fmt/format.h>
 #include <llama/engine.hpp>
 #include <llama/error.hpp>
 #include <llama/sampler.hpp>
 #include <llama/tokenizer.hpp>
-
-#include "support/policies.hpp"
-
-#include <fmt/format.h>
 
 #include <algorithm>
 #include <charconv>
@@ -51,7 +50,9 @@ Options parse(int argc, char** argv) {
     for (int i = 1; i < argc; ++i) {
         const std::string argument = argv[i];
         const auto value = [&]() -> std::string {
-            if (i + 1 == argc) { llama::fail("{}: needs a value\n{}", argument, usage); }
+            if (i + 1 == argc) {
+                llama::fail("{}: needs a value\n{}", argument, usage);
+            }
             return argv[++i];
         };
         if (argument == "--model") {
@@ -84,8 +85,12 @@ Options parse(int argc, char** argv) {
     if (options.prompt.empty()) {
         options.prompt.assign(std::istreambuf_iterator<char>(std::cin), std::istreambuf_iterator<char>());
     }
-    if (options.prompt.empty()) { llama::fail("the prompt is empty\n{}", usage); }
-    if (options.policy.name == "given") { llama::fail("policy: given takes scores from a program; see evaluate and demo"); }
+    if (options.prompt.empty()) {
+        llama::fail("the prompt is empty\n{}", usage);
+    }
+    if (options.policy.name == "given") {
+        llama::fail("policy: given takes scores from a program; see evaluate and demo");
+    }
     return options;
 }
 
@@ -103,7 +108,8 @@ int run(int argc, char** argv) {
         tokens = tokenizer.encode(options.prompt);
     }
     const auto longest = static_cast<std::int32_t>(tokens.size()) + options.tokens;
-    const auto attention = examples::make_attention<kvpolicy::bf16>(on, model.config, options.policy, longest);
+    const auto attention =
+        examples::make_attention<kvpolicy::bf16>(on, model.config, options.policy, longest);
 
     llama::Engine engine(model);
     std::span<const float> logits;
@@ -112,7 +118,9 @@ int run(int argc, char** argv) {
     for (std::size_t at = 0; at < tokens.size(); at += chunk) {
         const std::size_t count = std::min(chunk, tokens.size() - at);
         std::vector<std::int64_t> positions(count);
-        for (std::size_t i = 0; i < count; ++i) { positions[i] = static_cast<std::int64_t>(at + i); }
+        for (std::size_t i = 0; i < count; ++i) {
+            positions[i] = static_cast<std::int64_t>(at + i);
+        }
         logits = engine.forward(std::span(tokens).subspan(at, count), positions, *attention);
     }
     const std::chrono::duration<double> prompt_time = std::chrono::steady_clock::now() - begin;
@@ -123,7 +131,9 @@ int run(int argc, char** argv) {
     const auto start = std::chrono::steady_clock::now();
     while (written < options.tokens) {
         const std::int32_t token = sample(logits);
-        if (std::ranges::find(model.config.eos, token) != model.config.eos.end()) { break; }
+        if (std::ranges::find(model.config.eos, token) != model.config.eos.end()) {
+            break;
+        }
         fmt::print("{}", text.push(tokenizer.piece(token)));
         std::fflush(stdout);
         const std::int64_t position = attention->length();
@@ -133,7 +143,8 @@ int run(int argc, char** argv) {
     const std::chrono::duration<double> time = std::chrono::steady_clock::now() - start;
     fmt::print("{}\n", text.flush());
     fmt::print(stderr,
-               "\n[prompt {} tokens in {:.1f} s; {} tokens at {:.1f} a second; {}: {} tokens seen, {:.0f} rows a head held, "
+               "\n[prompt {} tokens in {:.1f} s; {} tokens at {:.1f} a second; {}: {} tokens seen, {:.0f} "
+               "rows a head held, "
                "cache of {:.1f} MiB]\n",
                tokens.size(), prompt_time.count(), written, written / time.count(), options.policy.name,
                attention->length(), attention->rows_per_head(),

@@ -19,7 +19,7 @@ namespace llama {
 
 /// An attention whose policy was chosen at run time.
 class KvAttention {
-public:
+  public:
     virtual ~KvAttention() = default;
 
     virtual void operator()(int layer, std::span<const std::int64_t> positions, std::span<const float> q,
@@ -39,10 +39,11 @@ public:
 /// One sequence in a FixedBudgetCache of policy P whose rows are of type T.
 template <class P, class T>
 class CacheAttention final : public KvAttention {
-public:
+  public:
     CacheAttention(const kvpolicy::host& on, const Config& config, const P& policy,
                    const typename P::scorer_type* scorers = nullptr)
-        : on_(on), config_(config),
+        : on_(on),
+          config_(config),
           cache_({.layers = config.layers,
                   .slots = 1,
                   .query_heads = config.heads,
@@ -60,8 +61,12 @@ public:
         const auto ref = cache_.ref(layer);
         const kvpolicy::Batch batch{.count = 1, .length = tokens};
         const std::size_t workspace_bytes = kvpolicy::cache_workspace_bytes(on_, ref, 1, tokens);
-        if (workspace_.size() < workspace_bytes) { workspace_.resize(workspace_bytes); }
-        if (out_.size() < out.size()) { out_.resize(out.size()); }
+        if (workspace_.size() < workspace_bytes) {
+            workspace_.resize(workspace_bytes);
+        }
+        if (out_.size() < out.size()) {
+            out_.resize(out.size());
+        }
 
         const auto rows = [&]<class U>(U* data, int heads) {
             return kvpolicy::view_bshd(data, 1, tokens, heads, config_.head_dim);
@@ -70,8 +75,9 @@ public:
         if (!scores_.empty()) {
             const auto heads = static_cast<std::size_t>(config_.kv_heads);
             const auto length = static_cast<std::size_t>(score_length_);
-            extras.scores = kvpolicy::view_bhs(scores_.data() + static_cast<std::size_t>(layer) * heads * length, 1,
-                                               config_.kv_heads, static_cast<std::int32_t>(score_length_));
+            extras.scores =
+                kvpolicy::view_bhs(scores_.data() + static_cast<std::size_t>(layer) * heads * length, 1,
+                                   config_.kv_heads, static_cast<std::int32_t>(score_length_));
             extras.scores.data += positions[0];
             extras.scores.length -= static_cast<std::int32_t>(positions[0]);
         }
@@ -82,16 +88,20 @@ public:
         const kvpolicy::workspace_view workspace{workspace_.data(), workspace_.size()};
         if (tokens == 1) {
             kvpolicy::step<P, T>(on_, ref, batch, rows(query, config_.heads), rows(key, config_.kv_heads),
-                                 rows(value, config_.kv_heads), rows(result, config_.heads), workspace, nullptr, extras);
+                                 rows(value, config_.kv_heads), rows(result, config_.heads), workspace,
+                                 nullptr, extras);
         } else {
             kvpolicy::prefill<P, T>(on_, ref, batch, rows(query, config_.heads), rows(key, config_.kv_heads),
-                                    rows(value, config_.kv_heads), rows(result, config_.heads), workspace, nullptr,
-                                    extras);
+                                    rows(value, config_.kv_heads), rows(result, config_.heads), workspace,
+                                    nullptr, extras);
         }
         if constexpr (!std::is_same_v<T, float>) {
-            std::transform(result, result + out.size(), out.begin(), [](T x) { return static_cast<float>(x); });
+            std::transform(result, result + out.size(), out.begin(),
+                           [](T x) { return static_cast<float>(x); });
         }
-        if (layer == config_.layers - 1) { cache_.advance(on_, batch); }
+        if (layer == config_.layers - 1) {
+            cache_.advance(on_, batch);
+        }
     }
 
     void give_scores(std::span<const float> scores, std::int64_t length) override {
@@ -105,12 +115,14 @@ public:
     double rows_per_head() const override {
         double rows = 0.0;
         for (int layer = 0; layer < config_.layers; ++layer) {
-            for (int head = 0; head < config_.kv_heads; ++head) { rows += cache_.occupancy(layer, 0, head).rows(); }
+            for (int head = 0; head < config_.kv_heads; ++head) {
+                rows += cache_.occupancy(layer, 0, head).rows();
+            }
         }
         return rows / (config_.layers * config_.kv_heads);
     }
 
-private:
+  private:
     const T* stored(std::span<const float> from, std::vector<T>& room) {
         if constexpr (std::is_same_v<T, float>) {
             return from.data();
@@ -130,4 +142,4 @@ private:
     std::int64_t score_length_ = 0;
 };
 
-} // namespace llama
+}  // namespace llama

@@ -11,6 +11,7 @@ void make(const kvpolicy::CacheShape& shape) {
 #ifndef KVPOLICY_CONTROL
     kvpolicy::FixedBudgetCache<kvpolicy::Policy<kvpolicy::Window<4>, Gate>, float> cache(shape);
 #else
-    kvpolicy::FixedBudgetCache<kvpolicy::Policy<kvpolicy::Window<4>, Gate, kvpolicy::TopKBudget<8>>, float> cache(shape);
+    kvpolicy::FixedBudgetCache<kvpolicy::Policy<kvpolicy::Window<4>, Gate, kvpolicy::TopKBudget<8>>, float>
+        cache(shape);
 #endif
 }

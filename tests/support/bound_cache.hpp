@@ -95,7 +95,9 @@ void call(const kvpolicy::host& on, const BoundCache<P, T>& under_test, std::int
           bool steps) {
     const auto ref = under_test.cache.ref(layer);
     std::int32_t longest = 1;
-    for (std::int32_t i = 0; i < batch.count; ++i) { longest = std::max(longest, batch.tokens(i)); }
+    for (std::int32_t i = 0; i < batch.count; ++i) {
+        longest = std::max(longest, batch.tokens(i));
+    }
     Workspace workspace(kvpolicy::cache_workspace_bytes(on, ref, batch.count, longest));
     if (steps) {
         kvpolicy::step(on, ref, batch, q, k, v, out, workspace, nullptr, extras);
@@ -110,7 +112,9 @@ inline std::vector<std::int32_t> chunks_of(std::int32_t length, const std::vecto
     std::int32_t at = 0;
     for (std::size_t i = 0; at < length; ++i) {
         std::int32_t size = sizes[std::min(i, sizes.size() - 1)];
-        if (size == 0 || size > length - at) { size = length - at; }
+        if (size == 0 || size > length - at) {
+            size = length - at;
+        }
         chunks.push_back(size);
         at += size;
     }

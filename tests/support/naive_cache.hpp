@@ -17,12 +17,18 @@ namespace test {
 /// A storage type as float64.
 template <class T>
 double real(T value) {
-    if constexpr (std::is_same_v<T, double>) { return value; } else { return static_cast<double>(static_cast<float>(value)); }
+    if constexpr (std::is_same_v<T, double>) {
+        return value;
+    } else {
+        return static_cast<double>(static_cast<float>(value));
+    }
 }
 template <class T>
 std::vector<double> real_row(const T* row, std::int32_t dim) {
     std::vector<double> values(static_cast<std::size_t>(dim));
-    for (std::int32_t d = 0; d < dim; ++d) { values[static_cast<std::size_t>(d)] = real(row[d]); }
+    for (std::int32_t d = 0; d < dim; ++d) {
+        values[static_cast<std::size_t>(d)] = real(row[d]);
+    }
     return values;
 }
 
@@ -32,15 +38,17 @@ struct AttentionResult {
 };
 
 /// What ranks a key: design, section 2, "Ranking".
-inline double reference_rank(const kvpolicy::HeadRule& rule, float score, kvpolicy::position_t t, kvpolicy::position_t q,
-                             kvpolicy::position_t rebase_limit) {
+inline double reference_rank(const kvpolicy::HeadRule& rule, float score, kvpolicy::position_t t,
+                             kvpolicy::position_t q, kvpolicy::position_t rebase_limit) {
     const double slope = rule.log_gamma;
-    if (rule.decay_step == 1) { return double(score) - double(t - q / rebase_limit * rebase_limit) * slope; }
+    if (rule.decay_step == 1) {
+        return double(score) - double(t - q / rebase_limit * rebase_limit) * slope;
+    }
     return double(score) + double((q - t) / rule.decay_step) * slope;
 }
 
 class NaiveHead {
-public:
+  public:
     struct Row {
         kvpolicy::position_t position;
         std::vector<double> k, v;
@@ -60,46 +68,62 @@ public:
         const kvpolicy::position_t q = length++;
         rows.push_back({q, std::move(key), std::move(value), 0.0f, false});
         const kvpolicy::position_t u = q - rule.window;
-        if (u >= rule.sinks) { leave(u, q, score_of); }
+        if (u >= rule.sinks) {
+            leave(u, q, score_of);
+        }
     }
 
-    [[nodiscard]] AttentionResult attend(const std::vector<double>& query, double scale, double softcap = 0.0) const {
+    [[nodiscard]] AttentionResult attend(const std::vector<double>& query, double scale,
+                                         double softcap = 0.0) const {
         AttentionResult result;
-        if (rows.empty()) { return result; }
+        if (rows.empty()) {
+            return result;
+        }
         std::vector<double> logits;
         double top = -std::numeric_limits<double>::infinity();
         for (const Row& row : rows) {
             double dot = 0.0;
-            for (std::size_t d = 0; d < query.size(); ++d) { dot += query[d] * row.k[d]; }
+            for (std::size_t d = 0; d < query.size(); ++d) {
+                dot += query[d] * row.k[d];
+            }
             double logit = scale * dot;
-            if (softcap > 0.0) { logit = softcap * std::tanh(logit / softcap); }
+            if (softcap > 0.0) {
+                logit = softcap * std::tanh(logit / softcap);
+            }
             logits.push_back(logit);
             top = std::max(top, logit);
         }
         double sum = 0.0;
-        for (const double logit : logits) { sum += std::exp(logit - top); }
+        for (const double logit : logits) {
+            sum += std::exp(logit - top);
+        }
         result.lse = top + std::log(sum);
         result.out.assign(rows[0].v.size(), 0.0);
         for (std::size_t i = 0; i < rows.size(); ++i) {
             const double weight = std::exp(logits[i] - top) / sum;
-            for (std::size_t c = 0; c < result.out.size(); ++c) { result.out[c] += weight * rows[i].v[c]; }
+            for (std::size_t c = 0; c < result.out.size(); ++c) {
+                result.out[c] += weight * rows[i].v[c];
+            }
         }
         return result;
     }
 
     [[nodiscard]] std::vector<kvpolicy::position_t> positions() const {
         std::vector<kvpolicy::position_t> held;
-        for (const Row& row : rows) { held.push_back(row.position); }
+        for (const Row& row : rows) {
+            held.push_back(row.position);
+        }
         std::sort(held.begin(), held.end());
         return held;
     }
 
-private:
+  private:
     using iterator = std::vector<Row>::iterator;
 
     void leave(kvpolicy::position_t u, kvpolicy::position_t q,
                const std::function<float(kvpolicy::position_t)>& score_of) {
-        const iterator leaver = std::find_if(rows.begin(), rows.end(), [&](const Row& r) { return r.position == u; });
+        const iterator leaver =
+            std::find_if(rows.begin(), rows.end(), [&](const Row& r) { return r.position == u; });
         const float score = score_of(u);
         if (rule.budget == 0 || !open(score)) {
             rows.erase(leaver);
@@ -111,13 +135,19 @@ private:
         std::int32_t kept = 0;
         iterator worst = leaver;
         for (iterator row = rows.begin(); row != rows.end(); ++row) {
-            if (!row->long_range) { continue; }
+            if (!row->long_range) {
+                continue;
+            }
             ++kept;
             const double mine = reference_rank(rule, row->score, row->position, q, rebase_limit);
             const double least = reference_rank(rule, worst->score, worst->position, q, rebase_limit);
-            if (mine < least || (mine == least && row->position > worst->position)) { worst = row; }
+            if (mine < least || (mine == least && row->position > worst->position)) {
+                worst = row;
+            }
         }
-        if (kept > rule.budget) { rows.erase(worst); }
+        if (kept > rule.budget) {
+            rows.erase(worst);
+        }
     }
 };
 

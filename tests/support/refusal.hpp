@@ -2,9 +2,9 @@
 // kvpolicy::invalid_argument; without them the installed handler jumps back here. Include after doctest.
 #pragma once
 
-#include <string>
-
 #include <kvpolicy/core/error.hpp>
+
+#include <string>
 
 #if !KVPOLICY_EXCEPTIONS
 #include <csetjmp>
@@ -19,7 +19,9 @@ template <class Call>
 std::string refusal_of(Call&& call) {
     try {
         call();
-    } catch (const kvpolicy::invalid_argument& refused) { return refused.what(); }
+    } catch (const kvpolicy::invalid_argument& refused) {
+        return refused.what();
+    }
     return {};
 }
 
@@ -42,7 +44,9 @@ std::string refusal_of(Call&& call) {
         std::longjmp(refusal_point(), 1);
     });
     refusal_text().clear();
-    if (setjmp(refusal_point()) == 0) { call(); }
+    if (setjmp(refusal_point()) == 0) {
+        call();
+    }
     kvpolicy::set_error_handler(previous);
     return refusal_text();
 }
@@ -51,10 +55,10 @@ std::string refusal_of(Call&& call) {
 
 }  // namespace test
 
-#define CHECK_REFUSED(expression, text)                                                          \
-    do {                                                                                         \
+#define CHECK_REFUSED(expression, text)                                                         \
+    do {                                                                                        \
         const std::string refusal = ::test::refusal_of([&] { static_cast<void>(expression); }); \
-        CAPTURE(refusal);                                                                        \
-        CHECK_MESSAGE(!refusal.empty(), "not refused: " #expression);                            \
-        CHECK(refusal.find(text) != std::string::npos);                                          \
+        CAPTURE(refusal);                                                                       \
+        CHECK_MESSAGE(!refusal.empty(), "not refused: " #expression);                           \
+        CHECK(refusal.find(text) != std::string::npos);                                         \
     } while (false)

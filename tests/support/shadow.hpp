@@ -9,18 +9,18 @@
 
 #include <cstdint>
 #include <functional>
-#include <utility>
 #include <limits>
+#include <utility>
 #include <vector>
 
 namespace test {
 
 /// Rounding in storing a number of type T, relative.
 template <class T>
-inline constexpr double storage_unit = std::is_same_v<T, double>       ? 0x1p-53
-                                       : std::is_same_v<T, float>      ? 0x1p-24
+inline constexpr double storage_unit = std::is_same_v<T, double>           ? 0x1p-53
+                                       : std::is_same_v<T, float>          ? 0x1p-24
                                        : std::is_same_v<T, kvpolicy::fp16> ? 0x1p-11
-                                                                       : 0x1p-8;
+                                                                           : 0x1p-8;
 /// What fp32 arithmetic may add for standard normal inputs, head_dim up to 256 and a few hundred keys: logits are off by
 /// up to a few 1e-6, and so are the weights, relative; values are below 5. Wrong by a key means off by 1e-2 and more.
 template <class T>
@@ -29,12 +29,16 @@ inline constexpr double compute_error = std::is_same_v<T, double> ? 1e-12 : 2e-5
 /// One layer of a cache.
 template <class P, class T>
 class Shadow {
-public:
+  public:
     Shadow(const P& policy, const kvpolicy::CacheShape& shape, std::int32_t layer = 0,
            kvpolicy::Attention attention = {}, kvpolicy::position_t rebase_limit = kvpolicy::rebase_limit)
-        : heads_(shape.kv_heads), group_(shape.query_heads / shape.kv_heads), dim_k_(shape.dim_k), dim_v_(shape.dim_v) {
+        : heads_(shape.kv_heads),
+          group_(shape.query_heads / shape.kv_heads),
+          dim_k_(shape.dim_k),
+          dim_v_(shape.dim_v) {
         // The scale is an fp32 number, for double storage too.
-        scale_ = attention.scale != 0.0f ? attention.scale : 1.0f / std::sqrt(static_cast<float>(shape.dim_k));
+        scale_ =
+            attention.scale != 0.0f ? attention.scale : 1.0f / std::sqrt(static_cast<float>(shape.dim_k));
         softcap_ = attention.softcap;
         for (std::int32_t slot = 0; slot < shape.slots; ++slot) {
             for (std::int32_t h = 0; h < heads_; ++h) {
@@ -88,7 +92,9 @@ public:
                 const double value = wanted.out.empty() ? 0.0 : wanted.out[static_cast<std::size_t>(c)];
                 note(real(out.row(i, hq, j)[c]), value, compute_error<T> + storage_unit<T> * std::abs(value));
             }
-            if (lse) { note(lse.head(i, hq)[j], wanted.lse, 2e-5 + 0x1p-24 * std::abs(wanted.lse)); }
+            if (lse) {
+                note(lse.head(i, hq)[j], wanted.lse, 2e-5 + 0x1p-24 * std::abs(wanted.lse));
+            }
         }
         return worst;
     }
@@ -96,12 +102,14 @@ public:
     /// Whether the cache holds the positions that it must.
     bool same_sets(const BoundCache<P, T>& under_test, std::int32_t layer, std::int32_t slot) {
         for (std::int32_t h = 0; h < heads_; ++h) {
-            if (under_test.sorted(layer, slot, h) != head(slot, h).positions()) { return false; }
+            if (under_test.sorted(layer, slot, h) != head(slot, h).positions()) {
+                return false;
+            }
         }
         return true;
     }
 
-private:
+  private:
     std::int32_t heads_, group_, dim_k_, dim_v_;
     double scale_, softcap_;
     std::vector<NaiveHead> all_;
@@ -112,9 +120,9 @@ private:
 /// through step where `steps`), beside its shadow. Returns the worst error in units of what is allowed; infinity where
 /// the sets differ.
 template <class T, class P>
-double run_beside_shadow(const kvpolicy::host& on, const P& policy, kvpolicy::CacheShape shape, std::int32_t length,
-                         const std::vector<std::int32_t>& sizes, bool steps, std::uint32_t seed,
-                         const kvpolicy::Attention& attention = {},
+double run_beside_shadow(const kvpolicy::host& on, const P& policy, kvpolicy::CacheShape shape,
+                         std::int32_t length, const std::vector<std::int32_t>& sizes, bool steps,
+                         std::uint32_t seed, const kvpolicy::Attention& attention = {},
                          kvpolicy::position_t rebase_limit = kvpolicy::rebase_limit) {
     std::mt19937 generator(seed);
     shape.slots = 1;
@@ -136,13 +144,16 @@ double run_beside_shadow(const kvpolicy::host& on, const P& policy, kvpolicy::Ca
         sums.data += at;
         sums.length = chunk;
         call<P, T>(on, under_test, 0, batch, q.tokens(at, chunk), k.tokens(at, chunk), v.tokens(at, chunk),
-                   out.tokens(at, chunk), {.scores = scores.tokens(at, chunk), .lse = sums}, steps && chunk == 1);
+                   out.tokens(at, chunk), {.scores = scores.tokens(at, chunk), .lse = sums},
+                   steps && chunk == 1);
         under_test.cache.advance(on, batch);
         for (std::int32_t j = 0; j < chunk; ++j, ++at) {
             shadow.append(0, 0, at, k.view(), v.view(), std::as_const(scores).view());
             worst = std::max(worst, shadow.off(0, 0, at, q.view(), out.view(), std::as_const(lse).view()));
         }
-        if (!shadow.same_sets(under_test, 0, 0)) { return std::numeric_limits<double>::infinity(); }
+        if (!shadow.same_sets(under_test, 0, 0)) {
+            return std::numeric_limits<double>::infinity();
+        }
     }
     return worst;
 }

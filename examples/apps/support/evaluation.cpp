@@ -2,7 +2,6 @@
 
 #include <llama/error.hpp>
 #include <llama/sampler.hpp>
-
 #include <nlohmann/json.hpp>
 
 #include <algorithm>
@@ -15,9 +14,14 @@ namespace examples {
 HeldOut read_held_out(const std::filesystem::path& folder) {
     const std::filesystem::path bin = folder / "eval.bin", json_file = folder / "eval.json";
     std::ifstream json_stream(json_file);
-    if (!json_stream) { llama::fail("{}: cannot be opened; a folder with eval.bin and eval.json is needed", json_file.string()); }
+    if (!json_stream) {
+        llama::fail("{}: cannot be opened; a folder with eval.bin and eval.json is needed",
+                    json_file.string());
+    }
     const auto json = nlohmann::json::parse(json_stream, nullptr, /*allow_exceptions=*/false);
-    if (json.is_discarded()) { llama::fail("{}: is not JSON", json_file.string()); }
+    if (json.is_discarded()) {
+        llama::fail("{}: is not JSON", json_file.string());
+    }
 
     HeldOut data;
     std::size_t sequences = 0;
@@ -27,7 +31,9 @@ HeldOut read_held_out(const std::filesystem::path& folder) {
         data.digits = json.at("digits").get<std::int32_t>();
         data.answers = json.at("answers").get<std::vector<std::vector<std::int32_t>>>();
         data.lines = json.at("lines").get<std::vector<std::vector<std::pair<std::int32_t, std::int32_t>>>>();
-    } catch (const nlohmann::json::exception& error) { llama::fail("{}: {}", json_file.string(), error.what()); }
+    } catch (const nlohmann::json::exception& error) {
+        llama::fail("{}: {}", json_file.string(), error.what());
+    }
     if (data.answers.size() != sequences || data.lines.size() != sequences || data.length < 2) {
         llama::fail("{}: has answers for {} and lines for {} of {} sequences of {} bytes", json_file.string(),
                     data.answers.size(), data.lines.size(), sequences, data.length);
@@ -35,14 +41,16 @@ HeldOut read_held_out(const std::filesystem::path& folder) {
     for (const auto& answers : data.answers) {
         for (const std::int32_t at : answers) {
             if (at < 1 || at + data.digits > data.length) {
-                llama::fail("{}: has an answer at {}, which is not inside a sequence", json_file.string(), at);
+                llama::fail("{}: has an answer at {}, which is not inside a sequence", json_file.string(),
+                            at);
             }
         }
     }
     for (const auto& lines : data.lines) {
         for (const auto& [begin, end] : lines) {
             if (begin < 0 || begin > end || end > data.length) {
-                llama::fail("{}: has a line from {} to {}, which is not inside a sequence", json_file.string(), begin, end);
+                llama::fail("{}: has a line from {} to {}, which is not inside a sequence",
+                            json_file.string(), begin, end);
             }
         }
     }
@@ -51,8 +59,8 @@ HeldOut read_held_out(const std::filesystem::path& folder) {
     std::vector<char> bytes(static_cast<std::size_t>(data.length));
     for (std::size_t i = 0; i < sequences; ++i) {
         if (!stream.read(bytes.data(), data.length)) {
-            llama::fail("{}: ends inside sequence {}; {} sequences of {} bytes are needed", bin.string(), i, sequences,
-                        data.length);
+            llama::fail("{}: ends inside sequence {}; {} sequences of {} bytes are needed", bin.string(), i,
+                        sequences, data.length);
         }
         data.tokens.emplace_back(bytes.size());
         std::transform(bytes.begin(), bytes.end(), data.tokens.back().begin(),
@@ -62,14 +70,17 @@ HeldOut read_held_out(const std::filesystem::path& folder) {
 }
 
 SequenceScorer::SequenceScorer(const HeldOut& data, std::size_t sequence)
-    : data_(data), sequence_(sequence), text_(static_cast<std::size_t>(data.length), true),
+    : data_(data),
+      sequence_(sequence),
+      text_(static_cast<std::size_t>(data.length), true),
       right_(static_cast<std::size_t>(data.length), false) {
     for (const auto& [begin, end] : data.lines[sequence]) {
         std::fill(text_.begin() + begin, text_.begin() + end, false);
     }
 }
 
-void SequenceScorer::take(std::span<const float> logits, std::int32_t begin, std::int32_t count, std::int32_t vocab) {
+void SequenceScorer::take(std::span<const float> logits, std::int32_t begin, std::int32_t count,
+                          std::int32_t vocab) {
     for (std::int32_t i = 0; i < count && begin + i + 1 < data_.length; ++i) {
         const auto row = logits.subspan(static_cast<std::size_t>(i) * static_cast<std::size_t>(vocab),
                                         static_cast<std::size_t>(vocab));
@@ -79,8 +90,11 @@ void SequenceScorer::take(std::span<const float> logits, std::int32_t begin, std
         right_[next] = largest - row.begin() == token;
         if (text_[next]) {
             double sum = 0.0;
-            for (const float x : row) { sum += std::exp(static_cast<double>(x - *largest)); }
-            bits_ += (std::log(sum) - static_cast<double>(row[static_cast<std::size_t>(token)] - *largest)) / std::log(2.0);
+            for (const float x : row) {
+                sum += std::exp(static_cast<double>(x - *largest));
+            }
+            bits_ += (std::log(sum) - static_cast<double>(row[static_cast<std::size_t>(token)] - *largest)) /
+                     std::log(2.0);
             ++bytes_;
         }
     }
@@ -91,7 +105,9 @@ void SequenceScorer::add_to(Score& score) const {
     score.text_bytes += bytes_;
     for (const std::int32_t answer : data_.answers[sequence_]) {
         std::int64_t right = 0;
-        for (std::int32_t d = 0; d < data_.digits; ++d) { right += right_[static_cast<std::size_t>(answer + d)] ? 1 : 0; }
+        for (std::int32_t d = 0; d < data_.digits; ++d) {
+            right += right_[static_cast<std::size_t>(answer + d)] ? 1 : 0;
+        }
         score.digits_right += right;
         score.digits += data_.digits;
         score.answers_right += right == data_.digits ? 1 : 0;
@@ -100,7 +116,8 @@ void SequenceScorer::add_to(Score& score) const {
     ++score.sequences;
 }
 
-double decode_speed(llama::Engine& engine, llama::KvAttention& attention, std::int32_t first_token, std::int32_t steps) {
+double decode_speed(llama::Engine& engine, llama::KvAttention& attention, std::int32_t first_token,
+                    std::int32_t steps) {
     llama::Sampler sample;
     std::int32_t token = first_token;
     const auto start = std::chrono::steady_clock::now();

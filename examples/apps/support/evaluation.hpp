@@ -17,8 +17,8 @@ namespace examples {
 struct HeldOut {
     std::int32_t length = 0;
     std::int32_t digits = 4;
-    std::vector<std::vector<std::int32_t>> tokens;                           // [sequences][length]
-    std::vector<std::vector<std::int32_t>> answers;                          // first digits of asked values
+    std::vector<std::vector<std::int32_t>> tokens;                          // [sequences][length]
+    std::vector<std::vector<std::int32_t>> answers;                         // first digits of asked values
     std::vector<std::vector<std::pair<std::int32_t, std::int32_t>>> lines;  // synthetic lines, [begin, end)
 };
 
@@ -29,7 +29,7 @@ HeldOut read_held_out(const std::filesystem::path& folder);
 struct Score {
     double text_bits = 0.0;  // over bytes that are no part of a synthetic line
     std::int64_t text_bytes = 0;
-    std::int64_t digits_right = 0, digits = 0;  // of answers, each predicted from the text before it
+    std::int64_t digits_right = 0, digits = 0;    // of answers, each predicted from the text before it
     std::int64_t answers_right = 0, answers = 0;  // all four digits
     double rows = 0.0;                            // rows a head at the end
     std::int64_t sequences = 0;
@@ -42,13 +42,13 @@ struct Score {
 
 /// Adds one sequence, given the logits of `tokens[begin]` and the tokens after it.
 class SequenceScorer {
-public:
+  public:
     SequenceScorer(const HeldOut& data, std::size_t sequence);
     /// logits [count, vocab] predict tokens begin + 1 ... begin + count.
     void take(std::span<const float> logits, std::int32_t begin, std::int32_t count, std::int32_t vocab);
     void add_to(Score& score) const;
 
-private:
+  private:
     const HeldOut& data_;
     std::size_t sequence_;
     std::vector<bool> text_;   // is this byte text?
@@ -63,17 +63,21 @@ void run_sequence(llama::Engine& engine, Attention&& attention, const HeldOut& d
                   std::int32_t chunk, SequenceScorer& scorer) {
     const std::vector<std::int32_t>& tokens = data.tokens[sequence];
     std::vector<std::int64_t> positions(static_cast<std::size_t>(data.length));
-    for (std::size_t i = 0; i < positions.size(); ++i) { positions[i] = static_cast<std::int64_t>(i); }
+    for (std::size_t i = 0; i < positions.size(); ++i) {
+        positions[i] = static_cast<std::int64_t>(i);
+    }
     for (std::int32_t begin = 0; begin < data.length; begin += chunk) {
         const auto count = static_cast<std::size_t>(std::min(chunk, data.length - begin));
         const auto at = static_cast<std::size_t>(begin);
-        const auto logits = engine.forward(std::span(tokens).subspan(at, count), std::span(positions).subspan(at, count),
-                                           attention, llama::Logits::all);
+        const auto logits =
+            engine.forward(std::span(tokens).subspan(at, count), std::span(positions).subspan(at, count),
+                           attention, llama::Logits::all);
         scorer.take(logits, begin, static_cast<std::int32_t>(count), engine.model().config.vocab_size);
     }
 }
 
 /// Decode speed with the cache as it is: `steps` greedy tokens after what was fed. Tokens a second.
-double decode_speed(llama::Engine& engine, llama::KvAttention& attention, std::int32_t first_token, std::int32_t steps);
+double decode_speed(llama::Engine& engine, llama::KvAttention& attention, std::int32_t first_token,
+                    std::int32_t steps);
 
 }  // namespace examples

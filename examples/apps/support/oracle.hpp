@@ -14,13 +14,15 @@ namespace examples {
 
 /// Collects every layer's queries and keys of one dense pass over a whole sequence, and turns them into scores.
 class Oracle {
-public:
+  public:
     explicit Oracle(const llama::Config& config)
-        : config_(config), q_(static_cast<std::size_t>(config.layers)), k_(static_cast<std::size_t>(config.layers)) {}
+        : config_(config),
+          q_(static_cast<std::size_t>(config.layers)),
+          k_(static_cast<std::size_t>(config.layers)) {}
 
     /// For llama::observed: q [T, heads, head_dim] and k [T, kv_heads, head_dim] of the tokens that come next.
-    void operator()(int layer, std::span<const std::int64_t>, std::span<const float> q, std::span<const float> k,
-                    std::span<const float>) {
+    void operator()(int layer, std::span<const std::int64_t>, std::span<const float> q,
+                    std::span<const float> k, std::span<const float>) {
         auto& queries = q_[static_cast<std::size_t>(layer)];
         auto& keys = k_[static_cast<std::size_t>(layer)];
         queries.insert(queries.end(), q.begin(), q.end());
@@ -28,8 +30,12 @@ public:
     }
 
     void clear() {
-        for (auto& q : q_) { q.clear(); }
-        for (auto& k : k_) { k.clear(); }
+        for (auto& q : q_) {
+            q.clear();
+        }
+        for (auto& k : k_) {
+            k.clear();
+        }
         lse_.clear();
     }
 
@@ -45,21 +51,24 @@ public:
         std::vector<unsigned char> workspace;
         const kvpolicy::Sequences sequences{.batch = 1, .length = length};
         for (std::size_t layer = 0; layer < q_.size(); ++layer) {
-            const auto q = kvpolicy::view_bshd<const float>(q_[layer].data(), 1, length, config_.heads, config_.head_dim);
-            const auto k =
-                kvpolicy::view_bshd<const float>(k_[layer].data(), 1, length, config_.kv_heads, config_.head_dim);
+            const auto q = kvpolicy::view_bshd<const float>(q_[layer].data(), 1, length, config_.heads,
+                                                            config_.head_dim);
+            const auto k = kvpolicy::view_bshd<const float>(k_[layer].data(), 1, length, config_.kv_heads,
+                                                            config_.head_dim);
             workspace.resize(kvpolicy::future_mass_workspace_bytes<float>(on, q, k));
             const kvpolicy::workspace_view room{workspace.data(), workspace.size()};
             const auto lse = kvpolicy::view_bhs(lse_.data() + layer * plane, 1, config_.heads, length);
-            if (first) { kvpolicy::causal_lse<float>(on, {}, q, k, sequences, lse, room); }
-            kvpolicy::future_mass<float>(on, {}, q, k, lse, sequences, options,
-                                         kvpolicy::view_bhs(scores.data() + layer * kv_plane, 1, config_.kv_heads, length),
-                                         room);
+            if (first) {
+                kvpolicy::causal_lse<float>(on, {}, q, k, sequences, lse, room);
+            }
+            kvpolicy::future_mass<float>(
+                on, {}, q, k, lse, sequences, options,
+                kvpolicy::view_bhs(scores.data() + layer * kv_plane, 1, config_.kv_heads, length), room);
         }
         return scores;
     }
 
-private:
+  private:
     const llama::Config& config_;
     std::vector<std::vector<float>> q_, k_;  // [layers]
     std::vector<float> lse_;                 // [layers, heads, length]

@@ -24,7 +24,9 @@ struct KeyNormScorer {
     std::size_t scratch_size() const { return 0; }
     float score(std::int32_t, const float* key, const float*, float*) const {
         float sum = 0.0f;
-        for (std::int32_t d = 0; d < head_dim; ++d) { sum += key[d] * key[d]; }
+        for (std::int32_t d = 0; d < head_dim; ++d) {
+            sum += key[d] * key[d];
+        }
         return -std::sqrt(sum);
     }
 };
@@ -62,7 +64,8 @@ std::unique_ptr<llama::KvAttention> make_attention(const kvpolicy::host& on, con
         using KeyNorm = kvpolicy::Policy<Sink<>, Window<>, TopKBudget<>, KeyNormScorer>;
         return std::make_unique<llama::CacheAttention<KeyNorm, T>>(
             on, config,
-            KeyNorm{Sink<>{choice.sinks}, Window<>{choice.window}, TopKBudget<>{k}, KeyNormScorer{config.head_dim}});
+            KeyNorm{Sink<>{choice.sinks}, Window<>{choice.window}, TopKBudget<>{k},
+                    KeyNormScorer{config.head_dim}});
     }
     if (choice.name == "given") {
         using Given = kvpolicy::KVpop<>;

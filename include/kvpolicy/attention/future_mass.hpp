@@ -1,14 +1,14 @@
 // The future-attention target: how much attention a key receives after it has left the window (kvpop.txt, 3.1, 3.2, D).
 #pragma once
 
-#include <cstddef>
-#include <cstdint>
-#include <limits>
-
 #include <kvpolicy/core/context.hpp>
 #include <kvpolicy/core/types.hpp>
 #include <kvpolicy/core/view.hpp>
 #include <kvpolicy/policies/parameters.hpp>
+
+#include <cstddef>
+#include <cstdint>
+#include <limits>
 
 namespace kvpolicy {
 
@@ -20,10 +20,10 @@ enum class group_aggregate : std::uint8_t {
 
 /// Options of the target. The defaults are the paper's.
 struct FutureMassOptions {
-    HeadValues<std::int32_t> window{1};    ///< w, by head; a key is scored on queries d >= t + w
-    std::int32_t look_ahead = unlimited;   ///< L: only queries d <= t + w + L count
-    bool normalize = true;                 ///< divide by N_t; false gives the workshop paper's sum
-    float epsilon = 1e-8f;                 ///< eps, also what a key without future queries gets: log(eps)
+    HeadValues<std::int32_t> window{1};   ///< w, by head; a key is scored on queries d >= t + w
+    std::int32_t look_ahead = unlimited;  ///< L: only queries d <= t + w + L count
+    bool normalize = true;                ///< divide by N_t; false gives the workshop paper's sum
+    float epsilon = 1e-8f;                ///< eps, also what a key without future queries gets: log(eps)
     group_aggregate aggregate = group_aggregate::max;
     /// Tempering, 1 to infinity: M = (mean_d p^beta)^(1/beta). 1 is the paper's mean, infinity the largest attention that
     /// any single query pays. Beyond the papers: at tight budgets beta >= 2 keeps keys that few queries need badly.

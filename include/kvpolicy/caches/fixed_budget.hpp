@@ -2,12 +2,6 @@
 // place. Keys are stored as given (normally after RoPE, at their own positions), so the physical order means nothing.
 #pragma once
 
-#include <cstddef>
-#include <cstdint>
-#include <limits>
-#include <string>
-#include <vector>
-
 #include <kvpolicy/caches/ref.hpp>
 #include <kvpolicy/core/context.hpp>
 #include <kvpolicy/core/error.hpp>
@@ -15,6 +9,12 @@
 #include <kvpolicy/core/types.hpp>
 #include <kvpolicy/core/view.hpp>
 #include <kvpolicy/policies/compose.hpp>
+
+#include <cstddef>
+#include <cstdint>
+#include <limits>
+#include <string>
+#include <vector>
 
 namespace kvpolicy {
 
@@ -28,11 +28,11 @@ struct CacheBytes {
 
 /// How full one head of one sequence is.
 struct Occupancy {
-    position_t length = 0;       ///< tokens seen: the next token's position, not the count of rows
-    std::int32_t sinks = 0;      ///< rows in use
-    std::int32_t window = 0;     ///< rows in use
-    std::int32_t long_range = 0; ///< rows in use
-    std::int32_t capacity = 0;   ///< rows of the head, s + w + k
+    position_t length = 0;        ///< tokens seen: the next token's position, not the count of rows
+    std::int32_t sinks = 0;       ///< rows in use
+    std::int32_t window = 0;      ///< rows in use
+    std::int32_t long_range = 0;  ///< rows in use
+    std::int32_t capacity = 0;    ///< rows of the head, s + w + k
     constexpr std::int32_t rows() const { return sinks + window + long_range; }
 };
 
@@ -48,13 +48,15 @@ struct Occupancy {
 /// named any more. One stream or thread at a time per cache object.
 template <AnyPolicy P, Storage T>
 class FixedBudgetCache {
-    static_assert(!P::has_gate || P::has_budget,
-                  "kvpolicy: a FixedBudgetCache needs a TopKBudget beside a gate, since an open gate alone bounds "
-                  "nothing");
-    static_assert(!P::has_keep, "kvpolicy: a FixedBudgetCache cannot hold a policy that keeps keys by position, since "
-                                "nothing bounds them");
+    static_assert(
+        !P::has_gate || P::has_budget,
+        "kvpolicy: a FixedBudgetCache needs a TopKBudget beside a gate, since an open gate alone bounds "
+        "nothing");
+    static_assert(!P::has_keep,
+                  "kvpolicy: a FixedBudgetCache cannot hold a policy that keeps keys by position, since "
+                  "nothing bounds them");
 
-public:
+  public:
     using ref_type = FixedBudgetRef<P, T>;
     using scorer_type = typename P::scorer_type;
 
@@ -62,13 +64,15 @@ public:
     /// that they view, stay with the caller. Refuses: counts below 1, query heads that kv_heads does not divide, a
     /// head_dim that attention does not support, numbers that no policy can have, an unlimited budget, a scorer that does not
     /// fit the shape.
-    explicit FixedBudgetCache(const CacheShape& shape, const P& policy = P{}, const scorer_type* scorers = nullptr,
-                              const Attention& attention = {});
+    explicit FixedBudgetCache(const CacheShape& shape, const P& policy = P{},
+                              const scorer_type* scorers = nullptr, const Attention& attention = {});
 
     /// Memory needed from the caller. keys_and_values is exact: rows(layer) summed over layers, times the row sizes.
     [[nodiscard]] const CacheBytes& bytes() const { return bytes_; }
     /// Rows of one sequence in one layer, over all heads (with page rounding).
-    [[nodiscard]] std::int64_t rows(std::int32_t layer) const { return row_offset_[offset_index(layer, shape_.kv_heads)]; }
+    [[nodiscard]] std::int64_t rows(std::int32_t layer) const {
+        return row_offset_[offset_index(layer, shape_.kv_heads)];
+    }
     [[nodiscard]] const CacheShape& shape() const { return shape_; }
     [[nodiscard]] const P& policy() const { return policy_; }
 
@@ -99,7 +103,7 @@ public:
         rebase_limit_ = limit;
     }
 
-private:
+  private:
     [[nodiscard]] std::size_t offset_index(std::int32_t layer, std::int32_t head) const {
         return static_cast<std::size_t>(layer) * static_cast<std::size_t>(shape_.kv_heads + 1) +
                static_cast<std::size_t>(head);
@@ -182,10 +186,10 @@ struct HeadPages {
 
 /// Fills `pages`; refuses a capacity below the pages in use, naming both.
 template <class P, Storage T>
-void export_heads(const host& on, const FixedBudgetRef<P, T>& cache, const Batch& batch, const HeadPages& pages);
+void export_heads(const host& on, const FixedBudgetRef<P, T>& cache, const Batch& batch,
+                  const HeadPages& pages);
 
 }  // namespace kvpolicy
 
 #include <kvpolicy/host/fixed_budget.hpp>
 #include <kvpolicy/host/fixed_budget_step.hpp>
-#include <kvpolicy/host/fixed_budget_prefill.hpp>

@@ -1,13 +1,13 @@
 // What kernels and host code see of a FixedBudgetCache: a trivially copyable set of pointers and sizes, for one layer.
 #pragma once
 
-#include <cstdint>
-#include <type_traits>
-
 #include <kvpolicy/core/types.hpp>
 #include <kvpolicy/core/view.hpp>
 #include <kvpolicy/policies/parameters.hpp>
 #include <kvpolicy/policies/ranking.hpp>
+
+#include <cstdint>
+#include <type_traits>
 
 namespace kvpolicy {
 
@@ -19,7 +19,8 @@ struct CacheShape {
     std::int32_t kv_heads = 0;  ///< query_heads = G * kv_heads
     std::int32_t dim_k = 0;
     std::int32_t dim_v = 0;
-    std::int32_t page_rows = 1;  ///< a head's rows are rounded up to this many, so that it can be exported in pages
+    std::int32_t page_rows =
+        1;  ///< a head's rows are rounded up to this many, so that it can be exported in pages
 };
 
 /// Where the rows of one KV head lie, counted from the head's first row: [sinks | ring | long-range]. Token t < s has
@@ -30,7 +31,8 @@ struct HeadRows {
     std::int32_t window = 1;
 
     KVPOLICY_HOST_DEVICE constexpr std::int32_t recent(position_t t) const {
-        return t < sinks ? static_cast<std::int32_t>(t) : sinks + static_cast<std::int32_t>((t - sinks) % window);
+        return t < sinks ? static_cast<std::int32_t>(t)
+                         : sinks + static_cast<std::int32_t>((t - sinks) % window);
     }
     KVPOLICY_HOST_DEVICE constexpr std::int32_t place(std::int32_t p) const { return sinks + window + p; }
     /// Rows in use after `length` tokens, `kept` of them in long-range places.

@@ -17,7 +17,8 @@
 #define KVPOLICY_EXCEPTIONS 0
 #endif
 
-#if (defined(__x86_64__) || defined(_M_X64)) && (defined(__GNUC__) || defined(__clang__)) && !defined(__CUDA_ARCH__)
+#if (defined(__x86_64__) || defined(_M_X64)) && (defined(__GNUC__) || defined(__clang__)) && \
+    !defined(__CUDA_ARCH__)
 #define KVPOLICY_X86 1
 #else
 #define KVPOLICY_X86 0

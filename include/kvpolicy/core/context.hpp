@@ -2,13 +2,13 @@
 // that a backend lacks does not compile; there is no silent fallback.
 #pragma once
 
-#include <cstdint>
-#include <memory>
-#include <thread>
-
 #include <kvpolicy/core/config.hpp>
 #include <kvpolicy/core/error.hpp>
 #include <kvpolicy/detail/thread_pool.hpp>
+
+#include <cstdint>
+#include <memory>
+#include <thread>
 
 namespace kvpolicy {
 
@@ -34,7 +34,7 @@ inline isa detected_isa() noexcept {
 /// time (concurrent callers wait for each other); make one per thread that decodes on its own. Results do not depend on
 /// the number of threads.
 class host {
-public:
+  public:
     /// `threads` >= 1 counts the caller; 0 takes all hardware threads. `set` may only lower the instruction set.
     explicit host(int threads = 0, isa set = detected_isa()) : set_(set) {
         detail::require(threads >= 0 && threads <= 4096, "host threads", threads, "0 (all) to 4096");
@@ -55,7 +55,7 @@ public:
         pool_->parallel_for(count, static_cast<Body&&>(body));
     }
 
-private:
+  private:
     std::unique_ptr<detail::thread_pool> pool_;
     isa set_;
 };

@@ -6,12 +6,12 @@
 // does return, or none is installed, the process aborts after printing the text.
 #pragma once
 
+#include <kvpolicy/core/config.hpp>
+
 #include <cstdio>
 #include <cstdlib>
 #include <string>
 #include <type_traits>
-
-#include <kvpolicy/core/config.hpp>
 
 #if KVPOLICY_EXCEPTIONS
 #include <stdexcept>
@@ -22,7 +22,7 @@ namespace kvpolicy {
 #if KVPOLICY_EXCEPTIONS
 /// Thrown for every refused argument. what() is one sentence: argument, value, what is allowed.
 class invalid_argument : public std::invalid_argument {
-public:
+  public:
     using std::invalid_argument::invalid_argument;
 };
 #endif
@@ -41,8 +41,7 @@ inline error_handler& installed_error_handler() noexcept {
 inline std::string text_of(const std::string& value) { return value; }
 inline std::string text_of(const char* value) { return value; }
 template <class Value>
-    requires std::is_arithmetic_v<Value>
-std::string text_of(Value value) {
+requires std::is_arithmetic_v<Value> std::string text_of(Value value) {
     if constexpr (std::is_same_v<Value, bool>) {
         return value ? "true" : "false";
     } else if constexpr (std::is_floating_point_v<Value>) {
@@ -57,10 +56,7 @@ std::string text_of(Value value) {
 /// A text that is made only when it is needed: [&] { return "at least " + std::to_string(n); }. Calls on the fast path
 /// use it, since they must not allocate.
 template <class Make>
-    requires std::is_invocable_v<const Make&>
-std::string text_of(const Make& make) {
-    return make();
-}
+requires std::is_invocable_v<const Make&> std::string text_of(const Make& make) { return make(); }
 
 /// The texts of several values, one after another: text("at least ", rows). (Sums of strings that begin with a literal
 /// draw false warnings from g++ 12, and so would from our users' builds.)
@@ -76,7 +72,9 @@ std::string text(const Parts&... parts) {
 #if KVPOLICY_EXCEPTIONS
     throw invalid_argument(message);
 #else
-    if (error_handler handler = installed_error_handler()) { handler(message.c_str()); }
+    if (error_handler handler = installed_error_handler()) {
+        handler(message.c_str());
+    }
     std::fprintf(stderr, "kvpolicy: %s\n", message.c_str());
     std::abort();
 #endif
@@ -91,7 +89,9 @@ template <class Value>
 /// The usual check. The message is built only when the check fails; `argument` and `allowed` are texts, or make them.
 template <class Argument, class Value, class Allowed>
 void require(bool condition, const Argument& argument, const Value& value, const Allowed& allowed) {
-    if (!condition) [[unlikely]] { refuse(text_of(argument).c_str(), value, text_of(allowed)); }
+    if (!condition) [[unlikely]] {
+        refuse(text_of(argument).c_str(), value, text_of(allowed));
+    }
 }
 
 }  // namespace detail

@@ -1,12 +1,12 @@
 // The scalar types of the library: storage formats of keys and values, positions, expiries.
 #pragma once
 
+#include <kvpolicy/core/config.hpp>
+
 #include <cstddef>
 #include <cstdint>
 #include <limits>
 #include <type_traits>
-
-#include <kvpolicy/core/config.hpp>
 
 namespace kvpolicy {
 
@@ -38,10 +38,12 @@ struct bf16 {
         return __builtin_bit_cast(float, static_cast<std::uint32_t>(bits) << 16);
     }
 
-private:
+  private:
     KVPOLICY_HOST_DEVICE static constexpr std::uint16_t round(float value) {
         const std::uint32_t u = __builtin_bit_cast(std::uint32_t, value);
-        if ((u & 0x7fffffffu) > 0x7f800000u) { return static_cast<std::uint16_t>((u >> 16) | 0x40u); }  // keep NaN a NaN
+        if ((u & 0x7fffffffu) > 0x7f800000u) {
+            return static_cast<std::uint16_t>((u >> 16) | 0x40u);
+        }  // keep NaN a NaN
         return static_cast<std::uint16_t>((u + 0x7fffu + ((u >> 16) & 1u)) >> 16);
     }
 };
@@ -56,24 +58,33 @@ struct fp16 {
         const std::uint32_t sign = static_cast<std::uint32_t>(bits & 0x8000u) << 16;
         const std::uint32_t exponent = (bits >> 10) & 0x1fu;
         std::uint32_t mantissa = bits & 0x3ffu;
-        if (exponent == 31u) { return __builtin_bit_cast(float, sign | 0x7f800000u | (mantissa << 13)); }
-        if (exponent != 0u) { return __builtin_bit_cast(float, sign | ((exponent + 112u) << 23) | (mantissa << 13)); }
+        if (exponent == 31u) {
+            return __builtin_bit_cast(float, sign | 0x7f800000u | (mantissa << 13));
+        }
+        if (exponent != 0u) {
+            return __builtin_bit_cast(float, sign | ((exponent + 112u) << 23) | (mantissa << 13));
+        }
         // A subnormal half is mantissa * 2^-24, which a float holds exactly.
         const float magnitude = static_cast<float>(mantissa) * 0x1p-24f;
         return __builtin_bit_cast(float, __builtin_bit_cast(std::uint32_t, magnitude) | sign);
     }
 
-private:
+  private:
     KVPOLICY_HOST_DEVICE static constexpr std::uint16_t round(float value) {
         const std::uint32_t u = __builtin_bit_cast(std::uint32_t, value);
         const std::uint32_t sign = (u >> 16) & 0x8000u;
         const std::uint32_t magnitude = u & 0x7fffffffu;
-        if (magnitude > 0x7f800000u) { return static_cast<std::uint16_t>(sign | 0x7e00u); }
-        if (magnitude >= 0x477ff000u) { return static_cast<std::uint16_t>(sign | 0x7c00u); }  // rounds past 65504
+        if (magnitude > 0x7f800000u) {
+            return static_cast<std::uint16_t>(sign | 0x7e00u);
+        }
+        if (magnitude >= 0x477ff000u) {
+            return static_cast<std::uint16_t>(sign | 0x7c00u);
+        }  // rounds past 65504
         if (magnitude < 0x38800000u) {
             // Below 2^-14: adding 0.5 puts the half's unit in the last place (2^-24) at the float's.
             const float shifted = __builtin_bit_cast(float, magnitude) + 0.5f;
-            return static_cast<std::uint16_t>(sign | (__builtin_bit_cast(std::uint32_t, shifted) - 0x3f000000u));
+            return static_cast<std::uint16_t>(sign |
+                                              (__builtin_bit_cast(std::uint32_t, shifted) - 0x3f000000u));
         }
         const std::uint32_t rounded = magnitude + 0xfffu + ((magnitude >> 13) & 1u);
         return static_cast<std::uint16_t>(sign | ((rounded - 0x38000000u) >> 13));
@@ -82,8 +93,8 @@ private:
 
 /// A storage type of keys and values: bf16, fp16, float, and double for checks.
 template <class T>
-concept Storage =
-    std::is_same_v<T, bf16> || std::is_same_v<T, fp16> || std::is_same_v<T, float> || std::is_same_v<T, double>;
+concept Storage = std::is_same_v<T, bf16> || std::is_same_v<T, fp16> || std::is_same_v<T, float> ||
+    std::is_same_v<T, double>;
 
 static_assert(Storage<bf16> && Storage<fp16> && Storage<float> && Storage<double>);
 

@@ -3,11 +3,11 @@
 // under every compiler and go to kernels by value.
 #pragma once
 
+#include <kvpolicy/core/config.hpp>
+
 #include <cstddef>
 #include <cstdint>
 #include <type_traits>
-
-#include <kvpolicy/core/config.hpp>
 
 namespace kvpolicy {
 
@@ -30,8 +30,8 @@ struct rows_view {
 
     // A template, since nvcc warns about a plain conversion operator to one's own type even where a constraint rules it out.
     template <class U>
-        requires(std::is_same_v<U, T> && !std::is_const_v<T>)
-    KVPOLICY_HOST_DEVICE constexpr operator rows_view<const U>() const {
+    requires(std::is_same_v<U, T> && !std::is_const_v<T>) KVPOLICY_HOST_DEVICE constexpr
+    operator rows_view<const U>() const {
         return {data, batch, heads, length, dim, batch_stride, head_stride, row_stride};
     }
 };
@@ -53,8 +53,8 @@ struct plane_view {
 
     // A template, since nvcc warns about a plain conversion operator to one's own type even where a constraint rules it out.
     template <class U>
-        requires(std::is_same_v<U, T> && !std::is_const_v<T>)
-    KVPOLICY_HOST_DEVICE constexpr operator plane_view<const U>() const {
+    requires(std::is_same_v<U, T> && !std::is_const_v<T>) KVPOLICY_HOST_DEVICE constexpr
+    operator plane_view<const U>() const {
         return {data, batch, heads, length, batch_stride, head_stride};
     }
 
@@ -104,8 +104,12 @@ struct Sequences {
     const std::int32_t* cu_seqlens = nullptr;  // [segments + 1], rising, cu_seqlens[0] = 0
     std::int32_t segments = 0;
 
-    KVPOLICY_HOST_DEVICE constexpr std::int32_t length_of(std::int64_t b) const { return lengths ? lengths[b] : length; }
-    KVPOLICY_HOST_DEVICE constexpr std::int32_t start_of(std::int64_t b) const { return starts ? starts[b] : 0; }
+    KVPOLICY_HOST_DEVICE constexpr std::int32_t length_of(std::int64_t b) const {
+        return lengths ? lengths[b] : length;
+    }
+    KVPOLICY_HOST_DEVICE constexpr std::int32_t start_of(std::int64_t b) const {
+        return starts ? starts[b] : 0;
+    }
 };
 
 /// The active sequences of one call on a cache. Entry i of q, k, v and out belongs to cache slot slots[i] (default: i)
@@ -119,7 +123,9 @@ struct Batch {
     KVPOLICY_HOST_DEVICE constexpr std::int32_t slot(std::int64_t i) const {
         return slots ? slots[i] : static_cast<std::int32_t>(i);
     }
-    KVPOLICY_HOST_DEVICE constexpr std::int32_t tokens(std::int64_t i) const { return q_len ? q_len[i] : length; }
+    KVPOLICY_HOST_DEVICE constexpr std::int32_t tokens(std::int64_t i) const {
+        return q_len ? q_len[i] : length;
+    }
 };
 
 /// The numbers of an attention call that are not tensors. logit = scale * <q, k>, then softcap * tanh(logit / softcap)

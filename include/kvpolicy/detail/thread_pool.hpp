@@ -1,6 +1,8 @@
 // A small fixed pool of threads for the host backend: parallel_for over an index range, the caller taking part.
 #pragma once
 
+#include <kvpolicy/core/config.hpp>
+
 #include <atomic>
 #include <condition_variable>
 #include <cstdint>
@@ -11,18 +13,18 @@
 #include <type_traits>
 #include <vector>
 
-#include <kvpolicy/core/config.hpp>
-
 namespace kvpolicy::detail {
 
 /// Runs index ranges on `threads` threads (the caller is one of them). One range at a time: concurrent callers of one
 /// pool are serialised. A worker spins a moment before it sleeps, since a decode step asks for a range every few
 /// microseconds. What an index throws is thrown again to the caller, the lowest index first, after all have ended.
 class thread_pool {
-public:
+  public:
     explicit thread_pool(int threads) {
         workers_.reserve(static_cast<std::size_t>(threads > 1 ? threads - 1 : 0));
-        for (int i = 1; i < threads; ++i) { workers_.emplace_back([this, i] { work(i); }); }
+        for (int i = 1; i < threads; ++i) {
+            workers_.emplace_back([this, i] { work(i); });
+        }
     }
     thread_pool(const thread_pool&) = delete;
     thread_pool& operator=(const thread_pool&) = delete;
@@ -34,7 +36,9 @@ public:
             generation_.fetch_add(1, std::memory_order_release);
         }
         wake_.notify_all();
-        for (std::thread& worker : workers_) { worker.join(); }
+        for (std::thread& worker : workers_) {
+            worker.join();
+        }
     }
 
     [[nodiscard]] int threads() const { return static_cast<int>(workers_.size()) + 1; }
@@ -43,26 +47,41 @@ public:
     /// threads. `thread` tells which memory of its own an index may use.
     template <class Body>
     void parallel_for(std::int64_t count, Body&& body) {
-        if (count <= 0) { return; }
+        if (count <= 0) {
+            return;
+        }
         if (workers_.empty() || count == 1) {
-            for (std::int64_t i = 0; i < count; ++i) { call(body, i, 0); }
+            for (std::int64_t i = 0; i < count; ++i) {
+                call(body, i, 0);
+            }
             return;
         }
         const std::lock_guard one_caller(callers_);
         using body_type = std::remove_reference_t<Body>;
-        job_ = [](void* context, std::int64_t i, int thread) { call(*static_cast<body_type*>(context), i, thread); };
+        job_ = [](void* context, std::int64_t i, int thread) {
+            call(*static_cast<body_type*>(context), i, thread);
+        };
         context_ = const_cast<void*>(static_cast<const void*>(std::addressof(body)));
         count_ = count;
         next_.store(0, std::memory_order_relaxed);
-        running_.store(static_cast<int>(workers_.size()), std::memory_order_relaxed);
         {
             const std::lock_guard lock(mutex_);
+            open_ = true;
             generation_.fetch_add(1, std::memory_order_release);
         }
         wake_.notify_all();
         drain(0);
-        for (int spins = 0; running_.load(std::memory_order_acquire) != 0; ++spins) {
-            if (spins < spin_limit) { pause(); } else { std::this_thread::yield(); }
+        {
+            // A worker that has not come by now need not come at all: on a busy machine it may take milliseconds.
+            const std::lock_guard lock(mutex_);
+            open_ = false;
+        }
+        for (int spins = 0; inside_.load(std::memory_order_acquire) != 0; ++spins) {
+            if (spins < spin_limit) {
+                pause();
+            } else {
+                std::this_thread::yield();
+            }
         }
 #if KVPOLICY_EXCEPTIONS
         if (failure_) {
@@ -73,12 +92,16 @@ public:
 #endif
     }
 
-private:
+  private:
     static constexpr int spin_limit = 2000;
 
     template <class Body>
     static void call(Body& body, std::int64_t i, int thread) {
-        if constexpr (std::is_invocable_v<Body&, std::int64_t, int>) { body(i, thread); } else { body(i); }
+        if constexpr (std::is_invocable_v<Body&, std::int64_t, int>) {
+            body(i, thread);
+        } else {
+            body(i);
+        }
     }
 
     static void pause() {
@@ -108,17 +131,24 @@ private:
     void work(int thread) {
         std::uint64_t seen = 0;
         for (;;) {
-            for (int spins = 0; spins < spin_limit && generation_.load(std::memory_order_acquire) == seen; ++spins) {
+            for (int spins = 0; spins < spin_limit && generation_.load(std::memory_order_acquire) == seen;
+                 ++spins) {
                 pause();
             }
             {
                 std::unique_lock lock(mutex_);
                 wake_.wait(lock, [&] { return generation_.load(std::memory_order_relaxed) != seen; });
                 seen = generation_.load(std::memory_order_relaxed);
-                if (stopping_) { return; }
+                if (stopping_) {
+                    return;
+                }
+                if (!open_) {
+                    continue;
+                }
+                inside_.fetch_add(1, std::memory_order_relaxed);
             }
             drain(thread);
-            running_.fetch_sub(1, std::memory_order_release);
+            inside_.fetch_sub(1, std::memory_order_release);
         }
     }
 
@@ -128,11 +158,12 @@ private:
     std::condition_variable wake_;
     std::atomic<std::uint64_t> generation_{0};
     bool stopping_ = false;
+    bool open_ = false;           // may a worker still join the present range?
+    std::atomic<int> inside_{0};  // workers that have joined it
     void (*job_)(void*, std::int64_t, int) = nullptr;
     void* context_ = nullptr;
     std::int64_t count_ = 0;
     std::atomic<std::int64_t> next_{0};
-    std::atomic<int> running_{0};
 #if KVPOLICY_EXCEPTIONS
     std::exception_ptr failure_;
     std::int64_t failed_index_ = 0;

@@ -1,14 +1,14 @@
 // Bodies of masks/build.hpp on the host.
 #pragma once
 
-#include <algorithm>
-#include <atomic>
-#include <string>
-
 #include <kvpolicy/core/status.hpp>
 #include <kvpolicy/host/check.hpp>
 #include <kvpolicy/masks/build.hpp>
 #include <kvpolicy/masks/contest.hpp>
+
+#include <algorithm>
+#include <atomic>
+#include <string>
 
 namespace kvpolicy {
 
@@ -35,7 +35,9 @@ void for_each_segment(const Sequences& sequences, std::int32_t b, Visit&& visit)
     for (std::int32_t i = 0; i < sequences.segments; ++i) {
         const std::int32_t begin = sequences.cu_seqlens[i];
         const std::int32_t end = std::min(sequences.cu_seqlens[i + 1], length);
-        if (begin < end) { visit(begin, end); }
+        if (begin < end) {
+            visit(begin, end);
+        }
     }
 }
 
@@ -46,7 +48,9 @@ void for_each_leaver(const P& policy, const HeadRule& rule, std::int32_t length,
     for (std::int64_t q = std::int64_t{rule.sinks} + rule.window; q < length; ++q) {
         const auto t = static_cast<std::int32_t>(q - rule.window);
         if constexpr (P::has_keep) {
-            if (policy.keeps(t)) { continue; }
+            if (policy.keeps(t)) {
+                continue;
+            }
         }
         visit(t, static_cast<std::int32_t>(q));
     }
@@ -54,7 +58,8 @@ void for_each_leaver(const P& policy, const HeadRule& rule, std::int32_t length,
 
 /// Refuses a NaN score that will be read.
 template <class P>
-void check_scores(const P& policy, plane_view<const float> scores, const Sequences& sequences, std::int32_t layer) {
+void check_scores(const P& policy, plane_view<const float> scores, const Sequences& sequences,
+                  std::int32_t layer) {
     for (std::int32_t b = 0; b < sequences.batch; ++b) {
         for (std::int32_t h = 0; h < scores.heads; ++h) {
             const float* score = scores.head(b, h);
@@ -62,7 +67,8 @@ void check_scores(const P& policy, plane_view<const float> scores, const Sequenc
             for_each_segment<P>(sequences, b, [&](std::int32_t begin, std::int32_t end) {
                 for_each_leaver(policy, rule, end - begin, [&](std::int32_t t, std::int32_t) {
                     if (score[begin + t] != score[begin + t]) [[unlikely]] {
-                        detail::refuse(detail::text("scores[", b, "][", h, "][", begin + t, "]").c_str(), "NaN", "a number (-inf and +inf are allowed)");
+                        detail::refuse(detail::text("scores[", b, "][", h, "][", begin + t, "]").c_str(),
+                                       "NaN", "a number (-inf and +inf are allowed)");
                     }
                 });
             });
@@ -72,35 +78,40 @@ void check_scores(const P& policy, plane_view<const float> scores, const Sequenc
 
 /// A plane that a call writes, or reads beside one: [batch, heads, at least length].
 template <class T>
-void check_plane(const char* name, plane_view<T> plane, std::int32_t batch, std::int32_t heads, std::int32_t length) {
-    detail::require(plane.batch == batch && plane.heads == heads && plane.length >= length,
-                    [&] { return detail::text(name, ".length"); }, plane.length,
-                    [&] {
-                        return detail::text(length, " or more, for ", batch, " sequences of ", heads, " heads (it has ", plane.batch, " of ", plane.heads, ")");
-                    });
-    detail::require(plane.data != nullptr || batch == 0 || heads == 0 || length == 0,
-                    [&] { return detail::text(name, ".data"); }, "null", "a pointer to its numbers");
+void check_plane(const char* name, plane_view<T> plane, std::int32_t batch, std::int32_t heads,
+                 std::int32_t length) {
+    detail::require(
+        plane.batch == batch && plane.heads == heads && plane.length >= length,
+        [&] { return detail::text(name, ".length"); }, plane.length,
+        [&] {
+            return detail::text(length, " or more, for ", batch, " sequences of ", heads, " heads (it has ",
+                                plane.batch, " of ", plane.heads, ")");
+        });
+    detail::require(
+        plane.data != nullptr || batch == 0 || heads == 0 || length == 0,
+        [&] { return detail::text(name, ".data"); }, "null", "a pointer to its numbers");
 }
 
 template <class P>
-void check_mask_call(const P& policy, plane_view<const float> scores, const Sequences& sequences, std::int32_t batch,
-                     std::int32_t heads, std::int32_t length, std::int32_t layer) {
+void check_mask_call(const P& policy, plane_view<const float> scores, const Sequences& sequences,
+                     std::int32_t batch, std::int32_t heads, std::int32_t length, std::int32_t layer) {
     policy.check_layer(layer, heads);
     check_sequences(sequences, batch, length);
     if constexpr (P::ranked) {
         detail::require(static_cast<bool>(scores) || length == 0, "scores.data", "null",
                         "fp32 scores, since this policy ranks keys");
         if (scores.batch != batch || scores.heads != heads || scores.length < sequences.length) {
-            detail::refuse("scores",
-                           detail::text(scores.batch, " x ", scores.heads, " x ", scores.length),
-                           detail::text(batch, " x ", heads, " x at least ", sequences.length, ", as the output"));
+            detail::refuse(
+                "scores", detail::text(scores.batch, " x ", scores.heads, " x ", scores.length),
+                detail::text(batch, " x ", heads, " x at least ", sequences.length, ", as the output"));
         }
     }
 }
 
 /// The entries that one head may need: the largest budget that a segment can fill.
 template <class P>
-std::int64_t contest_capacity(const P& policy, const Sequences& sequences, std::int32_t heads, std::int32_t layer) {
+std::int64_t contest_capacity(const P& policy, const Sequences& sequences, std::int32_t heads,
+                              std::int32_t layer) {
     std::int64_t most = 0;
     if constexpr (P::has_budget) {
         for (std::int32_t h = 0; h < heads; ++h) {
@@ -121,7 +132,9 @@ std::uint32_t segment_expiry(const P& policy, const HeadRule& rule, const float*
                              expiry_t* expiry, detail::contestant* storage, position_t limit) {
     for (std::int32_t t = 0; t < length; ++t) {
         bool forever = t < rule.sinks;
-        if constexpr (P::has_keep) { forever = forever || policy.keeps(t); }
+        if constexpr (P::has_keep) {
+            forever = forever || policy.keeps(t);
+        }
         expiry[t] = forever ? never : window_expiry(t, rule.window);
     }
     std::uint32_t status = status_ok;
@@ -129,15 +142,23 @@ std::uint32_t segment_expiry(const P& policy, const HeadRule& rule, const float*
         detail::long_range_set places(storage, rule, limit);
         const auto gate = policy.gate();
         for_each_leaver(policy, rule, length, [&](std::int32_t t, std::int32_t q) {
-            if (score[t] != score[t]) { status |= status_nan_score; }
-            if (!gate.open(score[t], rule)) { return; }
+            if (score[t] != score[t]) {
+                status |= status_nan_score;
+            }
+            if (!gate.open(score[t], rule)) {
+                return;
+            }
             if (rule.budget == unlimited) {
                 expiry[t] = never;
                 return;
             }
             const auto outcome = places.contest(t, score[t], t, q);
-            if (outcome.kind != detail::contest_outcome::refused) { expiry[t] = never; }
-            if (outcome.kind == detail::contest_outcome::replaced) { expiry[outcome.lost] = q; }
+            if (outcome.kind != detail::contest_outcome::refused) {
+                expiry[t] = never;
+            }
+            if (outcome.kind == detail::contest_outcome::replaced) {
+                expiry[outcome.lost] = q;
+            }
         });
     }
     return status;
@@ -146,10 +167,10 @@ std::uint32_t segment_expiry(const P& policy, const HeadRule& rule, const float*
 }  // namespace host_backend
 
 template <AnyPolicy P>
-std::size_t build_mask_workspace_bytes(const host&, const P& policy, const Sequences& sequences, std::int32_t heads,
-                                       const MaskOptions& options) {
-    const auto capacity = static_cast<std::size_t>(
-        host_backend::contest_capacity(policy, sequences, heads, options.layer));
+std::size_t build_mask_workspace_bytes(const host&, const P& policy, const Sequences& sequences,
+                                       std::int32_t heads, const MaskOptions& options) {
+    const auto capacity =
+        static_cast<std::size_t>(host_backend::contest_capacity(policy, sequences, heads, options.layer));
     const auto tasks = static_cast<std::size_t>(sequences.batch) * static_cast<std::size_t>(heads);
     return capacity == 0 ? 0 : tasks * capacity * sizeof(detail::contestant) + host_backend::alignment;
 }
@@ -159,18 +180,22 @@ void build_mask(const host& on, const P& policy, plane_view<const float> scores,
                 plane_view<expiry_t> expiry, workspace_view workspace, const MaskOptions& options,
                 std::uint32_t* status) {
     const std::int32_t heads = expiry.heads;
-    host_backend::check_mask_call(policy, scores, sequences, expiry.batch, heads, expiry.length, options.layer);
+    host_backend::check_mask_call(policy, scores, sequences, expiry.batch, heads, expiry.length,
+                                  options.layer);
     host_backend::check_plane("expiry", expiry, expiry.batch, heads, sequences.length);
     detail::require(options.rebase_limit >= 1 && options.rebase_limit <= rebase_limit, "rebase_limit",
                     options.rebase_limit, "1 to 2^29");
     if constexpr (P::ranked) {
-        if (!options.nan_ranks_last) { host_backend::check_scores(policy, scores, sequences, options.layer); }
+        if (!options.nan_ranks_last) {
+            host_backend::check_scores(policy, scores, sequences, options.layer);
+        }
     }
     host_backend::check_workspace(workspace,
                                   build_mask_workspace_bytes(on, policy, sequences, heads, options));
     const std::int64_t capacity = host_backend::contest_capacity(policy, sequences, heads, options.layer);
-    auto* storage = capacity == 0 ? nullptr
-                                  : reinterpret_cast<detail::contestant*>(host_backend::aligned(workspace.data));
+    auto* storage = capacity == 0
+                        ? nullptr
+                        : reinterpret_cast<detail::contestant*>(host_backend::aligned(workspace.data));
     // One task per sequence: the heads of a sequence share its status word.
     on.parallel_for(std::int64_t{sequences.batch} * heads, [&](std::int64_t task) {
         const auto b = static_cast<std::int32_t>(task / heads);
@@ -189,12 +214,15 @@ void build_mask(const host& on, const P& policy, plane_view<const float> scores,
                 }
             }
         });
-        if (status != nullptr && bits != status_ok) { std::atomic_ref(status[b]).fetch_or(bits); }
+        if (status != nullptr && bits != status_ok) {
+            std::atomic_ref(status[b]).fetch_or(bits);
+        }
     });
 }
 
 template <Cutoff C, AnyPolicy P>
-std::size_t build_cutoffs_workspace_bytes(const host&, const P&, const Sequences& sequences, std::int32_t heads) {
+std::size_t build_cutoffs_workspace_bytes(const host&, const P&, const Sequences& sequences,
+                                          std::int32_t heads) {
     const auto length = static_cast<std::size_t>(sequences.length);
     const std::size_t per_head = host_backend::aligned_size(length * sizeof(double)) +
                                  host_backend::aligned_size(length * sizeof(std::int32_t)) +
@@ -204,9 +232,9 @@ std::size_t build_cutoffs_workspace_bytes(const host&, const P&, const Sequences
 }
 
 template <Cutoff C, AnyPolicy P>
-void build_cutoffs(const host& on, const P& policy, plane_view<const float> scores, const Sequences& sequences,
-                   plane_view<std::int32_t> rank, plane_view<std::int32_t> cutoff, workspace_view workspace,
-                   std::int32_t layer) {
+void build_cutoffs(const host& on, const P& policy, plane_view<const float> scores,
+                   const Sequences& sequences, plane_view<std::int32_t> rank, plane_view<std::int32_t> cutoff,
+                   workspace_view workspace, std::int32_t layer) {
     static_assert(P::has_budget, "kvpolicy: build_cutoffs needs a policy with a TopKBudget");
     const std::int32_t heads = rank.heads;
     host_backend::check_mask_call(policy, scores, sequences, rank.batch, heads, rank.length, layer);
@@ -224,7 +252,8 @@ void build_cutoffs(const host& on, const P& policy, plane_view<const float> scor
     const auto capacity = static_cast<std::size_t>(sequences.length);
     const std::size_t value_bytes = host_backend::aligned_size(capacity * sizeof(double));
     const std::size_t order_bytes = host_backend::aligned_size(capacity * sizeof(std::int32_t));
-    const std::size_t per_head = value_bytes + order_bytes + host_backend::aligned_size(C::scratch_bytes(sequences.length));
+    const std::size_t per_head =
+        value_bytes + order_bytes + host_backend::aligned_size(C::scratch_bytes(sequences.length));
     std::byte* memory = host_backend::aligned(workspace.data);
     on.parallel_for(std::int64_t{sequences.batch} * heads, [&](std::int64_t task) {
         const std::int64_t b = task / heads;
@@ -240,21 +269,25 @@ void build_cutoffs(const host& on, const P& policy, plane_view<const float> scor
         std::int32_t competing = 0;
         const float* score = scores.head(b, h);
         host_backend::for_each_leaver(policy, rule, length, [&](std::int32_t t, std::int32_t) {
-            if (!gate.open(score[t], rule)) { return; }
+            if (!gate.open(score[t], rule)) {
+                return;
+            }
             value[t] = static_priority(score[t], rule.log_gamma, t);
             order[competing++] = t;
         });
         std::sort(order, order + competing,
                   [&](std::int32_t a, std::int32_t c) { return ranks_before(value[a], a, value[c], c); });
-        for (std::int32_t i = 0; i < competing; ++i) { ranks[order[i]] = i; }
+        for (std::int32_t i = 0; i < competing; ++i) {
+            ranks[order[i]] = i;
+        }
         C{}(ranks, length, rule, cutoff.head(b, h), mine + value_bytes + order_bytes);
     });
 }
 
 template <AnyPolicy P>
 void expiry_from_cutoffs(const host& on, const P& policy, plane_view<const std::int32_t> rank,
-                         plane_view<const std::int32_t> cutoff, const Sequences& sequences, plane_view<expiry_t> expiry,
-                         std::int32_t layer) {
+                         plane_view<const std::int32_t> cutoff, const Sequences& sequences,
+                         plane_view<expiry_t> expiry, std::int32_t layer) {
     const std::int32_t heads = expiry.heads;
     policy.check_layer(layer, heads);
     host_backend::check_sequences(sequences, expiry.batch, expiry.length);
@@ -273,12 +306,16 @@ void expiry_from_cutoffs(const host& on, const P& policy, plane_view<const std::
         expiry_t* out = expiry.head(b, h);
         for (std::int32_t t = 0; t < length; ++t) {
             bool forever = t < rule.sinks;
-            if constexpr (P::has_keep) { forever = forever || policy.keeps(t); }
+            if constexpr (P::has_keep) {
+                forever = forever || policy.keeps(t);
+            }
             out[t] = forever ? never : host_backend::window_expiry(t, rule.window);
-            if (forever || ranks[t] == no_rank) { continue; }
+            if (forever || ranks[t] == no_rank) {
+                continue;
+            }
             // The first query, from t + w on, whose cutoff is better than this key's rank.
-            const std::int32_t* first = std::partition_point(
-                cutoffs + out[t], cutoffs + length, [&](std::int32_t c) { return c >= ranks[t]; });
+            const std::int32_t* first = std::partition_point(cutoffs + out[t], cutoffs + length,
+                                                             [&](std::int32_t c) { return c >= ranks[t]; });
             out[t] = first == cutoffs + length ? never : static_cast<expiry_t>(first - cutoffs);
         }
     });

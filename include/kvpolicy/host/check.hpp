@@ -2,14 +2,14 @@
 // must not allocate.
 #pragma once
 
+#include <kvpolicy/core/error.hpp>
+#include <kvpolicy/core/view.hpp>
+
 #include <algorithm>
 #include <cmath>
 #include <cstddef>
 #include <cstdint>
 #include <string>
-
-#include <kvpolicy/core/error.hpp>
-#include <kvpolicy/core/view.hpp>
 
 namespace kvpolicy::host_backend {
 
@@ -19,11 +19,14 @@ inline void check_sequences(const Sequences& sequences, std::int32_t batch, std:
         detail::refuse("sequences.batch", sequences.batch, detail::text("the views' batch, ", batch));
     }
     if (sequences.length < 0 || sequences.length > length) {
-        detail::refuse("sequences.length", sequences.length, detail::text("0 to the views' length, ", length));
+        detail::refuse("sequences.length", sequences.length,
+                       detail::text("0 to the views' length, ", length));
     }
     if (sequences.lengths != nullptr) {
         for (std::int32_t b = 0; b < batch; ++b) {
-            if (sequences.lengths[b] >= 0 && sequences.lengths[b] <= sequences.length) { continue; }
+            if (sequences.lengths[b] >= 0 && sequences.lengths[b] <= sequences.length) {
+                continue;
+            }
             detail::refuse(detail::text("sequences.lengths[", b, "]").c_str(), sequences.lengths[b],
                            detail::text("0 to sequences.length = ", sequences.length));
         }
@@ -31,11 +34,14 @@ inline void check_sequences(const Sequences& sequences, std::int32_t batch, std:
     if (sequences.cu_seqlens != nullptr) {
         detail::require(sequences.segments >= 1, "sequences.segments", sequences.segments,
                         "1 or more where cu_seqlens is given");
-        detail::require(sequences.cu_seqlens[0] == 0, "sequences.cu_seqlens[0]", sequences.cu_seqlens[0], "0");
+        detail::require(sequences.cu_seqlens[0] == 0, "sequences.cu_seqlens[0]", sequences.cu_seqlens[0],
+                        "0");
         for (std::int32_t i = 0; i < sequences.segments; ++i) {
-            if (sequences.cu_seqlens[i + 1] >= sequences.cu_seqlens[i]) { continue; }
-            detail::refuse(detail::text("sequences.cu_seqlens[", i + 1, "]").c_str(), sequences.cu_seqlens[i + 1],
-                           "no less than the edge before it");
+            if (sequences.cu_seqlens[i + 1] >= sequences.cu_seqlens[i]) {
+                continue;
+            }
+            detail::refuse(detail::text("sequences.cu_seqlens[", i + 1, "]").c_str(),
+                           sequences.cu_seqlens[i + 1], "no less than the edge before it");
         }
         if (sequences.cu_seqlens[sequences.segments] != sequences.length) {
             detail::refuse("sequences.cu_seqlens's last edge", sequences.cu_seqlens[sequences.segments],
@@ -64,24 +70,26 @@ inline void check_workspace(workspace_view workspace, std::size_t needed) {
         detail::refuse("workspace.bytes", workspace.bytes,
                        detail::text("at least ", needed, " (what the call's ..._workspace_bytes says)"));
     }
-    detail::require(needed == 0 || workspace.data != nullptr, "workspace.data", "null", "memory of workspace.bytes");
+    detail::require(needed == 0 || workspace.data != nullptr, "workspace.data", "null",
+                    "memory of workspace.bytes");
 }
 
 /// A tensor of a call: [batch, heads, at least length, dim].
 template <class T>
-void check_rows(const char* name, rows_view<T> view, std::int32_t batch, std::int32_t heads, std::int32_t length,
-                std::int32_t dim) {
+void check_rows(const char* name, rows_view<T> view, std::int32_t batch, std::int32_t heads,
+                std::int32_t length, std::int32_t dim) {
     const bool fits = view.batch == batch && view.heads == heads && view.length >= length && view.dim == dim;
     if (!fits) {
-        detail::refuse(name,
-                       detail::text(view.batch, " x ", view.heads, " x ", view.length, " x ", view.dim),
+        detail::refuse(name, detail::text(view.batch, " x ", view.heads, " x ", view.length, " x ", view.dim),
                        detail::text(batch, " x ", heads, " x at least ", length, " x ", dim));
     }
-    detail::require(view.data != nullptr || batch == 0 || length == 0, name, "null", "a pointer to its elements");
+    detail::require(view.data != nullptr || batch == 0 || length == 0, name, "null",
+                    "a pointer to its elements");
 }
 
 /// Slots and token counts of a batch. Returns the largest token count.
-inline std::int32_t check_batch(const Batch& batch, std::int32_t slots, std::int32_t most, const char* most_name) {
+inline std::int32_t check_batch(const Batch& batch, std::int32_t slots, std::int32_t most,
+                                const char* most_name) {
     if (batch.count < 0 || batch.count > slots) {
         detail::refuse("batch.count", batch.count, detail::text("0 to the cache's slots, ", slots));
     }
@@ -107,9 +115,10 @@ inline std::int32_t check_batch(const Batch& batch, std::int32_t slots, std::int
 }
 
 /// The plane for log-sum-exps, where one is given.
-inline void check_lse(plane_view<float> lse, std::int32_t batch, std::int32_t query_heads, std::int32_t length) {
-    detail::require(!lse || (lse.batch == batch && lse.heads == query_heads && lse.length >= length), "lse.length",
-                    lse.length, "the shape of q without its last dimension");
+inline void check_lse(plane_view<float> lse, std::int32_t batch, std::int32_t query_heads,
+                      std::int32_t length) {
+    detail::require(!lse || (lse.batch == batch && lse.heads == query_heads && lse.length >= length),
+                    "lse.length", lse.length, "the shape of q without its last dimension");
 }
 
 /// The first address at or after `data` that is aligned to 64 bytes, and how many bytes the alignment may cost.
@@ -118,6 +127,8 @@ inline std::byte* aligned(void* data) {
     const auto address = reinterpret_cast<std::uintptr_t>(data);
     return static_cast<std::byte*>(data) + (alignment - address % alignment) % alignment;
 }
-constexpr std::size_t aligned_size(std::size_t bytes) { return (bytes + alignment - 1) / alignment * alignment; }
+constexpr std::size_t aligned_size(std::size_t bytes) {
+    return (bytes + alignment - 1) / alignment * alignment;
+}
 
 }  // namespace kvpolicy::host_backend

@@ -1,12 +1,12 @@
 // The owner's members on the host: planning, binding, clearing, looking.
 #pragma once
 
-#include <algorithm>
-#include <cstring>
-
 #include <kvpolicy/caches/fixed_budget.hpp>
 #include <kvpolicy/host/attention_types.hpp>
 #include <kvpolicy/host/check.hpp>
+
+#include <algorithm>
+#include <cstring>
 
 namespace kvpolicy {
 
@@ -15,17 +15,23 @@ namespace host_backend {
 /// The state floats of a scorer, 0 for a stateless one.
 template <class S>
 std::int64_t state_floats(const S& scorer) {
-    if constexpr (StatefulScorer<S>) { return static_cast<std::int64_t>(scorer.state_size()); } else { return 0; }
+    if constexpr (StatefulScorer<S>) {
+        return static_cast<std::int64_t>(scorer.state_size());
+    } else {
+        return 0;
+    }
 }
 
 inline void check_shape(const CacheShape& shape) {
     detail::require(shape.layers >= 1, "layers", shape.layers, "1 or more");
     detail::require(shape.slots >= 1, "slots", shape.slots, "1 or more");
     detail::require(shape.kv_heads >= 1, "kv_heads", shape.kv_heads, "1 or more");
-    detail::require(shape.query_heads >= 1 && shape.query_heads % shape.kv_heads == 0, "query_heads", shape.query_heads,
-                    detail::text("a multiple of kv_heads = ", shape.kv_heads));
-    detail::require(head_dim_supported(shape.dim_k), "head_dim of keys", shape.dim_k, detail::text("a multiple of 8 up to ", max_head_dim));
-    detail::require(head_dim_supported(shape.dim_v), "head_dim of values", shape.dim_v, detail::text("a multiple of 8 up to ", max_head_dim));
+    detail::require(shape.query_heads >= 1 && shape.query_heads % shape.kv_heads == 0, "query_heads",
+                    shape.query_heads, detail::text("a multiple of kv_heads = ", shape.kv_heads));
+    detail::require(head_dim_supported(shape.dim_k), "head_dim of keys", shape.dim_k,
+                    detail::text("a multiple of 8 up to ", max_head_dim));
+    detail::require(head_dim_supported(shape.dim_v), "head_dim of values", shape.dim_v,
+                    detail::text("a multiple of 8 up to ", max_head_dim));
     detail::require(shape.page_rows >= 1, "page_rows", shape.page_rows, "1 or more");
 }
 
@@ -42,8 +48,7 @@ FixedBudgetCache<P, T>::FixedBudgetCache(const CacheShape& shape, const P& polic
         std::int64_t rows = 0;
         for (std::int32_t head = 0; head < shape.kv_heads; ++head) {
             const HeadRule rule = policy.rule(layer, head);
-            const std::string name =
-                detail::text("budget k of layer ", layer, ", head ", head);
+            const std::string name = detail::text("budget k of layer ", layer, ", head ", head);
             detail::require(rule.budget != unlimited, name.c_str(), "unlimited",
                             "a number, since a FixedBudgetCache is bounded");
             const std::int64_t needed = std::int64_t{rule.sinks} + rule.window + rule.budget;
@@ -106,7 +111,9 @@ void FixedBudgetCache<P, T>::bind(const host& on, void* buffer, std::size_t buff
     memory_ = host_backend::aligned(buffer);
     std::memcpy(memory_ + rules_at_, rules_.data(), rules_.size() * sizeof(HeadRule));
     std::memcpy(memory_ + offsets_at_, row_offset_.data(), row_offset_.size() * sizeof(std::int64_t));
-    for (std::int32_t slot = 0; slot < shape_.slots; ++slot) { clear(on, slot); }
+    for (std::int32_t slot = 0; slot < shape_.slots; ++slot) {
+        clear(on, slot);
+    }
 }
 
 template <AnyPolicy P, Storage T>
@@ -123,7 +130,8 @@ void FixedBudgetCache<P, T>::require_slot(std::int32_t slot) const {
 template <AnyPolicy P, Storage T>
 FixedBudgetRef<P, T> FixedBudgetCache<P, T>::ref(std::int32_t layer) const {
     require_bound();
-    detail::require(layer >= 0 && layer < shape_.layers, "layer", layer, detail::text("0 to ", shape_.layers - 1));
+    detail::require(layer >= 0 && layer < shape_.layers, "layer", layer,
+                    detail::text("0 to ", shape_.layers - 1));
     const layer_plan& plan = plan_[static_cast<std::size_t>(layer)];
     ref_type ref;
     ref.layer = layer;
@@ -135,7 +143,8 @@ FixedBudgetRef<P, T> FixedBudgetCache<P, T>::ref(std::int32_t layer) const {
     ref.page_rows = shape_.page_rows;
     ref.attention = attention_;
     ref.rebase_limit = rebase_limit_;
-    ref.rules = reinterpret_cast<const HeadRule*>(memory_ + rules_at_) + std::int64_t{layer} * shape_.kv_heads;
+    ref.rules =
+        reinterpret_cast<const HeadRule*>(memory_ + rules_at_) + std::int64_t{layer} * shape_.kv_heads;
     ref.row_offset = reinterpret_cast<const std::int64_t*>(memory_ + offsets_at_) +
                      static_cast<std::ptrdiff_t>(offset_index(layer, 0));
     ref.rows = rows(layer);
@@ -163,7 +172,9 @@ void FixedBudgetCache<P, T>::clear(const host&, std::int32_t slot) {
             const std::int64_t at = std::int64_t{slot} * shape_.kv_heads + head;
             cache.kept[at] = 0;
             cache.victim[at] = -1;
-            if constexpr (StatefulScorer<scorer_type>) { cache.scorer.reset(cache.state + at * cache.state_size); }
+            if constexpr (StatefulScorer<scorer_type>) {
+                cache.scorer.reset(cache.state + at * cache.state_size);
+            }
         }
     }
 }
@@ -173,7 +184,9 @@ void FixedBudgetCache<P, T>::advance(const host&, const Batch& batch) {
     require_bound();
     host_backend::check_batch(batch, shape_.slots, std::numeric_limits<std::int32_t>::max(), "any");
     auto* length = reinterpret_cast<position_t*>(memory_ + length_at_);
-    for (std::int32_t i = 0; i < batch.count; ++i) { length[batch.slot(i)] += batch.tokens(i); }
+    for (std::int32_t i = 0; i < batch.count; ++i) {
+        length[batch.slot(i)] += batch.tokens(i);
+    }
 }
 
 template <AnyPolicy P, Storage T>
@@ -185,13 +198,15 @@ position_t FixedBudgetCache<P, T>::length(std::int32_t slot) const {
 template <AnyPolicy P, Storage T>
 Occupancy FixedBudgetCache<P, T>::occupancy(std::int32_t layer, std::int32_t slot, std::int32_t head) const {
     require_slot(slot);
-    detail::require(head >= 0 && head < shape_.kv_heads, "head", head, detail::text("0 to ", shape_.kv_heads - 1));
+    detail::require(head >= 0 && head < shape_.kv_heads, "head", head,
+                    detail::text("0 to ", shape_.kv_heads - 1));
     const ref_type cache = ref(layer);
     const HeadRule& rule = cache.rules[head];
     Occupancy result;
     result.length = cache.length[slot];
     result.sinks = static_cast<std::int32_t>(std::min<position_t>(result.length, rule.sinks));
-    result.window = static_cast<std::int32_t>(std::min<position_t>(result.length - result.sinks, rule.window));
+    result.window =
+        static_cast<std::int32_t>(std::min<position_t>(result.length - result.sinks, rule.window));
     result.long_range = cache.kept[std::int64_t{slot} * shape_.kv_heads + head];
     result.capacity = rule.sinks + rule.window + rule.budget;
     return result;
@@ -202,7 +217,11 @@ std::int32_t FixedBudgetCache<P, T>::retained(std::int32_t layer, std::int32_t s
                                               position_t* out) const {
     const std::int32_t rows = occupancy(layer, slot, head).rows();
     const ref_type cache = ref(layer);
-    std::copy_n(cache.position + cache.first_row(slot, head), rows, out);
+    detail::require(out != nullptr || rows == 0, "out", "null", "room for occupancy(...).rows() positions");
+    const position_t* first = cache.position + cache.first_row(slot, head);
+    for (std::int32_t r = 0; r < rows; ++r) {
+        out[r] = first[r];
+    }
     return rows;
 }
 

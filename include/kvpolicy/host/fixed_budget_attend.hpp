@@ -1,11 +1,13 @@
 // Attention of a cache's calls on the host: one query a sequence over the rows in use, or a chunk over two segments.
 #pragma once
 
-#include <algorithm>
-
-#include <kvpolicy/caches/fixed_budget.hpp>
+#include <kvpolicy/caches/ref.hpp>
+#include <kvpolicy/core/context.hpp>
 #include <kvpolicy/host/attention_kernel.hpp>
 #include <kvpolicy/host/check.hpp>
+
+#include <algorithm>
+#include <cmath>
 
 namespace kvpolicy::host_backend {
 
@@ -22,8 +24,8 @@ attention_shape shape_of(const FixedBudgetRef<P, T>& cache) {
 
 /// The query heads of one entry and KV head, and where their results go.
 template <class P, class T>
-query_block<T> block_of(const FixedBudgetRef<P, T>& cache, std::int32_t entry, std::int32_t head, std::int32_t tokens,
-                        rows_view<const T> q, rows_view<T> out, plane_view<float> lse) {
+query_block<T> block_of(const FixedBudgetRef<P, T>& cache, std::int32_t entry, std::int32_t head,
+                        std::int32_t tokens, rows_view<const T> q, rows_view<T> out, plane_view<float> lse) {
     query_block<T> block;
     const std::int32_t first_head = head * cache.group;
     block.q = q.row(entry, first_head, 0);
@@ -78,7 +80,9 @@ void attend_rows(const host& on, const FixedBudgetRef<P, T>& cache, const Batch&
                                        cache.kept[std::int64_t{slot} * cache.kv_heads + head]);
     };
     std::int64_t longest = 0;
-    for (std::int64_t task = 0; task < tasks; ++task) { longest = std::max<std::int64_t>(longest, used(task)); }
+    for (std::int64_t task = 0; task < tasks; ++task) {
+        longest = std::max<std::int64_t>(longest, used(task));
+    }
     const std::int64_t splits = attend_splits(tasks, longest);
 
     const decode_part<T> part(shape, cache.group);
@@ -107,7 +111,9 @@ void attend_rows(const host& on, const FixedBudgetRef<P, T>& cache, const Batch&
     };
     on.parallel_for(tasks * splits, [&](std::int64_t i, int thread) {
         const std::int64_t task = i / splits, split = i % splits;
-        if (batch.tokens(entry_of(task)) == 0) { return; }
+        if (batch.tokens(entry_of(task)) == 0) {
+            return;
+        }
         const key_segment<T> segment = segment_of(task);
         std::byte* mine = scratch + static_cast<std::size_t>(thread) * part.scratch;
         if (splits == 1) {
@@ -117,11 +123,16 @@ void attend_rows(const host& on, const FixedBudgetRef<P, T>& cache, const Batch&
         const std::int64_t step = (std::int64_t{segment.count} + splits - 1) / splits;
         attend_head_split(on.instructions(), shape, &segment, 1, block(task), 0, 1, split * step,
                           std::min<std::int64_t>((split + 1) * step, segment.count),
-                          out_of(task) + split * cache.group * cache.dim_v, lse_of(task) + split * cache.group, mine);
+                          out_of(task) + split * cache.group * cache.dim_v,
+                          lse_of(task) + split * cache.group, mine);
     });
-    if (splits == 1) { return; }
+    if (splits == 1) {
+        return;
+    }
     for (std::int64_t task = 0; task < tasks; ++task) {
-        if (batch.tokens(entry_of(task)) == 0) { continue; }
+        if (batch.tokens(entry_of(task)) == 0) {
+            continue;
+        }
         merge_splits(shape, block(task), 0, 1, static_cast<std::int32_t>(splits), out_of(task), lse_of(task));
     }
 }
@@ -149,7 +160,9 @@ void attend_chunk(const host& on, const FixedBudgetRef<P, T>& cache, const Batch
         const auto i = static_cast<std::int32_t>(task % heads / cache.kv_heads);
         const auto h = static_cast<std::int32_t>(task % cache.kv_heads);
         const std::int32_t tokens = batch.tokens(i);
-        if (begin >= tokens) { return; }
+        if (begin >= tokens) {
+            return;
+        }
         key_segment<T> segments[2];
         segments_of(i, h, segments);
         attend_head(on.instructions(), shape, segments, 2, block_of(cache, i, h, tokens, q, out, lse), begin,

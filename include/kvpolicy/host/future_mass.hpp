@@ -1,13 +1,13 @@
 // Bodies of attention/future_mass.hpp on the host: the tiles of attention_kernel.hpp without values.
 #pragma once
 
-#include <algorithm>
-#include <cmath>
-#include <string>
-
 #include <kvpolicy/attention/future_mass.hpp>
 #include <kvpolicy/host/attention_kernel.hpp>
 #include <kvpolicy/host/check.hpp>
+
+#include <algorithm>
+#include <cmath>
+#include <string>
 
 namespace kvpolicy {
 
@@ -35,8 +35,8 @@ void check_mass_call(rows_view<const T> q, rows_view<const T> k, plane_view<cons
                     detail::text("a multiple of k.heads = ", k.heads));
     detail::require(q.dim == k.dim && head_dim_supported(q.dim), "head_dim", q.dim,
                     detail::text("that of k (", k.dim, "), a multiple of 8 up to ", max_head_dim));
-    detail::require(lse.batch == q.batch && lse.heads == q.heads && lse.length >= sequences.length, "lse.length",
-                    lse.length, "the shape of q without its last dimension");
+    detail::require(lse.batch == q.batch && lse.heads == q.heads && lse.length >= sequences.length,
+                    "lse.length", lse.length, "the shape of q without its last dimension");
 }
 
 template <class T>
@@ -48,8 +48,9 @@ std::size_t mass_scratch_bytes(const attention_shape& shape) {
 /// exponent for beta = infinity. `bias` is -beta lse, the last query first.
 template <class T>
 void mass_tile(isa set, const attention_shape& shape, const T* q_last, std::int64_t q_stride, const T* k,
-               std::int64_t k_stride, const float* bias, const expiry_t* expiry, std::int32_t length, std::int32_t window,
-               bool largest, std::int32_t begin, std::int32_t end, float* out, void* scratch) {
+               std::int64_t k_stride, const float* bias, const expiry_t* expiry, std::int32_t length,
+               std::int32_t window, bool largest, std::int32_t begin, std::int32_t end, float* out,
+               void* scratch) {
     // Query d is a "key" at position -d, so key t at position -(t + w) sees it iff d >= t + w; walking the queries
     // backwards keeps positions rising. The look-ahead ends it: visible while -(t + w) < -d + L + 1.
     key_segment<T> queries;
@@ -87,8 +88,9 @@ std::size_t future_mass_workspace_bytes(const host& on, rows_view<const T> q, ro
     const hb::attention_shape shape = hb::valueless_shape({}, q.dim);
     const auto length = static_cast<std::size_t>(q.length);
     const std::size_t heads = static_cast<std::size_t>(q.batch) * static_cast<std::size_t>(q.heads);
-    const std::size_t arrays = 2 * heads * hb::aligned_size(length * sizeof(float)) +  // biases, log-sums
-                               hb::aligned_size(length * sizeof(expiry_t)) * static_cast<std::size_t>(q.batch);
+    const std::size_t arrays =
+        2 * heads * hb::aligned_size(length * sizeof(float)) +  // biases, log-sums
+        hb::aligned_size(length * sizeof(expiry_t)) * static_cast<std::size_t>(q.batch);
     static_cast<void>(k);
     return arrays + static_cast<std::size_t>(on.threads()) * hb::mass_scratch_bytes<T>(shape) + hb::alignment;
 }
@@ -110,7 +112,9 @@ void causal_lse(const host& on, const Attention& attention, rows_view<const T> q
         const auto begin = static_cast<std::int32_t>((tiles - 1 - task / heads) * tile);
         const std::int64_t b = task % heads / q.heads, h = task % q.heads;
         const std::int32_t length = sequences.length_of(b);
-        if (begin >= length) { return; }
+        if (begin >= length) {
+            return;
+        }
         hb::key_segment<T> keys;
         keys.k = k.row(b, h / group, 0);
         keys.k_stride = k.row_stride;
@@ -137,7 +141,8 @@ void future_mass(const host& on, const Attention& attention, rows_view<const T> 
                     "target.length", target.length, "[B, Hkv, S] as k's");
     detail::require(options.beta >= 1.0f, "beta", options.beta, "1 to infinity");
     detail::require(options.epsilon >= 0.0f, "epsilon", options.epsilon, "0 or more");
-    detail::require(options.look_ahead >= 0, "look_ahead", options.look_ahead, "0 or more, or kvpolicy::unlimited");
+    detail::require(options.look_ahead >= 0, "look_ahead", options.look_ahead,
+                    "0 or more, or kvpolicy::unlimited");
     detail::require(options.layer >= 0, "layer", options.layer, "0 or more");
     options.window.check("array of windows", options.layer + 1, k.heads);
     for (std::int32_t h = 0; h < k.heads; ++h) {
@@ -159,7 +164,9 @@ void future_mass(const host& on, const Attention& attention, rows_view<const T> 
         return reinterpret_cast<float*>(memory + static_cast<std::size_t>(head) * row);
     };
     const auto sums_of = [&](std::int64_t head) { return bias_of(heads + head); };
-    const auto expiry_of = [&](std::int64_t b) { return reinterpret_cast<expiry_t*>(bias_of(2 * heads + b)); };
+    const auto expiry_of = [&](std::int64_t b) {
+        return reinterpret_cast<expiry_t*>(bias_of(2 * heads + b));
+    };
     std::byte* scratch = memory + static_cast<std::size_t>(2 * heads + q.batch) * row;
 
     on.parallel_for(heads, [&](std::int64_t head) {
@@ -183,14 +190,17 @@ void future_mass(const host& on, const Attention& attention, rows_view<const T> 
     const std::int32_t tile = hb::attend_tile<T>(shape, 1);
     const std::int64_t tiles = (sequences.length + tile - 1) / tile;
     on.parallel_for(tiles * heads, [&](std::int64_t task, int thread) {
-        const auto begin = static_cast<std::int32_t>(task / heads * tile);  // early keys have the most queries
+        const auto begin =
+            static_cast<std::int32_t>(task / heads * tile);  // early keys have the most queries
         const std::int64_t head = task % heads, b = head / q.heads, h = head % q.heads;
         const std::int32_t length = sequences.length_of(b);
-        if (begin >= length) { return; }
+        if (begin >= length) {
+            return;
+        }
         const std::int32_t window = options.window.at(options.layer, static_cast<std::int32_t>(h / group));
-        hb::mass_tile(on.instructions(), shape, q.row(b, h, length - 1), q.row_stride, k.row(b, h / group, 0), k.row_stride,
-                      bias_of(head), options.look_ahead == unlimited ? nullptr : expiry_of(b), length, window, largest,
-                      begin, std::min(length, begin + tile), sums_of(head) + begin,
+        hb::mass_tile(on.instructions(), shape, q.row(b, h, length - 1), q.row_stride, k.row(b, h / group, 0),
+                      k.row_stride, bias_of(head), options.look_ahead == unlimited ? nullptr : expiry_of(b),
+                      length, window, largest, begin, std::min(length, begin + tile), sums_of(head) + begin,
                       scratch + static_cast<std::size_t>(thread) * hb::mass_scratch_bytes<T>(shape));
     });
 
@@ -201,17 +211,22 @@ void future_mass(const host& on, const Attention& attention, rows_view<const T> 
         float* out = target.head(b, h);
         for (std::int64_t t = 0; t < length; ++t) {
             std::int64_t count = std::max<std::int64_t>(1, length - (t + window));
-            if (options.look_ahead != unlimited) { count = std::min<std::int64_t>(count, std::int64_t{options.look_ahead} + 1); }
-            const double log_count = options.normalize && !largest ? std::log(static_cast<double>(count)) : 0.0;
+            if (options.look_ahead != unlimited) {
+                count = std::min<std::int64_t>(count, std::int64_t{options.look_ahead} + 1);
+            }
+            const double log_count =
+                options.normalize && !largest ? std::log(static_cast<double>(count)) : 0.0;
             double best = 0.0, sum = 0.0;
             for (std::int64_t g = 0; g < group; ++g) {
-                const double log_mass = (static_cast<double>(sums_of(b * q.heads + h * group + g)[t]) - log_count) /
-                                        static_cast<double>(beta);
+                const double log_mass =
+                    (static_cast<double>(sums_of(b * q.heads + h * group + g)[t]) - log_count) /
+                    static_cast<double>(beta);
                 const double mass = std::exp(log_mass);
                 best = std::max(best, mass);
                 sum += mass;
             }
-            const double mass = options.aggregate == group_aggregate::max ? best : sum / static_cast<double>(group);
+            const double mass =
+                options.aggregate == group_aggregate::max ? best : sum / static_cast<double>(group);
             out[t] = static_cast<float>(std::log(static_cast<double>(options.epsilon) + mass));
         }
     });

@@ -1,15 +1,15 @@
 // From a policy and scores to lifetimes: the mask that training and prefill read.
 #pragma once
 
-#include <cstddef>
-#include <cstdint>
-
 #include <kvpolicy/core/context.hpp>
 #include <kvpolicy/core/types.hpp>
 #include <kvpolicy/core/view.hpp>
 #include <kvpolicy/policies/compose.hpp>
 #include <kvpolicy/policies/cutoff.hpp>
 #include <kvpolicy/policies/ranking.hpp>
+
+#include <cstddef>
+#include <cstdint>
 
 namespace kvpolicy {
 
@@ -25,8 +25,8 @@ struct MaskOptions {
 
 /// Bytes of workspace that build_mask needs for `heads` KV heads.
 template <AnyPolicy P>
-std::size_t build_mask_workspace_bytes(const host& on, const P& policy, const Sequences& sequences, std::int32_t heads,
-                                       const MaskOptions& options = {});
+std::size_t build_mask_workspace_bytes(const host& on, const P& policy, const Sequences& sequences,
+                                       std::int32_t heads, const MaskOptions& options = {});
 
 /// Writes expiry [B, Hkv, S], fp32 scores [B, Hkv, S] given (empty for a policy that ranks nothing):
 ///
@@ -54,16 +54,16 @@ std::size_t build_cutoffs_workspace_bytes(const host& on, const P& policy, const
 /// key at each query. t is visible at q >= t + w iff it is a sink, or rank[t] != no_rank and rank[t] <= cutoff[q].
 /// For decay step 1, whole sequences without cu_seqlens, and lengths below rebase_limit; other calls are refused.
 template <Cutoff C = FenwickCutoff, AnyPolicy P>
-void build_cutoffs(const host& on, const P& policy, plane_view<const float> scores, const Sequences& sequences,
-                   plane_view<std::int32_t> rank, plane_view<std::int32_t> cutoff, workspace_view workspace,
-                   std::int32_t layer = 0);
+void build_cutoffs(const host& on, const P& policy, plane_view<const float> scores,
+                   const Sequences& sequences, plane_view<std::int32_t> rank, plane_view<std::int32_t> cutoff,
+                   workspace_view workspace, std::int32_t layer = 0);
 
 /// Expiry from ranks and cutoffs by binary search: cutoffs only fall once the budget is full. The same integers as
 /// build_mask. `rank` and `cutoff` come from build_cutoffs with the same policy and sequences.
 template <AnyPolicy P>
 void expiry_from_cutoffs(const host& on, const P& policy, plane_view<const std::int32_t> rank,
-                         plane_view<const std::int32_t> cutoff, const Sequences& sequences, plane_view<expiry_t> expiry,
-                         std::int32_t layer = 0);
+                         plane_view<const std::int32_t> cutoff, const Sequences& sequences,
+                         plane_view<expiry_t> expiry, std::int32_t layer = 0);
 
 }  // namespace kvpolicy
 

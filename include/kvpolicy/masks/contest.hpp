@@ -2,23 +2,23 @@
 // Masks run it over a sequence, caches over a chunk.
 #pragma once
 
-#include <algorithm>
-#include <cstddef>
-#include <cstdint>
-
 #include <kvpolicy/core/types.hpp>
 #include <kvpolicy/policies/parameters.hpp>
 #include <kvpolicy/policies/ranking.hpp>
+
+#include <algorithm>
+#include <cstddef>
+#include <cstdint>
 
 namespace kvpolicy::detail {
 
 /// A key that holds a long-range place.
 struct contestant {
-    double value;          // its rank value at the query of the last contest
-    position_t position;   // logical position
-    float score;           // raw score
-    std::int32_t key;      // the caller's name for it (an index into its arrays)
-    std::int32_t place;    // its place, 0 <= place < k; a winner takes its victim's
+    double value;         // its rank value at the query of the last contest
+    position_t position;  // logical position
+    float score;          // raw score
+    std::int32_t key;     // the caller's name for it (an index into its arrays)
+    std::int32_t place;   // its place, 0 <= place < k; a winner takes its victim's
 };
 
 /// What became of a newcomer. `lost` is who gave way: the newcomer itself, a key that held a place, or nobody.
@@ -32,7 +32,7 @@ struct contest_outcome {
 /// step 1), a scan of the survivors otherwise (design, section 2: for n > 1 a newcomer contests the survivors only).
 /// Storage is the caller's: capacity(rule, competitors) entries.
 class long_range_set {
-public:
+  public:
     /// How many entries the storage needs when at most `competitors` keys will ever compete.
     static std::int64_t capacity(const HeadRule& rule, std::int64_t competitors) {
         return std::min<std::int64_t>(rule.budget, competitors);
@@ -50,16 +50,28 @@ public:
     /// Key `position` leaves the window at query q and competes. q must not fall between calls.
     contest_outcome contest(position_t position, float score, std::int32_t key, position_t q) {
         contestant newcomer{rank_value(rule_, score, position, q, limit_), position, score, key, size_};
-        if (rule_.budget == 0) { return {contest_outcome::refused, -1, key}; }
-        if (rule_.decay_step == 1) { rebase(q); } else { rank_all(q); }
+        if (rule_.budget == 0) {
+            return {contest_outcome::refused, -1, key};
+        }
+        if (rule_.decay_step == 1) {
+            rebase(q);
+        } else {
+            rank_all(q);
+        }
         if (size_ < rule_.budget) {
             entries_[size_++] = newcomer;
-            if (rule_.decay_step == 1) { std::push_heap(entries_, entries_ + size_, better); }
+            if (rule_.decay_step == 1) {
+                std::push_heap(entries_, entries_ + size_, better);
+            }
             return {contest_outcome::took_free_place, newcomer.place, -1};
         }
         contestant* worst = entries_;
-        if (rule_.decay_step != 1) { worst = std::max_element(entries_, entries_ + size_, better); }
-        if (!better(newcomer, *worst)) { return {contest_outcome::refused, -1, key}; }
+        if (rule_.decay_step != 1) {
+            worst = std::max_element(entries_, entries_ + size_, better);
+        }
+        if (!better(newcomer, *worst)) {
+            return {contest_outcome::refused, -1, key};
+        }
         const std::int32_t loser = worst->key;
         newcomer.place = worst->place;
         if (rule_.decay_step == 1) {
@@ -77,7 +89,7 @@ public:
     [[nodiscard]] const contestant* begin() const { return entries_; }
     [[nodiscard]] const contestant* end() const { return entries_ + size_; }
 
-private:
+  private:
     static constexpr position_t unknown = -1;
 
     /// "a before b" as the standard heap wants it, with the worst key on top.
@@ -94,7 +106,9 @@ private:
     /// Static priorities hold for one base; where it moves, rounding may order near-equal keys anew.
     void rebase(position_t q) {
         const position_t base = priority_base(q, limit_);
-        if (base == base_) { return; }
+        if (base == base_) {
+            return;
+        }
         base_ = base;
         rank_all(q);
         std::make_heap(entries_, entries_ + size_, better);

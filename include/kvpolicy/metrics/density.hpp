@@ -1,15 +1,15 @@
 // How much of the past a mask shows: live keys, density, evict ratio.
 #pragma once
 
-#include <algorithm>
-#include <cstddef>
-#include <cstdint>
-
 #include <kvpolicy/core/context.hpp>
 #include <kvpolicy/core/types.hpp>
 #include <kvpolicy/core/view.hpp>
 #include <kvpolicy/host/check.hpp>
 #include <kvpolicy/policies/compose.hpp>
+
+#include <algorithm>
+#include <cstddef>
+#include <cstdint>
 
 namespace kvpolicy {
 
@@ -18,8 +18,9 @@ namespace kvpolicy {
 inline void live_keys(const host& on, plane_view<const expiry_t> expiry, const Sequences& sequences,
                       plane_view<std::int32_t> live) {
     host_backend::check_sequences(sequences, expiry.batch, expiry.length);
-    detail::require(live.batch == expiry.batch && live.heads == expiry.heads && live.length >= sequences.length,
-                    "live.length", live.length, "the shape of expiry");
+    detail::require(
+        live.batch == expiry.batch && live.heads == expiry.heads && live.length >= sequences.length,
+        "live.length", live.length, "the shape of expiry");
     host_backend::check_metric("live.data", live.data, expiry.batch, sequences.length);
     on.parallel_for(std::int64_t{expiry.batch} * expiry.heads, [&](std::int64_t task) {
         const std::int64_t b = task / expiry.heads, h = task % expiry.heads;
@@ -28,16 +29,23 @@ inline void live_keys(const host& on, plane_view<const expiry_t> expiry, const S
         std::int32_t* out = live.head(b, h);
         std::fill_n(out, length, 0);
         for (std::int32_t t = 0; t < length; ++t) {
-            if (e[t] <= t) { continue; }  // never visible at all
+            if (e[t] <= t) {
+                continue;
+            }  // never visible at all
             ++out[t];
-            if (e[t] < length) { --out[e[t]]; }
+            if (e[t] < length) {
+                --out[e[t]];
+            }
         }
-        for (std::int32_t q = 1; q < length; ++q) { out[q] += out[q - 1]; }
+        for (std::int32_t q = 1; q < length; ++q) {
+            out[q] += out[q - 1];
+        }
     });
 }
 
 /// density[b * Hkv + h]: the share of visible pairs among the S (S + 1) / 2 causal ones; 1 is dense attention, 0 for S = 0.
-inline void density(const host& on, plane_view<const expiry_t> expiry, const Sequences& sequences, double* out) {
+inline void density(const host& on, plane_view<const expiry_t> expiry, const Sequences& sequences,
+                    double* out) {
     host_backend::check_sequences(sequences, expiry.batch, expiry.length);
     host_backend::check_metric("out", out, expiry.batch, 1);
     on.parallel_for(std::int64_t{expiry.batch} * expiry.heads, [&](std::int64_t task) {
@@ -56,8 +64,8 @@ inline void density(const host& on, plane_view<const expiry_t> expiry, const Seq
 /// evict_ratio[b * Hkv + h] (kvpop.txt, figure 8): the share of pairs with t in E(q) = {t : s <= t <= q - w} that are not
 /// visible. 0 is dense attention, 1 means nothing beyond sinks and window; 0 where no such pair exists.
 template <AnyPolicy P>
-void evict_ratio(const host& on, const P& policy, plane_view<const expiry_t> expiry, const Sequences& sequences,
-                 double* out, std::int32_t layer = 0) {
+void evict_ratio(const host& on, const P& policy, plane_view<const expiry_t> expiry,
+                 const Sequences& sequences, double* out, std::int32_t layer = 0) {
     host_backend::check_sequences(sequences, expiry.batch, expiry.length);
     policy.check_layer(layer, expiry.heads);
     host_backend::check_metric("out", out, expiry.batch, 1);

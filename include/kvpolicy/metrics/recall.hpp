@@ -1,15 +1,15 @@
 // Oracle recall: how many of a teacher's long-range keys a student keeps (kvpop.txt, 4.3 and figure 7).
 #pragma once
 
-#include <algorithm>
-#include <cstddef>
-#include <cstdint>
-
 #include <kvpolicy/core/context.hpp>
 #include <kvpolicy/core/types.hpp>
 #include <kvpolicy/core/view.hpp>
 #include <kvpolicy/host/check.hpp>
 #include <kvpolicy/policies/compose.hpp>
+
+#include <algorithm>
+#include <cstddef>
+#include <cstdint>
 
 namespace kvpolicy {
 
@@ -26,16 +26,18 @@ struct Recall {
 /// Bytes of workspace that oracle_recall needs.
 inline std::size_t oracle_recall_workspace_bytes(const host&, plane_view<const expiry_t> teacher,
                                                  const Sequences& sequences) {
-    const std::size_t row = host_backend::aligned_size(static_cast<std::size_t>(sequences.length) * 3 * sizeof(std::int32_t));
-    return static_cast<std::size_t>(teacher.batch) * static_cast<std::size_t>(teacher.heads) * row + host_backend::alignment;
+    const std::size_t row =
+        host_backend::aligned_size(static_cast<std::size_t>(sequences.length) * 3 * sizeof(std::int32_t));
+    return static_cast<std::size_t>(teacher.batch) * static_cast<std::size_t>(teacher.heads) * row +
+           host_backend::alignment;
 }
 
 /// out[b * Hkv + h] from two masks [B, Hkv, S] of the same policy (sinks, windows and budgets of `layer`). Overwrites.
 /// Synchronous, O(S) a head.
 template <AnyPolicy P>
 void oracle_recall(const host& on, const P& policy, plane_view<const expiry_t> teacher,
-                   plane_view<const expiry_t> student, const Sequences& sequences, Recall* out, workspace_view workspace,
-                   std::int32_t layer = 0) {
+                   plane_view<const expiry_t> student, const Sequences& sequences, Recall* out,
+                   workspace_view workspace, std::int32_t layer = 0) {
     host_backend::check_sequences(sequences, teacher.batch, teacher.length);
     policy.check_layer(layer, teacher.heads);
     detail::require(student.batch == teacher.batch && student.heads == teacher.heads &&
@@ -43,7 +45,8 @@ void oracle_recall(const host& on, const P& policy, plane_view<const expiry_t> t
                     "student.length", student.length, "the shape of teacher");
     host_backend::check_metric("out", out, teacher.batch, 1);
     host_backend::check_workspace(workspace, oracle_recall_workspace_bytes(on, teacher, sequences));
-    const std::size_t row = host_backend::aligned_size(static_cast<std::size_t>(sequences.length) * 3 * sizeof(std::int32_t));
+    const std::size_t row =
+        host_backend::aligned_size(static_cast<std::size_t>(sequences.length) * 3 * sizeof(std::int32_t));
     std::byte* memory = host_backend::aligned(workspace.data);
     on.parallel_for(std::int64_t{teacher.batch} * teacher.heads, [&](std::int64_t task) {
         const std::int64_t b = task / teacher.heads;
@@ -53,13 +56,17 @@ void oracle_recall(const host& on, const P& policy, plane_view<const expiry_t> t
         const expiry_t* of_teacher = teacher.head(b, h);
         const expiry_t* of_student = student.head(b, h);
         auto* both = reinterpret_cast<std::int32_t*>(memory + static_cast<std::size_t>(task) * row);
-        std::int32_t* kept = both + length;    // by the teacher
-        std::int32_t* tried = kept + length;   // by the student
+        std::int32_t* kept = both + length;   // by the teacher
+        std::int32_t* tried = kept + length;  // by the student
         std::fill_n(both, 3 * length, 0);
         const auto count = [&](std::int32_t* live, std::int64_t from, std::int64_t to) {
-            if (from >= std::min(to, length)) { return; }
+            if (from >= std::min(to, length)) {
+                return;
+            }
             ++live[from];
-            if (to < length) { --live[to]; }
+            if (to < length) {
+                --live[to];
+            }
         };
         for (std::int64_t t = rule.sinks; t + rule.window < length; ++t) {
             const std::int64_t from = t + rule.window;
@@ -78,7 +85,8 @@ void oracle_recall(const host& on, const P& policy, plane_view<const expiry_t> t
             }
             const std::int64_t eligible = std::max<std::int64_t>(0, q - rule.window + 1 - rule.sinks);
             result.last = kept[q] == 0 ? 1.0 : static_cast<double>(both[q]) / kept[q];
-            result.chance_last = eligible == 0 ? 1.0 : static_cast<double>(tried[q]) / static_cast<double>(eligible);
+            result.chance_last =
+                eligible == 0 ? 1.0 : static_cast<double>(tried[q]) / static_cast<double>(eligible);
             if (q >= first) {
                 ++result.queries;
                 recall_sum += result.last;

@@ -1,12 +1,12 @@
 // The retention map: which tokens the heads of a layer still hold at one query (kvpop.txt, figures 6 and 9).
 #pragma once
 
-#include <cstdint>
-
 #include <kvpolicy/core/context.hpp>
 #include <kvpolicy/core/types.hpp>
 #include <kvpolicy/core/view.hpp>
 #include <kvpolicy/host/check.hpp>
+
+#include <cstdint>
 
 namespace kvpolicy {
 

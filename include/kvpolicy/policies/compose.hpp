@@ -1,14 +1,14 @@
 // A policy is a type: a list of parts, composed. expiry = max(sink, keep, window, min(gate, budget)).
 #pragma once
 
+#include <kvpolicy/core/error.hpp>
+#include <kvpolicy/policies/concept.hpp>
+#include <kvpolicy/scorers/concept.hpp>
+
 #include <cmath>
 #include <string>
 #include <tuple>
 #include <type_traits>
-
-#include <kvpolicy/core/error.hpp>
-#include <kvpolicy/policies/concept.hpp>
-#include <kvpolicy/scorers/concept.hpp>
 
 namespace kvpolicy {
 
@@ -29,8 +29,8 @@ struct part_of {
 };
 template <part_kind Kind, class Default, class First, class... Rest>
 struct part_of<Kind, Default, First, Rest...> {
-    using type =
-        typename std::conditional_t<First::kind == Kind, std::type_identity<First>, part_of<Kind, Default, Rest...>>::type;
+    using type = typename std::conditional_t<First::kind == Kind, std::type_identity<First>,
+                                             part_of<Kind, Default, Rest...>>::type;
 };
 
 /// A gate that is always open, for policies without one.
@@ -78,14 +78,20 @@ template <class... Parts>
 class Policy {
     static_assert((detail::has_kind<Parts> && ...),
                   "kvpolicy: every part of a Policy needs `static constexpr kvpolicy::part_kind kind`");
-    static_assert(detail::count_of<part_kind::sink, Parts...> <= 1, "kvpolicy: a Policy has at most one Sink");
-    static_assert(detail::count_of<part_kind::window, Parts...> <= 1, "kvpolicy: a Policy has at most one Window");
-    static_assert(detail::count_of<part_kind::gate, Parts...> <= 1, "kvpolicy: a Policy has at most one gate");
-    static_assert(detail::count_of<part_kind::budget, Parts...> <= 1, "kvpolicy: a Policy has at most one TopKBudget");
-    static_assert(detail::count_of<part_kind::decay, Parts...> <= 1, "kvpolicy: a Policy has at most one Decay");
-    static_assert(detail::count_of<part_kind::scorer, Parts...> <= 1, "kvpolicy: a Policy has at most one scorer");
+    static_assert(detail::count_of<part_kind::sink, Parts...> <= 1,
+                  "kvpolicy: a Policy has at most one Sink");
+    static_assert(detail::count_of<part_kind::window, Parts...> <= 1,
+                  "kvpolicy: a Policy has at most one Window");
+    static_assert(detail::count_of<part_kind::gate, Parts...> <= 1,
+                  "kvpolicy: a Policy has at most one gate");
+    static_assert(detail::count_of<part_kind::budget, Parts...> <= 1,
+                  "kvpolicy: a Policy has at most one TopKBudget");
+    static_assert(detail::count_of<part_kind::decay, Parts...> <= 1,
+                  "kvpolicy: a Policy has at most one Decay");
+    static_assert(detail::count_of<part_kind::scorer, Parts...> <= 1,
+                  "kvpolicy: a Policy has at most one scorer");
 
-public:
+  public:
     static constexpr bool has_gate = detail::count_of<part_kind::gate, Parts...> == 1;
     static constexpr bool has_budget = detail::count_of<part_kind::budget, Parts...> == 1;
     static constexpr bool has_decay = detail::count_of<part_kind::decay, Parts...> == 1;
@@ -95,34 +101,44 @@ public:
 
     using gate_type = typename detail::part_of<part_kind::gate, detail::no_gate, Parts...>::type;
     using scorer_type = typename detail::part_of<part_kind::scorer, GivenScores, Parts...>::type;
-    static_assert(Gate<gate_type>,
-                  "kvpolicy: a gate needs `bool open(float score, const HeadRule&) const` and `void write(HeadRule&, "
-                  "int layer, int head) const`");
+    static_assert(
+        Gate<gate_type>,
+        "kvpolicy: a gate needs `bool open(float score, const HeadRule&) const` and `void write(HeadRule&, "
+        "int layer, int head) const`");
     static_assert(Scorer<scorer_type>,
-                  "kvpolicy: a scorer needs `kind = part_kind::scorer`, `when`, and either `score(head, key, value)` or "
+                  "kvpolicy: a scorer needs `kind = part_kind::scorer`, `when`, and either `score(head, key, "
+                  "value)` or "
                   "state_size, reset, absorb and read");
 
     /// A policy whose parts are all fixed (or whose run-time parts keep their defaults).
     constexpr Policy() = default;
     /// A policy from its parts, in the order of the type.
-    constexpr explicit Policy(Parts... parts)
-        requires(sizeof...(Parts) > 0)
-        : parts_(parts...) {}
+    constexpr explicit Policy(Parts... parts) requires(sizeof...(Parts) > 0) : parts_(parts...) {}
 
     /// The numbers for one KV head. Not checked: check() does that once, where a policy meets a shape.
     constexpr HeadRule rule(std::int32_t layer, std::int32_t head) const {
         HeadRule rule;
         std::apply([&](const auto&... part) { (write_part(part, rule, layer, head), ...); }, parts_);
-        if (has_gate && !has_budget) { rule.budget = unlimited; }
+        if (has_gate && !has_budget) {
+            rule.budget = unlimited;
+        }
         return rule;
     }
 
     constexpr gate_type gate() const {
-        if constexpr (has_gate) { return std::get<gate_type>(parts_); } else { return {}; }
+        if constexpr (has_gate) {
+            return std::get<gate_type>(parts_);
+        } else {
+            return {};
+        }
     }
 
     constexpr scorer_type scorer() const {
-        if constexpr (std::is_same_v<scorer_type, GivenScores>) { return {}; } else { return std::get<scorer_type>(parts_); }
+        if constexpr (std::is_same_v<scorer_type, GivenScores>) {
+            return {};
+        } else {
+            return std::get<scorer_type>(parts_);
+        }
     }
 
     /// Whether a keep part holds position t for good.
@@ -138,36 +154,50 @@ public:
     /// Refuses numbers that no policy can have, naming layer and head, and arrays that do not cover the heads.
     void check(std::int32_t layers, std::int32_t heads) const {
         std::apply([&](const auto&... part) { (check_values(part, layers, heads), ...); }, parts_);
-        for (std::int32_t layer = 0; layer < layers; ++layer) { check_layer(layer, heads); }
+        for (std::int32_t layer = 0; layer < layers; ++layer) {
+            check_layer(layer, heads);
+        }
     }
 
     /// The same for the heads of one layer.
     void check_layer(std::int32_t layer, std::int32_t heads) const {
         detail::require(layer >= 0, "layer", layer, "0 or more");
         std::apply([&](const auto&... part) { (check_values(part, layer + 1, heads), ...); }, parts_);
-        for (std::int32_t head = 0; head < heads; ++head) { check(rule(layer, head), layer, head); }
+        for (std::int32_t head = 0; head < heads; ++head) {
+            check(rule(layer, head), layer, head);
+        }
     }
 
-private:
+  private:
     template <class Part>
-    static constexpr void write_part(const Part& part, HeadRule& rule, std::int32_t layer, std::int32_t head) {
-        if constexpr (RulePart<Part>) { part.write(rule, layer, head); }
+    static constexpr void write_part(const Part& part, HeadRule& rule, std::int32_t layer,
+                                     std::int32_t head) {
+        if constexpr (RulePart<Part>) {
+            part.write(rule, layer, head);
+        }
     }
     template <class Part>
     static void check_values(const Part& part, std::int32_t layers, std::int32_t heads) {
-        if constexpr (requires { part.check_values(layers, heads); }) { part.check_values(layers, heads); }
+        if constexpr (requires { part.check_values(layers, heads); }) {
+            part.check_values(layers, heads);
+        }
     }
     template <class Part>
     static constexpr bool part_keeps(const Part& part, position_t t) {
-        if constexpr (KeepPart<Part>) { return part.keeps(t); } else { return false; }
+        if constexpr (KeepPart<Part>) {
+            return part.keeps(t);
+        } else {
+            return false;
+        }
     }
 
     static void check(const HeadRule& rule, std::int32_t layer, std::int32_t head) {
         // The text is made only where it is needed: a mask is checked at every call.
         const auto require = [&](bool condition, const char* argument, auto value, const char* allowed) {
-            if (condition) [[likely]] { return; }
-            const std::string name =
-                detail::text(argument, " of layer ", layer, ", head ", head);
+            if (condition) [[likely]] {
+                return;
+            }
+            const std::string name = detail::text(argument, " of layer ", layer, ", head ", head);
             detail::refuse(name.c_str(), value, allowed);
         };
         require(rule.sinks >= 0, "sinks", rule.sinks, "0 or more");

@@ -2,10 +2,10 @@
 // HeadRule of a head. A part of one's own needs nothing else.
 #pragma once
 
+#include <kvpolicy/policies/parameters.hpp>
+
 #include <concepts>
 #include <cstdint>
-
-#include <kvpolicy/policies/parameters.hpp>
 
 namespace kvpolicy {
 
@@ -25,19 +25,19 @@ enum class part_kind : std::uint8_t {
 template <class P>
 concept RulePart = requires(const P& part, HeadRule& rule, std::int32_t layer, std::int32_t head) {
     { P::kind } -> std::convertible_to<part_kind>;
-    { part.write(rule, layer, head) };
+    {part.write(rule, layer, head)};
 };
 
 /// An admission gate: says from a key's score (a raw logit) whether it is kept when it leaves the window.
 template <class P>
-concept Gate = RulePart<P> && P::kind == part_kind::gate &&
-               requires(const P& part, float score, const HeadRule& rule) {
-                   { part.open(score, rule) } -> std::same_as<bool>;
-               };
+concept Gate = RulePart<P> &&
+               P::kind == part_kind::gate&& requires(const P& part, float score, const HeadRule& rule) {
+    { part.open(score, rule) } -> std::same_as<bool>;
+};
 
 /// Keys that never leave because of where they stand (every 16th, say).
 template <class P>
-concept KeepPart = P::kind == part_kind::keep && requires(const P& part, position_t position) {
+concept KeepPart = P::kind == part_kind::keep&& requires(const P& part, position_t position) {
     { part.keeps(position) } -> std::same_as<bool>;
 };
 

@@ -7,9 +7,6 @@
 #include <cstddef>
 #include <cstdint>
 
-#include <kvpolicy/core/types.hpp>
-#include <kvpolicy/policies/parameters.hpp>
-
 namespace kvpolicy {
 
 /// The rank of a key that does not compete: sinks, kept keys, closed gates, and keys that never leave the window.
@@ -23,10 +20,10 @@ inline constexpr std::int32_t open_cutoff = never;
 /// cutoff[length]. Key t is eligible at q when q >= t + w; cutoff[q] is the rank of the k-th best eligible key,
 /// open_cutoff while there are fewer than k, and -1 for k = 0. Eligible key t is visible iff rank[t] <= cutoff[q].
 template <class C>
-concept Cutoff = requires(const C& cutoff, const std::int32_t* rank, std::int32_t length, const HeadRule& rule,
-                          std::int32_t* out, void* scratch) {
+concept Cutoff = requires(const C& cutoff, const std::int32_t* rank, std::int32_t length,
+                          const HeadRule& rule, std::int32_t* out, void* scratch) {
     { C::scratch_bytes(length) } -> std::same_as<std::size_t>;
-    { cutoff(rank, length, rule, out, scratch) };
+    {cutoff(rank, length, rule, out, scratch)};
 };
 
 /// Algorithm 2 of the paper: a Fenwick tree over ranks, the k-th by binary lifting. O(S log S) time, 4 S bytes.
@@ -37,15 +34,22 @@ struct FenwickCutoff {
 
     KVPOLICY_HOST_DEVICE void operator()(const std::int32_t* rank, std::int32_t length, const HeadRule& rule,
                                          std::int32_t* cutoff, void* scratch) const {
-        auto* tree = static_cast<std::int32_t*>(scratch);  // 1-based: tree[i] counts ranks in (i - lowbit(i), i]
-        for (std::int32_t i = 0; i <= length; ++i) { tree[i] = 0; }
+        auto* tree =
+            static_cast<std::int32_t*>(scratch);  // 1-based: tree[i] counts ranks in (i - lowbit(i), i]
+        for (std::int32_t i = 0; i <= length; ++i) {
+            tree[i] = 0;
+        }
         std::int32_t top = length > 0 ? 1 : 0;  // the largest power of two within the length
-        while (top > 0 && top <= length / 2) { top *= 2; }
+        while (top > 0 && top <= length / 2) {
+            top *= 2;
+        }
         std::int32_t eligible = 0;
         for (std::int32_t q = 0; q < length; ++q) {
             const std::int32_t t = q >= rule.window ? q - rule.window : -1;
             if (t >= 0 && rank[t] != no_rank) {
-                for (std::int32_t i = rank[t] + 1; i <= length; i += i & -i) { ++tree[i]; }
+                for (std::int32_t i = rank[t] + 1; i <= length; i += i & -i) {
+                    ++tree[i];
+                }
                 ++eligible;
             }
             if (rule.budget == 0) {
@@ -79,7 +83,9 @@ struct LinkedCutoff {
         // Node r + 1 is rank r; 0 and length + 1 are the ends. A rank that never becomes eligible is not in the list.
         auto* next = static_cast<std::int32_t*>(scratch);
         auto* previous = next + length + 2;
-        for (std::int32_t i = 0; i < length + 2; ++i) { next[i] = absent; }
+        for (std::int32_t i = 0; i < length + 2; ++i) {
+            next[i] = absent;
+        }
         std::int32_t present = 0;
         for (std::int32_t t = 0; t + std::int64_t{rule.window} < length; ++t) {
             if (rank[t] != no_rank) {
@@ -89,28 +95,36 @@ struct LinkedCutoff {
         }
         std::int32_t last = 0;
         for (std::int32_t i = 1; i <= length + 1; ++i) {
-            if (i <= length && next[i] == absent) { continue; }
+            if (i <= length && next[i] == absent) {
+                continue;
+            }
             next[last] = i;
             previous[i] = last;
             last = i;
         }
         std::int32_t kth = 0;
         if (present >= rule.budget) {
-            for (std::int32_t i = 0; i < rule.budget; ++i) { kth = next[kth]; }
+            for (std::int32_t i = 0; i < rule.budget; ++i) {
+                kth = next[kth];
+            }
         }
         for (std::int32_t q = length - 1; q >= 0; --q) {
             cutoff[q] = rule.budget == 0 ? -1 : present < rule.budget ? open_cutoff : kth - 1;
             const std::int32_t t = q >= rule.window ? q - rule.window : -1;
-            if (t < 0 || rank[t] == no_rank) { continue; }
+            if (t < 0 || rank[t] == no_rank) {
+                continue;
+            }
             const std::int32_t node = rank[t] + 1;
-            if (node <= kth) { kth = next[kth]; }  // one better key less: the k-th is now the next worse one
+            if (node <= kth) {
+                kth = next[kth];
+            }  // one better key less: the k-th is now the next worse one
             next[previous[node]] = next[node];
             previous[next[node]] = previous[node];
             --present;
         }
     }
 
-private:
+  private:
     static constexpr std::int32_t absent = -1;
 };
 

@@ -1,10 +1,10 @@
 // How scores age: the per-head decay of kvpop.txt, eq. 5, 18 and 21.
 #pragma once
 
-#include <cmath>
-
 #include <kvpolicy/core/error.hpp>
 #include <kvpolicy/policies/concept.hpp>
+
+#include <cmath>
 
 namespace kvpolicy {
 

@@ -1,12 +1,12 @@
 // The numbers of a policy, and how they may differ by layer and head.
 #pragma once
 
-#include <cstdint>
-#include <string>
-
 #include <kvpolicy/core/config.hpp>
 #include <kvpolicy/core/error.hpp>
 #include <kvpolicy/core/types.hpp>
+
+#include <cstdint>
+#include <string>
 
 namespace kvpolicy {
 
@@ -21,12 +21,15 @@ struct HeadValues {
 
     constexpr HeadValues() = default;
     KVPOLICY_HOST_DEVICE constexpr HeadValues(T one) : value(one) {}  // implicit: a number is the common case
-    KVPOLICY_HOST_DEVICE constexpr HeadValues(const T* values, std::int32_t layer_count, std::int32_t head_count)
+    KVPOLICY_HOST_DEVICE constexpr HeadValues(const T* values, std::int32_t layer_count,
+                                              std::int32_t head_count)
         : array(values), layers(layer_count), heads(head_count) {}
 
     /// The value for one head. Arrays with one layer (or one head) serve every layer (or head).
     KVPOLICY_HOST_DEVICE constexpr T at(std::int32_t layer, std::int32_t head) const {
-        if (array == nullptr) { return value; }
+        if (array == nullptr) {
+            return value;
+        }
         const std::int64_t l = layers == 1 ? 0 : layer;
         const std::int64_t h = heads == 1 ? 0 : head;
         return array[l * heads + h];
@@ -34,11 +37,14 @@ struct HeadValues {
 
     /// Refuses an array that at() would leave for some of `layer_count` layers and `head_count` heads.
     void check(const char* name, std::int32_t layer_count, std::int32_t head_count) const {
-        if (array == nullptr) { return; }
+        if (array == nullptr) {
+            return;
+        }
         const bool fits = (layers == 1 || layers >= layer_count) && (heads == 1 || heads >= head_count);
         if (!fits || layers < 1 || heads < 1) [[unlikely]] {
             detail::refuse(name, detail::text(layers, " layers x ", heads, " heads"),
-                           detail::text("1 or at least ", layer_count, " layers x 1 or at least ", head_count, " heads"));
+                           detail::text("1 or at least ", layer_count, " layers x 1 or at least ", head_count,
+                                        " heads"));
         }
     }
 };
@@ -52,12 +58,12 @@ constexpr HeadValues<T> per_head(const T* array, std::int32_t layers, std::int32
 /// All numbers that decide a key's lifetime, for one KV head. What a policy's type leaves out has its neutral value:
 /// no sinks, a window of 1, no long-range budget, gamma = 1, decay step 1.
 struct HeadRule {
-    std::int32_t sinks = 0;          ///< s >= 0
-    std::int32_t window = 1;         ///< w >= 1; a query sees its w most recent keys, itself included
-    std::int32_t budget = 0;         ///< k >= 0 long-range keys, or `unlimited`
-    std::int32_t decay_step = 1;     ///< n >= 1
-    float log_gamma = 0.0f;          ///< log of the per-head decay factor, <= 0
-    float threshold = 0.0f;          ///< the gate's tau as a logit
+    std::int32_t sinks = 0;       ///< s >= 0
+    std::int32_t window = 1;      ///< w >= 1; a query sees its w most recent keys, itself included
+    std::int32_t budget = 0;      ///< k >= 0 long-range keys, or `unlimited`
+    std::int32_t decay_step = 1;  ///< n >= 1
+    float log_gamma = 0.0f;       ///< log of the per-head decay factor, <= 0
+    float threshold = 0.0f;       ///< the gate's tau as a logit
 };
 
 }  // namespace kvpolicy

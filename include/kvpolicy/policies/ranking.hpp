@@ -2,12 +2,12 @@
 // older key, -0 and +0 equal, NaN last).
 #pragma once
 
-#include <cmath>
-#include <cstdint>
-
 #include <kvpolicy/core/config.hpp>
 #include <kvpolicy/core/types.hpp>
 #include <kvpolicy/policies/parameters.hpp>
+
+#include <cmath>
+#include <cstdint>
 
 namespace kvpolicy {
 
@@ -22,7 +22,8 @@ KVPOLICY_HOST_DEVICE constexpr position_t priority_base(position_t q, position_t
 /// Static priority for decay step 1 (kvpop.txt, eq. 20): double(r) - double(t - base) * double(log_gamma).
 /// At one query all keys are compared with the same base. A key further than rebase_limit from the base (it outlived
 /// half a billion tokens) takes an explicit fma: one rounding, the same on every backend.
-KVPOLICY_HOST_DEVICE inline double static_priority(float score, float log_gamma, position_t t, position_t base = 0) {
+KVPOLICY_HOST_DEVICE inline double static_priority(float score, float log_gamma, position_t t,
+                                                   position_t base = 0) {
     const position_t distance = t - base;
     const double r = score;
     if (distance < rebase_limit && distance > -rebase_limit) [[likely]] {
@@ -32,11 +33,13 @@ KVPOLICY_HOST_DEVICE inline double static_priority(float score, float log_gamma,
 }
 
 /// Effective score at query q for any decay step n (eq. 5): fl64(r + floor((q - t) / n) * log_gamma).
-KVPOLICY_HOST_DEVICE inline double effective_score(float score, float log_gamma, std::int32_t step, position_t t,
-                                                   position_t q) {
+KVPOLICY_HOST_DEVICE inline double effective_score(float score, float log_gamma, std::int32_t step,
+                                                   position_t t, position_t q) {
     const position_t age = (q - t) / step;
     const double r = score;
-    if (age < rebase_limit) [[likely]] { return r + static_cast<double>(age) * static_cast<double>(log_gamma); }
+    if (age < rebase_limit) [[likely]] {
+        return r + static_cast<double>(age) * static_cast<double>(log_gamma);
+    }
     return std::fma(static_cast<double>(age), static_cast<double>(log_gamma), r);
 }
 
@@ -49,8 +52,12 @@ KVPOLICY_HOST_DEVICE inline double rank_value(const HeadRule& rule, float score,
 
 /// True where key a ranks strictly before key b: the larger value, then the older key; a NaN ranks after every number.
 KVPOLICY_HOST_DEVICE constexpr bool ranks_before(double value_a, position_t a, double value_b, position_t b) {
-    if (value_a > value_b) { return true; }
-    if (value_a == value_b) { return a < b; }
+    if (value_a > value_b) {
+        return true;
+    }
+    if (value_a == value_b) {
+        return a < b;
+    }
     const bool nan_a = value_a != value_a;
     const bool nan_b = value_b != value_b;
     return nan_b && (!nan_a || a < b);

@@ -12,7 +12,9 @@ struct Sink {
     static_assert(Count >= 0, "kvpolicy: Sink<s> needs s >= 0");
     static constexpr part_kind kind = part_kind::sink;
 
-    KVPOLICY_HOST_DEVICE constexpr void write(HeadRule& rule, std::int32_t, std::int32_t) const { rule.sinks = Count; }
+    KVPOLICY_HOST_DEVICE constexpr void write(HeadRule& rule, std::int32_t, std::int32_t) const {
+        rule.sinks = Count;
+    }
 };
 
 template <>
@@ -26,7 +28,9 @@ struct Sink<dynamic> {
     KVPOLICY_HOST_DEVICE constexpr void write(HeadRule& rule, std::int32_t layer, std::int32_t head) const {
         rule.sinks = count.at(layer, head);
     }
-    void check_values(std::int32_t layers, std::int32_t heads) const { count.check("array of sinks", layers, heads); }
+    void check_values(std::int32_t layers, std::int32_t heads) const {
+        count.check("array of sinks", layers, heads);
+    }
 };
 
 static_assert(RulePart<Sink<4>> && RulePart<Sink<>>);

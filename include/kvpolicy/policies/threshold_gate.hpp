@@ -1,10 +1,10 @@
 // Admission by a threshold: a key is kept for good when it leaves the window with its gate open (SP-KV, WG-KV, LTE).
 #pragma once
 
-#include <cmath>
-
 #include <kvpolicy/core/error.hpp>
 #include <kvpolicy/policies/concept.hpp>
+
+#include <cmath>
 
 namespace kvpolicy {
 

@@ -13,7 +13,9 @@ struct TopKBudget {
     static_assert(Keys >= 0, "kvpolicy: TopKBudget<k> needs k >= 0");
     static constexpr part_kind kind = part_kind::budget;
 
-    KVPOLICY_HOST_DEVICE constexpr void write(HeadRule& rule, std::int32_t, std::int32_t) const { rule.budget = Keys; }
+    KVPOLICY_HOST_DEVICE constexpr void write(HeadRule& rule, std::int32_t, std::int32_t) const {
+        rule.budget = Keys;
+    }
 };
 
 template <>
@@ -27,7 +29,9 @@ struct TopKBudget<dynamic> {
     KVPOLICY_HOST_DEVICE constexpr void write(HeadRule& rule, std::int32_t layer, std::int32_t head) const {
         rule.budget = keys.at(layer, head);
     }
-    void check_values(std::int32_t layers, std::int32_t heads) const { keys.check("array of budgets", layers, heads); }
+    void check_values(std::int32_t layers, std::int32_t heads) const {
+        keys.check("array of budgets", layers, heads);
+    }
 };
 
 static_assert(RulePart<TopKBudget<3836>> && RulePart<TopKBudget<>>);

@@ -12,7 +12,9 @@ struct Window {
     static_assert(Width >= 1, "kvpolicy: Window<w> needs w >= 1, since a query always sees itself");
     static constexpr part_kind kind = part_kind::window;
 
-    KVPOLICY_HOST_DEVICE constexpr void write(HeadRule& rule, std::int32_t, std::int32_t) const { rule.window = Width; }
+    KVPOLICY_HOST_DEVICE constexpr void write(HeadRule& rule, std::int32_t, std::int32_t) const {
+        rule.window = Width;
+    }
 };
 
 template <>
@@ -26,7 +28,9 @@ struct Window<dynamic> {
     KVPOLICY_HOST_DEVICE constexpr void write(HeadRule& rule, std::int32_t layer, std::int32_t head) const {
         rule.window = width.at(layer, head);
     }
-    void check_values(std::int32_t layers, std::int32_t heads) const { width.check("array of windows", layers, heads); }
+    void check_values(std::int32_t layers, std::int32_t heads) const {
+        width.check("array of windows", layers, heads);
+    }
 };
 
 static_assert(RulePart<Window<256>> && RulePart<Window<>>);

@@ -1,10 +1,10 @@
 // Activations of the scorers' hidden layers.
 #pragma once
 
+#include <kvpolicy/core/context.hpp>
+
 #include <concepts>
 #include <cstdint>
-
-#include <kvpolicy/core/context.hpp>
 
 namespace kvpolicy {
 

@@ -1,13 +1,13 @@
 // What a scorer is: a value (sizes, and views of weights that the caller keeps) that gives a key a raw logit.
 #pragma once
 
-#include <concepts>
-#include <cstddef>
-#include <cstdint>
-
 #include <kvpolicy/core/context.hpp>
 #include <kvpolicy/core/types.hpp>
 #include <kvpolicy/policies/concept.hpp>
+
+#include <concepts>
+#include <cstddef>
+#include <cstdint>
 
 namespace kvpolicy {
 
@@ -28,35 +28,36 @@ struct GivenScores {
 /// so keys after RoPE) and scratch of scratch_size() floats. Called from several threads at once. One scorer object
 /// serves one layer.
 template <class S>
-concept StatelessScorer = S::when == score_time::on_arrival &&
-                          requires(const S& scorer, std::int32_t head, const float* key, const float* value,
-                                   float* scratch) {
-                              { scorer.score(head, key, value, scratch) } -> std::convertible_to<float>;
-                              { scorer.scratch_size() } -> std::convertible_to<std::size_t>;
-                          };
+concept StatelessScorer = S::when == score_time::on_arrival&& requires(const S& scorer, std::int32_t head,
+                                                                       const float* key, const float* value,
+                                                                       float* scratch) {
+    { scorer.score(head, key, value, scratch) } -> std::convertible_to<float>;
+    { scorer.scratch_size() } -> std::convertible_to<std::size_t>;
+};
 
 /// A scorer with a state per (sequence, head) of state_size() floats: reset(state); absorb(head, state, key, value,
 /// scratch) takes in token q; read(head, state, key, value, scratch) scores the key that leaves at q.
 template <class S>
-concept StatefulScorer = S::when == score_time::on_leaving &&
-                         requires(const S& scorer, std::int32_t head, const float* key, const float* value,
-                                  float* state, const float* same_state, float* scratch) {
-                             { scorer.state_size() } -> std::convertible_to<std::size_t>;
-                             { scorer.scratch_size() } -> std::convertible_to<std::size_t>;
-                             { scorer.reset(state) };
-                             { scorer.absorb(head, state, key, value, scratch) };
-                             { scorer.read(head, same_state, key, value, scratch) } -> std::convertible_to<float>;
-                         };
+concept StatefulScorer = S::when == score_time::on_leaving&& requires(const S& scorer, std::int32_t head,
+                                                                      const float* key, const float* value,
+                                                                      float* state, const float* same_state,
+                                                                      float* scratch) {
+    { scorer.state_size() } -> std::convertible_to<std::size_t>;
+    { scorer.scratch_size() } -> std::convertible_to<std::size_t>;
+    {scorer.reset(state)};
+    {scorer.absorb(head, state, key, value, scratch)};
+    { scorer.read(head, same_state, key, value, scratch) } -> std::convertible_to<float>;
+};
 
 /// A stateless scorer that also scores `count` <= scorer_block tokens at a time: keys [count, Dk] and values [count, Dv]
 /// in rows without gaps, scores [count], scratch of block_scratch_size() numbers. Optional: score_sequence uses it where
 /// it is there, and the scores must equal score()'s bit for bit. Both pointers' types are float, or double for checks.
 template <class S>
-concept BlockScorer = StatelessScorer<S> && requires(const S& scorer, std::int32_t head, std::int32_t count,
-                                                     const float* keys, const float* values, float* scores,
-                                                     float* scratch, isa set) {
+concept BlockScorer = StatelessScorer<S> &&
+    requires(const S& scorer, std::int32_t head, std::int32_t count, const float* keys, const float* values,
+             float* scores, float* scratch, isa set) {
     { scorer.block_scratch_size() } -> std::convertible_to<std::size_t>;
-    { scorer.score_block(head, count, keys, values, scores, scratch, set) };
+    {scorer.score_block(head, count, keys, values, scores, scratch, set)};
 };
 
 /// The most tokens that score_block is given at once, and the chunk of a chunkwise pass.
@@ -66,8 +67,9 @@ inline constexpr std::int32_t scorer_block = 64;
 /// not fit the keys and values of a layer. Optional: sequence calls and caches call it where it is there, so that score,
 /// absorb and read need not check.
 template <class S>
-concept CheckedScorer = requires(const S& scorer, std::int32_t heads, std::int32_t dim_k, std::int32_t dim_v) {
-    { scorer.check(heads, dim_k, dim_v) };
+concept CheckedScorer = requires(const S& scorer, std::int32_t heads, std::int32_t dim_k,
+                                 std::int32_t dim_v) {
+    {scorer.check(heads, dim_k, dim_v)};
 };
 
 template <class S>

@@ -2,17 +2,18 @@
 // the read's normaliser q~ z is a weighted mean of positive numbers.
 #pragma once
 
+#include <kvpolicy/core/context.hpp>
+
 #include <concepts>
 #include <cstdint>
-
-#include <kvpolicy/core/context.hpp>
 
 namespace kvpolicy {
 
 /// A map from projection(d_qk) numbers to d_qk features: map(isa, y, d_qk, out), where out may not overlap y.
 /// allows(d_qk) says which widths there are, and `allowed` says it in words.
 template <class F>
-concept FeatureMap = requires(isa set, const float* y, float* out, const double* y2, double* out2, std::int32_t d_qk) {
+concept FeatureMap = requires(isa set, const float* y, float* out, const double* y2, double* out2,
+                              std::int32_t d_qk) {
     { F::projection(d_qk) } -> std::same_as<std::int32_t>;
     { F::allows(d_qk) } -> std::same_as<bool>;
     { F::allowed } -> std::convertible_to<const char*>;
@@ -31,7 +32,8 @@ struct Softmax {
 
 /// phi(y) = [softmax(y); softmax(-y)] (Zhang et al., 2024): the projection is half as wide as the features.
 struct Hedgehog {
-    static constexpr const char* allowed = "2 or more, and even: half of the features are softmax(y), half softmax(-y)";
+    static constexpr const char* allowed =
+        "2 or more, and even: half of the features are softmax(y), half softmax(-y)";
     static constexpr std::int32_t projection(std::int32_t d_qk) { return d_qk / 2; }
     static constexpr bool allows(std::int32_t d_qk) { return d_qk >= 2 && d_qk % 2 == 0; }
     template <class Real>

@@ -1,11 +1,11 @@
 // What scorers start from before training (kvpop.txt, E.5).
 #pragma once
 
-#include <cstdint>
-
 #include <kvpolicy/scorers/linear.hpp>
 #include <kvpolicy/scorers/mlp.hpp>
 #include <kvpolicy/scorers/mlstm.hpp>
+
+#include <cstdint>
 
 namespace kvpolicy {
 
@@ -24,8 +24,8 @@ struct mLSTMStart {
 /// and the sparse policy starts from a neutral ranking (the oldest keys win ties, unless a decay is set). The same seed
 /// gives the same numbers.
 template <std::int32_t D, class Feature, class Values>
-void initialize(const mLSTMScorer<D, Feature, Values>& scorer, mLSTMParameters<float> into, std::uint64_t seed,
-                const mLSTMStart& start = {});
+void initialize(const mLSTMScorer<D, Feature, Values>& scorer, mLSTMParameters<float> into,
+                std::uint64_t seed, const mLSTMStart& start = {});
 
 /// W1 normal with variance 1 / X, biases and the score head 0.
 template <class Input, class Act, std::int32_t D>

@@ -1,13 +1,13 @@
 // The smallest learned scorer: one weighted sum of a key and its value (kvpop.txt, E.2).
 #pragma once
 
-#include <cstddef>
-#include <cstdint>
-#include <type_traits>
-
 #include <kvpolicy/core/context.hpp>
 #include <kvpolicy/core/types.hpp>
 #include <kvpolicy/scorers/concept.hpp>
+
+#include <cstddef>
+#include <cstdint>
+#include <type_traits>
 
 namespace kvpolicy {
 
@@ -35,20 +35,22 @@ struct LinearScorer {
 
     /// Real is float, or double for checks. `scratch` is not used and may be null. The instruction set changes no bit.
     template <class Real>
-    Real score(std::int32_t head, const Real* key, const Real* value, Real* scratch, isa set = detected_isa()) const;
+    Real score(std::int32_t head, const Real* key, const Real* value, Real* scratch,
+               isa set = detected_isa()) const;
     [[nodiscard]] std::size_t scratch_size() const { return 0; }
 
     /// score() of `count` <= scorer_block tokens; see BlockScorer.
     template <class Real>
-    void score_block(std::int32_t head, std::int32_t count, const Real* keys, const Real* values, Real* scores,
-                     Real* scratch, isa set = detected_isa()) const;
+    void score_block(std::int32_t head, std::int32_t count, const Real* keys, const Real* values,
+                     Real* scores, Real* scratch, isa set = detected_isa()) const;
     [[nodiscard]] std::size_t block_scratch_size() const { return scorer_block; }
 
     /// Refuses missing weights, and sizes that do not fit a layer of `kv_heads` heads with keys and values this wide.
     void check(std::int32_t kv_heads, std::int32_t key_dim, std::int32_t value_dim) const;
 };
 
-static_assert(StatelessScorer<LinearScorer<>> && BlockScorer<LinearScorer<64>> && CheckedScorer<LinearScorer<64>>);
+static_assert(StatelessScorer<LinearScorer<>> && BlockScorer<LinearScorer<64>> &&
+              CheckedScorer<LinearScorer<64>>);
 static_assert(Scorer<LinearScorer<>> && std::is_trivially_copyable_v<LinearScorer<>>);
 
 /// Calls visit(name, pointer, count) for each array of the parameters, in the order in which they are declared: for

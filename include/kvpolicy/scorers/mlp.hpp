@@ -2,15 +2,15 @@
 // MlpScorer; other systems name another input and activation.
 #pragma once
 
-#include <algorithm>
-#include <cstddef>
-#include <cstdint>
-#include <type_traits>
-
 #include <kvpolicy/core/context.hpp>
 #include <kvpolicy/core/types.hpp>
 #include <kvpolicy/scorers/activation.hpp>
 #include <kvpolicy/scorers/concept.hpp>
+
+#include <algorithm>
+#include <cstddef>
+#include <cstdint>
+#include <type_traits>
 
 namespace kvpolicy {
 
@@ -19,18 +19,20 @@ namespace kvpolicy {
 /// gains, say); it is copied with the scorer.
 template <class I>
 concept MlpInput = std::is_trivially_copyable_v<I> &&
-                   requires(const I& input, isa set, std::int32_t head, const float* key, const float* value,
-                            std::int32_t dim, float* x) {
-                       { I::per_head } -> std::convertible_to<bool>;
-                       { input.size(dim, dim) } -> std::same_as<std::int32_t>;
-                       { input.gather(set, head, key, value, dim, dim, x) };
-                   };
+    requires(const I& input, isa set, std::int32_t head, const float* key, const float* value,
+             std::int32_t dim, float* x) {
+    { I::per_head } -> std::convertible_to<bool>;
+    { input.size(dim, dim) } -> std::same_as<std::int32_t>;
+    {input.gather(set, head, key, value, dim, dim, x)};
+};
 
 /// x = [k; v], key and value as they are cached (kvpop.txt, eq. 35).
 struct KeyValueInput {
     static constexpr bool per_head = true;
 
-    [[nodiscard]] constexpr std::int32_t size(std::int32_t dim_k, std::int32_t dim_v) const { return dim_k + dim_v; }
+    [[nodiscard]] constexpr std::int32_t size(std::int32_t dim_k, std::int32_t dim_v) const {
+        return dim_k + dim_v;
+    }
 
     template <class Real>
     constexpr void gather(isa, std::int32_t /*head*/, const Real* key, const Real* value, std::int32_t dim_k,
@@ -73,13 +75,14 @@ struct BasicMlpScorer {
 
     /// Real is float, or double for checks; `scratch` is scratch_size() of them. The instruction set changes no bit.
     template <class Real>
-    Real score(std::int32_t head, const Real* key, const Real* value, Real* scratch, isa set = detected_isa()) const;
+    Real score(std::int32_t head, const Real* key, const Real* value, Real* scratch,
+               isa set = detected_isa()) const;
     [[nodiscard]] std::size_t scratch_size() const { return static_cast<std::size_t>(input_size() + hidden); }
 
     /// score() of `count` <= scorer_block tokens; see BlockScorer.
     template <class Real>
-    void score_block(std::int32_t head, std::int32_t count, const Real* keys, const Real* values, Real* scores,
-                     Real* scratch, isa set = detected_isa()) const;
+    void score_block(std::int32_t head, std::int32_t count, const Real* keys, const Real* values,
+                     Real* scores, Real* scratch, isa set = detected_isa()) const;
     [[nodiscard]] std::size_t block_scratch_size() const { return scorer_block * scratch_size(); }
 
     /// Refuses missing weights, and sizes that do not fit a layer of `kv_heads` heads with keys and values this wide.
@@ -95,7 +98,8 @@ static_assert(Scorer<BasicMlpScorer<KeyValueInput, GeluErf>> && std::is_triviall
 
 /// Calls visit(name, pointer, count, optional) for each array of the parameters, in the order of their declaration.
 template <class Input, class Act, std::int32_t D, class Float, class Visit>
-void for_each_parameter(const BasicMlpScorer<Input, Act, D>& scorer, MlpParameters<Float>& parameters, Visit&& visit) {
+void for_each_parameter(const BasicMlpScorer<Input, Act, D>& scorer, MlpParameters<Float>& parameters,
+                        Visit&& visit) {
     const auto heads = static_cast<std::size_t>(scorer.heads);
     const auto hidden = static_cast<std::size_t>(scorer.hidden);
     const std::size_t layers = Input::per_head ? heads : 1;

@@ -1,14 +1,14 @@
 // The memory-based scorer of KVpop: an mLSTM for each KV head, read with a delay (kvpop.txt, 3.3, appendices A and E).
 #pragma once
 
-#include <cstddef>
-#include <cstdint>
-#include <type_traits>
-
 #include <kvpolicy/core/context.hpp>
 #include <kvpolicy/core/types.hpp>
 #include <kvpolicy/scorers/concept.hpp>
 #include <kvpolicy/scorers/feature_map.hpp>
+
+#include <cstddef>
+#include <cstdint>
+#include <type_traits>
 
 namespace kvpolicy {
 
@@ -118,7 +118,8 @@ struct mLSTMScorer {
 };
 
 static_assert(StatefulScorer<mLSTMScorer<>> && StatefulScorer<mLSTMScorer<128, Softmax, DirectValues>>);
-static_assert(CheckedScorer<mLSTMScorer<>> && Scorer<mLSTMScorer<128>> && std::is_trivially_copyable_v<mLSTMScorer<>>);
+static_assert(CheckedScorer<mLSTMScorer<>> && Scorer<mLSTMScorer<128>> &&
+              std::is_trivially_copyable_v<mLSTMScorer<>>);
 
 /// Calls visit(name, pointer, count, optional) for each array of the parameters, in the order of their declaration.
 template <std::int32_t D, class Feature, class Values, class Float, class Visit>

@@ -1,14 +1,14 @@
 // Scores of whole sequences: prefill, masks and training score many tokens at once.
 #pragma once
 
-#include <cstddef>
-#include <cstdint>
-#include <type_traits>
-
 #include <kvpolicy/core/context.hpp>
 #include <kvpolicy/core/types.hpp>
 #include <kvpolicy/core/view.hpp>
 #include <kvpolicy/scorers/concept.hpp>
+
+#include <cstddef>
+#include <cstdint>
+#include <type_traits>
 
 namespace kvpolicy {
 
@@ -54,8 +54,9 @@ std::size_t score_sequence_workspace_bytes(
 /// Refuses, before anything is written: views that disagree, lengths below 0 or over S, a scorer that does not fit
 /// (check()), a delay below 0, starts > 0 without states, a form that the scorer lacks, too little workspace.
 template <Scorer S, class K, class V>
-void score_sequence(const host& on, const S& scorer, rows_view<K> k, rows_view<V> v, const Sequences& sequences,
-                    std::int32_t delay, plane_view<compute_t<std::remove_const_t<K>>> scores, workspace_view workspace,
+void score_sequence(const host& on, const S& scorer, rows_view<K> k, rows_view<V> v,
+                    const Sequences& sequences, std::int32_t delay,
+                    plane_view<compute_t<std::remove_const_t<K>>> scores, workspace_view workspace,
                     const BasicScoreOptions<compute_t<std::remove_const_t<K>>>& options = {});
 
 /// The k of a cache whose scorer has a state, such that it takes no more memory than a cache of `budget` keys whose

@@ -1,14 +1,14 @@
 // The future-attention target against its definition, in double, pair by pair (kvpop.txt, eq. 2, 3, 13-17).
-#include <cmath>
-#include <limits>
-#include <string>
-
-#include <doctest/doctest.h>
-
 #include <kvpolicy/attention/future_mass.hpp>
 
 #include "../../support/cases.hpp"
 #include "../../support/refusal.hpp"
+
+#include <doctest/doctest.h>
+
+#include <cmath>
+#include <limits>
+#include <string>
 
 using namespace kvpolicy;
 
@@ -25,8 +25,11 @@ struct Case {
 double logit(const test::Tensor<double>& q, const test::Tensor<double>& k, std::int32_t hq, std::int32_t hk,
              std::int32_t d, std::int32_t t, const Attention& attention) {
     double sum = 0.0;
-    for (std::int32_t i = 0; i < q.dim; ++i) { sum += q.view().row(0, hq, d)[i] * k.view().row(0, hk, t)[i]; }
-    const double scale = attention.scale != 0.0f ? static_cast<double>(attention.scale) : 1.0 / std::sqrt(q.dim);
+    for (std::int32_t i = 0; i < q.dim; ++i) {
+        sum += q.view().row(0, hq, d)[i] * k.view().row(0, hk, t)[i];
+    }
+    const double scale =
+        attention.scale != 0.0f ? static_cast<double>(attention.scale) : 1.0 / std::sqrt(q.dim);
     const double cap = static_cast<double>(attention.softcap);
     return cap > 0.0 ? cap * std::tanh(scale * sum / cap) : scale * sum;
 }
@@ -40,16 +43,22 @@ double reference(const Case& c, const test::Tensor<double>& q, const test::Tenso
         const std::int32_t hq = h * c.group + g;
         double mass = 0.0;
         std::int64_t count = std::max(1, c.length - (t + c.window));
-        if (c.look_ahead != unlimited) { count = std::min<std::int64_t>(count, std::int64_t{c.look_ahead} + 1); }
-        for (std::int32_t d = t + c.window; d < c.length && (c.look_ahead == unlimited || d <= t + c.window + c.look_ahead);
-             ++d) {
+        if (c.look_ahead != unlimited) {
+            count = std::min<std::int64_t>(count, std::int64_t{c.look_ahead} + 1);
+        }
+        for (std::int32_t d = t + c.window;
+             d < c.length && (c.look_ahead == unlimited || d <= t + c.window + c.look_ahead); ++d) {
             const double of_query = static_cast<double>(lse.view().head(0, hq)[d]);
-            if (std::isinf(of_query)) { continue; }
+            if (std::isinf(of_query)) {
+                continue;
+            }
             const double p = std::exp(logit(q, k, hq, h, d, t, attention) - of_query);
             mass = std::isinf(c.beta) ? std::max(mass, p) : mass + std::pow(p, static_cast<double>(c.beta));
         }
         if (!std::isinf(c.beta)) {
-            if (c.normalize) { mass /= static_cast<double>(count); }
+            if (c.normalize) {
+                mass /= static_cast<double>(count);
+            }
             mass = std::pow(mass, 1.0 / static_cast<double>(c.beta));
         }
         best = std::max(best, mass);
@@ -68,8 +77,12 @@ void check(const host& on, const Case& c, double tolerance, std::mt19937& genera
     q.fill_normal(generator, 1.5f);
     k.fill_normal(generator, 1.5f);
     test::Tensor<double> q64(1, q.heads, c.length, c.dim), k64(1, k.heads, c.length, c.dim);
-    for (std::size_t i = 0; i < q.data.size(); ++i) { q64.data[i] = static_cast<double>(static_cast<compute_t<T>>(q.data[i])); }
-    for (std::size_t i = 0; i < k.data.size(); ++i) { k64.data[i] = static_cast<double>(static_cast<compute_t<T>>(k.data[i])); }
+    for (std::size_t i = 0; i < q.data.size(); ++i) {
+        q64.data[i] = static_cast<double>(static_cast<compute_t<T>>(q.data[i]));
+    }
+    for (std::size_t i = 0; i < k.data.size(); ++i) {
+        k64.data[i] = static_cast<double>(static_cast<compute_t<T>>(k.data[i]));
+    }
 
     const Attention attention{.softcap = c.softcap};
     const Sequences sequences{.batch = 1, .length = c.length};
@@ -81,12 +94,18 @@ void check(const host& on, const Case& c, double tolerance, std::mt19937& genera
     for (std::int32_t hq = 0; hq < q.heads; ++hq) {
         for (std::int32_t d = 0; d < c.length; ++d) {
             double sum = 0.0;
-            for (std::int32_t t = 0; t <= d; ++t) { sum += std::exp(logit(q64, k64, hq, hq / c.group, d, t, attention)); }
+            for (std::int32_t t = 0; t <= d; ++t) {
+                sum += std::exp(logit(q64, k64, hq, hq / c.group, d, t, attention));
+            }
             CHECK(std::abs(static_cast<double>(lse.at(0, hq, d)) - std::log(sum)) <= tolerance);
         }
     }
-    if (c.length > 3) { lse.at(0, 0, c.length - 2) = -std::numeric_limits<float>::infinity(); }  // sees nothing
-    if (c.length > 5) { lse.at(0, 0, c.length - 4) -= 3.0f; }  // a sparse normaliser: masses above 1
+    if (c.length > 3) {
+        lse.at(0, 0, c.length - 2) = -std::numeric_limits<float>::infinity();
+    }  // sees nothing
+    if (c.length > 5) {
+        lse.at(0, 0, c.length - 4) -= 3.0f;
+    }  // a sparse normaliser: masses above 1
 
     FutureMassOptions options;
     options.window = c.window;
@@ -95,10 +114,12 @@ void check(const host& on, const Case& c, double tolerance, std::mt19937& genera
     options.normalize = c.normalize;
     options.aggregate = c.aggregate;
     const test::Plane<float>& clse = lse;
-    future_mass<T>(on, attention, cq.view(), ck.view(), clse.view(), sequences, options, target.view(), workspace);
+    future_mass<T>(on, attention, cq.view(), ck.view(), clse.view(), sequences, options, target.view(),
+                   workspace);
     for (std::int32_t h = 0; h < k.heads; ++h) {
         for (std::int32_t t = 0; t < c.length; ++t) {
-            const double expected = reference(c, q64, k64, lse, h, t, attention, static_cast<double>(options.epsilon));
+            const double expected =
+                reference(c, q64, k64, lse, h, t, attention, static_cast<double>(options.epsilon));
             // log eps is -18: the target's own fp32 rounding is 2^-20 there.
             CHECK(std::abs(static_cast<double>(target.at(0, h, t)) - expected) <= tolerance + 2e-6);
         }
@@ -114,9 +135,11 @@ TEST_CASE("future mass by its definition") {
     // fp32: logits have |x| up to about 20 and 64 terms, so their error is a few times 2^-24 * 20; times beta in exponents.
     for (const std::int32_t length : {0, 1, 2, 5, 23, 24, 25, 63, 64, 65, 200}) {
         for (const float beta : {1.0f, 2.0f, 4.0f, infinity}) {
-            check<float>(on, {length, 2, 3, 16, 4, unlimited, beta, true, group_aggregate::max}, 5e-5, generator);
+            check<float>(on, {length, 2, 3, 16, 4, unlimited, beta, true, group_aggregate::max}, 5e-5,
+                         generator);
         }
-        check<float>(on, {length, 1, 2, 64, 1, unlimited, 1.0f, false, group_aggregate::mean}, 5e-5, generator);
+        check<float>(on, {length, 1, 2, 64, 1, unlimited, 1.0f, false, group_aggregate::mean}, 5e-5,
+                     generator);
         check<float>(on, {length, 1, 1, 8, 7, 10, 2.0f, true, group_aggregate::mean}, 5e-5, generator);
         check<float>(on, {length, 1, 1, 8, 300, 0, 1.0f, true, group_aggregate::max}, 5e-5, generator);
         check<float>(on, {length, 1, 5, 8, 3, 0, 1.0f, true, group_aggregate::max, 5.0f}, 5e-5, generator);

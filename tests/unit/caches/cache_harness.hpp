@@ -2,17 +2,17 @@
 // what each query gets.
 #pragma once
 
-#include <algorithm>
-#include <string>
-#include <vector>
-
-#include <doctest/doctest.h>
-
 #include <kvpolicy/attention/sparse.hpp>
 #include <kvpolicy/caches/fixed_budget.hpp>
 #include <kvpolicy/masks/build.hpp>
 
 #include "../../support/cases.hpp"
+
+#include <doctest/doctest.h>
+
+#include <algorithm>
+#include <string>
+#include <vector>
 
 namespace test {
 
@@ -30,8 +30,9 @@ struct CacheUnderTest {
     kvpolicy::FixedBudgetCache<P, T> cache;
     std::vector<unsigned char> memory;
 
-    CacheUnderTest(const kvpolicy::host& on, const Sizes& sizes, const P& policy, kvpolicy::position_t rebase_limit,
-                   const typename P::scorer_type* scorers = nullptr, std::int32_t page_rows = 1)
+    CacheUnderTest(const kvpolicy::host& on, const Sizes& sizes, const P& policy,
+                   kvpolicy::position_t rebase_limit, const typename P::scorer_type* scorers = nullptr,
+                   std::int32_t page_rows = 1)
         : cache(kvpolicy::CacheShape{.layers = 1,
                                      .slots = sizes.batch,
                                      .query_heads = sizes.kv_heads * sizes.group,
@@ -59,8 +60,10 @@ struct Inputs {
     Tensor<T> q, k, v;
     Plane<float> scores;
     Inputs(const Sizes& s, Scores kind, std::mt19937& generator)
-        : q(s.batch, s.kv_heads * s.group, s.length, s.dim), k(s.batch, s.kv_heads, s.length, s.dim),
-          v(s.batch, s.kv_heads, s.length, s.dim), scores(s.batch, s.kv_heads, s.length) {
+        : q(s.batch, s.kv_heads * s.group, s.length, s.dim),
+          k(s.batch, s.kv_heads, s.length, s.dim),
+          v(s.batch, s.kv_heads, s.length, s.dim),
+          scores(s.batch, s.kv_heads, s.length) {
         q.fill_normal(generator);
         k.fill_normal(generator);
         v.fill_normal(generator);
@@ -72,7 +75,9 @@ struct Inputs {
 inline std::vector<kvpolicy::position_t> visible(const kvpolicy::expiry_t* expiry, std::int32_t q) {
     std::vector<kvpolicy::position_t> keys;
     for (std::int32_t t = 0; t <= q; ++t) {
-        if (q < expiry[t]) { keys.push_back(t); }
+        if (q < expiry[t]) {
+            keys.push_back(t);
+        }
     }
     return keys;
 }
@@ -85,7 +90,9 @@ double difference(const Tensor<T>& a, const Tensor<T>& b) {
         const double x = static_cast<double>(static_cast<float>(a.data[i]));
         const double y = static_cast<double>(static_cast<float>(b.data[i]));
         most = std::max(most, x == y ? 0.0 : std::abs(x - y));
-        if (x != x || y != y) { return std::numeric_limits<double>::infinity(); }
+        if (x != x || y != y) {
+            return std::numeric_limits<double>::infinity();
+        }
     }
     return most;
 }
@@ -98,13 +105,15 @@ void feed(const kvpolicy::host& on, CacheUnderTest<P, T>& under_test, const Inpu
     const auto ref = under_test.cache.ref(0);
     Workspace workspace(kvpolicy::cache_workspace_bytes(on, ref, in.q.batch, count));
     kvpolicy::CacheExtras extras;
-    if constexpr (P::ranked) { extras.scores = in.scores.tokens(from, count); }
+    if constexpr (P::ranked) {
+        extras.scores = in.scores.tokens(from, count);
+    }
     if (as_step) {
-        kvpolicy::step(on, ref, batch, in.q.tokens(from, count), in.k.tokens(from, count), in.v.tokens(from, count),
-                       out.tokens(from, count), workspace, nullptr, extras);
+        kvpolicy::step(on, ref, batch, in.q.tokens(from, count), in.k.tokens(from, count),
+                       in.v.tokens(from, count), out.tokens(from, count), workspace, nullptr, extras);
     } else {
-        kvpolicy::prefill(on, ref, batch, in.q.tokens(from, count), in.k.tokens(from, count), in.v.tokens(from, count),
-                          out.tokens(from, count), workspace, nullptr, extras);
+        kvpolicy::prefill(on, ref, batch, in.q.tokens(from, count), in.k.tokens(from, count),
+                          in.v.tokens(from, count), out.tokens(from, count), workspace, nullptr, extras);
     }
     under_test.cache.advance(on, batch);
 }
@@ -115,8 +124,8 @@ inline constexpr double output_tolerance = 64 * 1.2e-7 * 5.0;
 
 /// mask = steps = one chunk = random chunks, for one policy whose scores are given.
 template <class T = float, class P>
-void check_policy(const kvpolicy::host& on, const P& policy, const Sizes& sizes, Scores kind, std::mt19937& generator,
-                  kvpolicy::position_t rebase_limit = kvpolicy::rebase_limit) {
+void check_policy(const kvpolicy::host& on, const P& policy, const Sizes& sizes, Scores kind,
+                  std::mt19937& generator, kvpolicy::position_t rebase_limit = kvpolicy::rebase_limit) {
     CAPTURE(name(kind));
     CAPTURE(sizes.length);
     const Inputs<T> in(sizes, kind, generator);
@@ -132,7 +141,8 @@ void check_policy(const kvpolicy::host& on, const P& policy, const Sizes& sizes,
     const kvpolicy::keys<T> keys{.k = in.k.view(), .v = in.v.view(), .mask = {.expiry = expiry.view()}};
     Workspace attention_workspace(
         kvpolicy::attend_workspace_bytes(on, kvpolicy::Attention{}, in.q.view(), keys, sequences));
-    kvpolicy::attend(on, kvpolicy::Attention{}, in.q.view(), keys, sequences, by_mask.view(), {}, attention_workspace);
+    kvpolicy::attend(on, kvpolicy::Attention{}, in.q.view(), keys, sequences, by_mask.view(), {},
+                     attention_workspace);
 
     CacheUnderTest<P, T> stepped(on, sizes, policy, rebase_limit);
     Tensor<T> by_steps(sizes.batch, sizes.kv_heads * sizes.group, sizes.length, sizes.dim);
@@ -166,7 +176,8 @@ void check_policy(const kvpolicy::host& on, const P& policy, const Sizes& sizes,
             at += chunk;
             for (std::int32_t b = 0; b < sizes.batch && at > 0; ++b) {
                 for (std::int32_t h = 0; h < sizes.kv_heads; ++h) {
-                    equal = equal && chunked.sorted_positions(b, h) == visible(expiry.view().head(b, h), at - 1);
+                    equal =
+                        equal && chunked.sorted_positions(b, h) == visible(expiry.view().head(b, h), at - 1);
                 }
             }
         }
@@ -181,9 +192,10 @@ void check_policy(const kvpolicy::host& on, const P& policy, const Sizes& sizes,
                 rows_equal = rows_equal && used == b.used(slot, h);
                 for (std::int32_t r = 0; r < used && rows_equal; ++r) {
                     const std::int64_t row = a.first_row(slot, h) + r;
-                    rows_equal = a.position[row] == b.position[row] && a.score[row] == b.score[row] &&
-                                 std::equal(a.k + row * a.dim_k, a.k + (row + 1) * a.dim_k, b.k + row * b.dim_k,
-                                            [](T x, T y) { return static_cast<float>(x) == static_cast<float>(y); });
+                    rows_equal =
+                        a.position[row] == b.position[row] && a.score[row] == b.score[row] &&
+                        std::equal(a.k + row * a.dim_k, a.k + (row + 1) * a.dim_k, b.k + row * b.dim_k,
+                                   [](T x, T y) { return static_cast<float>(x) == static_cast<float>(y); });
                 }
             }
         }

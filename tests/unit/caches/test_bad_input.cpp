@@ -1,6 +1,4 @@
 // Bad input of a bounded cache: one sentence that names the argument, its value and what is allowed, and nothing written.
-#include <doctest/doctest.h>
-
 #include <kvpolicy/policies/decay.hpp>
 #include <kvpolicy/policies/sink.hpp>
 #include <kvpolicy/policies/threshold_gate.hpp>
@@ -10,7 +8,10 @@
 #include "support/bound_cache.hpp"
 #include "support/refusal.hpp"
 
+#include <doctest/doctest.h>
+
 #include <cstddef>
+#include <functional>
 #include <utility>
 
 using namespace kvpolicy;
@@ -18,7 +19,9 @@ using namespace kvpolicy;
 namespace {
 
 using P = Policy<Sink<>, Window<>, TopKBudget<>>;
-P policy(std::int32_t s = 1, std::int32_t w = 3, std::int32_t k = 4) { return P{Sink<>{s}, Window<>{w}, TopKBudget<>{k}}; }
+P policy(std::int32_t s = 1, std::int32_t w = 3, std::int32_t k = 4) {
+    return P{Sink<>{s}, Window<>{w}, TopKBudget<>{k}};
+}
 
 constexpr CacheShape good{2, 3, 4, 2, 16, 8, 1};
 
@@ -35,14 +38,17 @@ TEST_CASE("a cache of a shape that cannot be") {
     const P p = policy();
     CHECK_REFUSED(Cache(with(&CacheShape::layers, 0), p), "layers: 0 is not allowed; it must be 1 or more");
     CHECK_REFUSED(Cache(with(&CacheShape::slots, 0), p), "slots: 0 is not allowed; it must be 1 or more");
-    CHECK_REFUSED(Cache(with(&CacheShape::kv_heads, 0), p), "kv_heads: 0 is not allowed; it must be 1 or more");
+    CHECK_REFUSED(Cache(with(&CacheShape::kv_heads, 0), p),
+                  "kv_heads: 0 is not allowed; it must be 1 or more");
     CHECK_REFUSED(Cache(with(&CacheShape::query_heads, 5), p),
                   "query_heads: 5 is not allowed; it must be a multiple of kv_heads = 2");
     CHECK_REFUSED(Cache(with(&CacheShape::query_heads, 0), p), "query_heads: 0");
     CHECK_REFUSED(Cache(with(&CacheShape::query_heads, 1), p), "query_heads: 1");
-    CHECK_REFUSED(Cache(with(&CacheShape::page_rows, 0), p), "page_rows: 0 is not allowed; it must be 1 or more");
+    CHECK_REFUSED(Cache(with(&CacheShape::page_rows, 0), p),
+                  "page_rows: 0 is not allowed; it must be 1 or more");
     for (const std::int32_t dim : {-8, 0, 1, 4, 65, 100, 1032, 2048}) {
-        const std::string value = std::to_string(dim) + " is not allowed; it must be a multiple of 8 up to 1024";
+        const std::string value =
+            std::to_string(dim) + " is not allowed; it must be a multiple of 8 up to 1024";
         CHECK_REFUSED(Cache(with(&CacheShape::dim_k, dim), p), "head_dim of keys: " + value);
         CHECK_REFUSED(Cache(with(&CacheShape::dim_v, dim), p), "head_dim of values: " + value);
     }
@@ -56,28 +62,40 @@ TEST_CASE("a cache of a shape that cannot be") {
 
 TEST_CASE("a cache for numbers that no policy can have, by layer and head") {
     using Cache = FixedBudgetCache<P, float>;
-    CHECK_REFUSED(Cache(good, policy(-1)), "sinks of layer 0, head 0: -1 is not allowed; it must be 0 or more");
-    CHECK_REFUSED(Cache(good, policy(1, 0)), "window of layer 0, head 0: 0 is not allowed; it must be 1 or more");
+    CHECK_REFUSED(Cache(good, policy(-1)),
+                  "sinks of layer 0, head 0: -1 is not allowed; it must be 0 or more");
+    CHECK_REFUSED(Cache(good, policy(1, 0)),
+                  "window of layer 0, head 0: 0 is not allowed; it must be 1 or more");
     CHECK_REFUSED(Cache(good, policy(1, -4)), "window of layer 0, head 0: -4");
-    CHECK_REFUSED(Cache(good, policy(1, 3, -1)), "budget k of layer 0, head 0: -1 is not allowed; it must be 0 or more");
-    CHECK_REFUSED(Cache(good, policy(1, 3, unlimited)), "budget k of layer 0, head 0: unlimited is not allowed");
-    CHECK_REFUSED(Cache(good, policy(2000000000, 3, 2000000000)), "4000000003 is not allowed; it must be below 2^31");
+    CHECK_REFUSED(Cache(good, policy(1, 3, -1)),
+                  "budget k of layer 0, head 0: -1 is not allowed; it must be 0 or more");
+    CHECK_REFUSED(Cache(good, policy(1, 3, unlimited)),
+                  "budget k of layer 0, head 0: unlimited is not allowed");
+    CHECK_REFUSED(Cache(good, policy(2000000000, 3, 2000000000)),
+                  "4000000003 is not allowed; it must be below 2^31");
 
     const std::int32_t budgets[] = {4, 4, 4, -7};  // [2 layers, 2 heads]
     CHECK_REFUSED(Cache(good, P{Sink<>{1}, Window<>{3}, TopKBudget<>{per_head(budgets, 2, 2)}}),
                   "budget k of layer 1, head 1: -7");
     // Arrays that do not reach every head.
-    CHECK_REFUSED(Cache(with(&CacheShape::layers, 3), P{Sink<>{1}, Window<>{3}, TopKBudget<>{per_head(budgets, 2, 2)}}),
-                  "array of budgets: 2 layers x 2 heads is not allowed; it must be 1 or at least 3 layers x 1 or at least 2");
-    CHECK_REFUSED(Cache(CacheShape{2, 3, 4, 4, 16, 8, 1}, P{Sink<>{per_head(budgets, 1, 2)}, Window<>{3}, TopKBudget<>{1}}),
+    CHECK_REFUSED(
+        Cache(with(&CacheShape::layers, 3), P{Sink<>{1}, Window<>{3}, TopKBudget<>{per_head(budgets, 2, 2)}}),
+        "array of budgets: 2 layers x 2 heads is not allowed; it must be 1 or at least 3 layers x 1 or at "
+        "least 2");
+    CHECK_REFUSED(Cache(CacheShape{2, 3, 4, 4, 16, 8, 1},
+                        P{Sink<>{per_head(budgets, 1, 2)}, Window<>{3}, TopKBudget<>{1}}),
                   "array of sinks: 1 layers x 2 heads");
-    CHECK_REFUSED(Cache(good, P{Sink<>{1}, Window<>{per_head(budgets, 0, 2)}, TopKBudget<>{1}}), "array of windows: 0 layers");
+    CHECK_REFUSED(Cache(good, P{Sink<>{1}, Window<>{per_head(budgets, 0, 2)}, TopKBudget<>{1}}),
+                  "array of windows: 0 layers");
 
     using D = Policy<Window<3>, TopKBudget<4>, Decay<dynamic>>;
     using Decayed = FixedBudgetCache<D, float>;
-    CHECK_REFUSED(Decayed(good, D{{}, {}, Decay<dynamic>{0.5f, 1}}), "log gamma of layer 0, head 0: 0.5 is not allowed");
-    CHECK_REFUSED(Decayed(good, D{{}, {}, Decay<dynamic>{std::nanf(""), 1}}), "log gamma of layer 0, head 0: ");
-    CHECK_REFUSED(Decayed(good, D{{}, {}, Decay<dynamic>{-std::numeric_limits<float>::infinity(), 1}}), "log gamma");
+    CHECK_REFUSED(Decayed(good, D{{}, {}, Decay<dynamic>{0.5f, 1}}),
+                  "log gamma of layer 0, head 0: 0.5 is not allowed");
+    CHECK_REFUSED(Decayed(good, D{{}, {}, Decay<dynamic>{std::nanf(""), 1}}),
+                  "log gamma of layer 0, head 0: ");
+    CHECK_REFUSED(Decayed(good, D{{}, {}, Decay<dynamic>{-std::numeric_limits<float>::infinity(), 1}}),
+                  "log gamma");
     CHECK_REFUSED(Decayed(good, D{{}, {}, Decay<dynamic>{-0.5f, 0}}), "decay step n of layer 0, head 0: 0");
     using G = Policy<Window<3>, ThresholdGate<above>, TopKBudget<4>>;
     using Gated = FixedBudgetCache<G, float>;
@@ -94,10 +112,12 @@ TEST_CASE("memory: unbound, null, too small by a byte") {
     CHECK_REFUSED(cache.occupancy(0, 0, 0), "cache: unbound");
     CHECK_REFUSED(cache.retained(0, 0, 0, nullptr), "cache: unbound");
     std::vector<unsigned char> memory(cache.bytes().total(), 0xab);
-    CHECK_REFUSED(cache.bind(on, nullptr, memory.size()), "buffer: null is not allowed; it must be memory of bytes().total()");
-    CHECK_REFUSED(cache.bind(on, memory.data(), memory.size() - 1),
-                  "buffer_bytes: " + std::to_string(memory.size() - 1) +
-                      " is not allowed; it must be at least bytes().total() = " + std::to_string(memory.size()));
+    CHECK_REFUSED(cache.bind(on, nullptr, memory.size()),
+                  "buffer: null is not allowed; it must be memory of bytes().total()");
+    CHECK_REFUSED(
+        cache.bind(on, memory.data(), memory.size() - 1),
+        "buffer_bytes: " + std::to_string(memory.size() - 1) +
+            " is not allowed; it must be at least bytes().total() = " + std::to_string(memory.size()));
     CHECK_REFUSED(cache.ref(0), "cache: unbound");
     CHECK(std::count(memory.begin(), memory.end(), 0xab) == std::ssize(memory));
     CHECK_REFUSED(cache.rebase_limit(0), "rebase_limit: 0 is not allowed; it must be 1 to 2^29");
@@ -119,11 +139,13 @@ TEST_CASE("layers, slots and heads out of range") {
     CHECK_REFUSED(cache.occupancy(0, 3, 0), "slot: 3");
     CHECK_REFUSED(cache.retained(0, 0, -1, nullptr), "head: -1");
     const std::int32_t far[] = {0, 3}, twice[] = {1, 1}, negative[] = {1, -2};
-    CHECK_REFUSED(cache.advance(on, {.count = 2, .slots = far}), "batch.slots[1]: 3 is not allowed; it must be 0 to 2");
+    CHECK_REFUSED(cache.advance(on, {.count = 2, .slots = far}),
+                  "batch.slots[1]: 3 is not allowed; it must be 0 to 2");
     CHECK_REFUSED(cache.advance(on, {.count = 2, .slots = twice}),
                   "batch.slots[1]: 1 is not allowed; it must be a slot that no other entry names");
     CHECK_REFUSED(cache.advance(on, {.count = 2, .q_len = negative}), "batch tokens[1]: -2");
-    CHECK_REFUSED(cache.advance(on, {.count = 4}), "batch.count: 4 is not allowed; it must be 0 to the cache's slots, 3");
+    CHECK_REFUSED(cache.advance(on, {.count = 4}),
+                  "batch.count: 4 is not allowed; it must be 0 to the cache's slots, 3");
     CHECK_REFUSED(cache.advance(on, {.count = -1}), "batch.count: -1");
     CHECK(under_test.memory == before);
 }
@@ -133,11 +155,13 @@ namespace {
 /// A call with good arguments; tests spoil one of them.
 struct Arguments {
     static constexpr std::int32_t count = 3, length = 5;
-    test::Tensor<float> q{count, 4, length, 16}, k{count, 2, length, 16}, v{count, 2, length, 8}, out{count, 4, length, 8};
+    test::Tensor<float> q{count, 4, length, 16}, k{count, 2, length, 16}, v{count, 2, length, 8},
+        out{count, 4, length, 8};
     test::Plane<float> scores{count, 2, length, 0.5f}, lse{count, 4, length, -55.0f};
     test::Workspace memory;
     Batch batch{.count = count, .length = 1};
-    rows_view<const float> q_view = std::as_const(q).view(), k_view = std::as_const(k).view(), v_view = std::as_const(v).view();
+    rows_view<const float> q_view = std::as_const(q).view(), k_view = std::as_const(k).view(),
+                           v_view = std::as_const(v).view();
     rows_view<float> out_view = out.view();
     CacheExtras extras{.scores = scores.view(), .lse = lse.view()};
     workspace_view workspace = memory;
@@ -154,18 +178,18 @@ struct Arguments {
 /// Spoils the arguments by `spoil`, and sees step, prefill (and attend, where it takes the argument) refuse them with the
 /// text, nothing written.
 class Refusals {
-public:
+  public:
     Refusals() : on_(1), cache_(on_, good, policy()) {
         Arguments start(bytes());
         const Batch batch{.count = 3, .length = 5};
-        prefill<P, float>(on_, cache_.cache.ref(1), batch, start.q_view, start.k_view, start.v_view, start.out_view,
-                          start.workspace, nullptr, start.extras);
+        prefill<P, float>(on_, cache_.cache.ref(1), batch, start.q_view, start.k_view, start.v_view,
+                          start.out_view, start.workspace, nullptr, start.extras);
         cache_.cache.advance(on_, batch);
     }
     [[nodiscard]] std::size_t bytes() const { return cache_workspace_bytes(on_, cache_.cache.ref(1), 3, 5); }
 
-    template <class Spoil>
-    void check(const std::string& text, Spoil&& spoil, bool for_step = true, bool for_prefill = true, bool for_attend = true) {
+    void check(const std::string& text, const std::function<void(Arguments&)>& spoil, bool for_step = true,
+               bool for_prefill = true, bool for_attend = true) {
         const auto ref = cache_.cache.ref(1);
         const std::vector<unsigned char> before = cache_.memory;
         for (int which = 0; which < 3; ++which) {
@@ -173,15 +197,17 @@ public:
             spoil(a);
             CAPTURE(which);
             if (which == 0 && for_step) {
-                CHECK_REFUSED((step<P, float>(on_, ref, a.batch, a.q_view, a.k_view, a.v_view, a.out_view, a.workspace, nullptr,
-                                              a.extras)),
+                CHECK_REFUSED((step<P, float>(on_, ref, a.batch, a.q_view, a.k_view, a.v_view, a.out_view,
+                                              a.workspace, nullptr, a.extras)),
                               text);
             } else if (which == 1 && for_prefill) {
-                CHECK_REFUSED((prefill<P, float>(on_, ref, a.batch, a.q_view, a.k_view, a.v_view, a.out_view, a.workspace,
-                                                 nullptr, a.extras)),
+                CHECK_REFUSED((prefill<P, float>(on_, ref, a.batch, a.q_view, a.k_view, a.v_view, a.out_view,
+                                                 a.workspace, nullptr, a.extras)),
                               text);
             } else if (which == 2 && for_attend) {
-                CHECK_REFUSED((attend<P, float>(on_, ref, a.batch, a.q_view, a.out_view, a.extras.lse, a.workspace)), text);
+                CHECK_REFUSED(
+                    (attend<P, float>(on_, ref, a.batch, a.q_view, a.out_view, a.extras.lse, a.workspace)),
+                    text);
             }
             CHECK(cache_.memory == before);
             CHECK(std::all_of(a.out.data.begin(), a.out.data.end(), [](float x) { return x == -55.0f; }));
@@ -189,7 +215,7 @@ public:
         }
     }
 
-private:
+  private:
     host on_;
     test::BoundCache<P, float> cache_;
 };
@@ -201,43 +227,60 @@ constexpr std::int32_t minus_one[] = {1, -1, 0}, six[] = {1, 6, 0};
 
 TEST_CASE("batches: counts, slots and lengths") {
     Refusals refusals;
-    refusals.check("batch.count: 4 is not allowed; it must be 0 to the cache's slots, 3", [](Arguments& a) { a.batch.count = 4; });
+    refusals.check("batch.count: 4 is not allowed; it must be 0 to the cache's slots, 3",
+                   [](Arguments& a) { a.batch.count = 4; });
     refusals.check("batch.count: -1", [](Arguments& a) { a.batch.count = -1; });
-    refusals.check("batch.slots[2]: 3 is not allowed; it must be 0 to 2", [](Arguments& a) { a.batch.slots = two_and_far; });
+    refusals.check("batch.slots[2]: 3 is not allowed; it must be 0 to 2",
+                   [](Arguments& a) { a.batch.slots = two_and_far; });
     refusals.check("batch.slots[1]: -1", [](Arguments& a) { a.batch.slots = below; });
     refusals.check("batch.slots[2]: 0 is not allowed; it must be a slot that no other entry names",
                    [](Arguments& a) { a.batch.slots = twice; });
-    refusals.check("batch tokens[1]: -1 is not allowed; it must be 0 to", [](Arguments& a) { a.batch.q_len = minus_one; });
+    refusals.check("batch tokens[1]: -1 is not allowed; it must be 0 to",
+                   [](Arguments& a) { a.batch.q_len = minus_one; });
     refusals.check("batch tokens[0]: -3", [](Arguments& a) { a.batch.length = -3; });
     // A step takes one token, a chunk as many as q has.
-    refusals.check("batch tokens[0]: 2 is not allowed; it must be 0 to 1", [](Arguments& a) { a.batch.length = 2; }, true, false);
-    refusals.check("batch tokens[0]: 6 is not allowed; it must be 0 to 5 (the length of q)",
-                   [](Arguments& a) { a.batch.length = 6; }, false, true, false);
-    refusals.check("batch tokens[1]: 6", [](Arguments& a) { a.batch.q_len = six; }, false, true, false);
+    refusals.check(
+        "batch tokens[0]: 2 is not allowed; it must be 0 to 1", [](Arguments& a) { a.batch.length = 2; },
+        true, false);
+    refusals.check(
+        "batch tokens[0]: 6 is not allowed; it must be 0 to 5 (the length of q)",
+        [](Arguments& a) { a.batch.length = 6; }, false, true, false);
+    refusals.check(
+        "batch tokens[1]: 6", [](Arguments& a) { a.batch.q_len = six; }, false, true, false);
 }
 
 TEST_CASE("tensors: shapes and null pointers, each by name") {
     Refusals refusals;
-    const auto of_q = [&](const std::string& text, auto spoil) { refusals.check(text, spoil); };
-    of_q("q: 2 x 4 x 5 x 16 is not allowed; it must be 3 x 4 x at least 1 x 16", [](Arguments& a) { a.q_view.batch = 2; });
+    const auto of_q = [&](const std::string& text, const std::function<void(Arguments&)>& spoil) {
+        refusals.check(text, spoil);
+    };
+    of_q("q: 2 x 4 x 5 x 16 is not allowed; it must be 3 x 4 x at least 1 x 16",
+         [](Arguments& a) { a.q_view.batch = 2; });
     of_q("q: 3 x 2 x 5 x 16", [](Arguments& a) { a.q_view.heads = 2; });
     of_q("q: 3 x 4 x 5 x 8", [](Arguments& a) { a.q_view.dim = 8; });
     of_q("q: null", [](Arguments& a) { a.q_view.data = nullptr; });
     of_q("out: null", [](Arguments& a) { a.out_view.data = nullptr; });
-    of_q("out: 3 x 4 x 5 x 16 is not allowed; it must be 3 x 4 x at least 1 x 8", [](Arguments& a) { a.out_view.dim = 16; });
+    of_q("out: 3 x 4 x 5 x 16 is not allowed; it must be 3 x 4 x at least 1 x 8",
+         [](Arguments& a) { a.out_view.dim = 16; });
     of_q("out: 3 x 4 x 0 x 8", [](Arguments& a) { a.out_view.length = 0; });
     of_q("lse.length: 0", [](Arguments& a) { a.extras.lse.length = 0; });
     of_q("lse.length", [](Arguments& a) { a.extras.lse.heads = 2; });
     of_q("lse.length", [](Arguments& a) { a.extras.lse.batch = 1; });
     of_q("workspace.data: null", [](Arguments& a) { a.workspace.data = nullptr; });
-    const auto of_k = [&](const std::string& text, auto spoil) { refusals.check(text, spoil, true, true, false); };
-    of_k("k: null is not allowed; it must be a pointer to its elements", [](Arguments& a) { a.k_view.data = nullptr; });
-    of_k("k: 3 x 4 x 5 x 16 is not allowed; it must be 3 x 2 x at least 1 x 16", [](Arguments& a) { a.k_view.heads = 4; });
+    const auto of_k = [&](const std::string& text, const std::function<void(Arguments&)>& spoil) {
+        refusals.check(text, spoil, true, true, false);
+    };
+    of_k("k: null is not allowed; it must be a pointer to its elements",
+         [](Arguments& a) { a.k_view.data = nullptr; });
+    of_k("k: 3 x 4 x 5 x 16 is not allowed; it must be 3 x 2 x at least 1 x 16",
+         [](Arguments& a) { a.k_view.heads = 4; });
     of_k("k: 3 x 2 x 0 x 16", [](Arguments& a) { a.k_view.length = 0; });
     of_k("v: null", [](Arguments& a) { a.v_view.data = nullptr; });
     of_k("v: 3 x 2 x 5 x 16", [](Arguments& a) { a.v_view.dim = 16; });
-    of_k("extras.scores: null is not allowed; it must be fp32 scores", [](Arguments& a) { a.extras.scores = {}; });
-    of_k("extras.scores: 3 x 1 x 5 is not allowed; it must be 3 x 2 x at least 1", [](Arguments& a) { a.extras.scores.heads = 1; });
+    of_k("extras.scores: null is not allowed; it must be fp32 scores",
+         [](Arguments& a) { a.extras.scores = {}; });
+    of_k("extras.scores: 3 x 1 x 5 is not allowed; it must be 3 x 2 x at least 1",
+         [](Arguments& a) { a.extras.scores.heads = 1; });
     of_k("extras.scores: 3 x 2 x 0", [](Arguments& a) { a.extras.scores.length = 0; });
 }
 
@@ -246,18 +289,21 @@ TEST_CASE("a workspace that is too small by a byte") {
     test::BoundCache<P, float> under_test(on, good, policy());
     const auto ref = under_test.cache.ref(0);
     Arguments a(cache_workspace_bytes(on, ref, 3, 5));
-    const std::size_t for_step = cache_workspace_bytes(on, ref, 3, 1), for_chunk = cache_workspace_bytes(on, ref, 3, 5);
+    const std::size_t for_step = cache_workspace_bytes(on, ref, 3, 1),
+                      for_chunk = cache_workspace_bytes(on, ref, 3, 5);
     const auto message = [](std::size_t bytes) {
-        return "workspace.bytes: " + std::to_string(bytes - 1) + " is not allowed; it must be at least " + std::to_string(bytes);
+        return "workspace.bytes: " + std::to_string(bytes - 1) + " is not allowed; it must be at least " +
+               std::to_string(bytes);
     };
     const std::vector<unsigned char> before = under_test.memory;
     CHECK_REFUSED((step<P, float>(on, ref, {.count = 3}, a.q_view, a.k_view, a.v_view, a.out_view,
                                   {a.workspace.data, for_step - 1}, nullptr, a.extras)),
                   message(for_step));
-    CHECK_REFUSED((attend<P, float>(on, ref, {.count = 3}, a.q_view, a.out_view, {}, {a.workspace.data, for_step - 1})),
-                  message(for_step));
-    CHECK_REFUSED((prefill<P, float>(on, ref, {.count = 3, .length = 5}, a.q_view, a.k_view, a.v_view, a.out_view,
-                                     {a.workspace.data, for_chunk - 1}, nullptr, a.extras)),
+    CHECK_REFUSED(
+        (attend<P, float>(on, ref, {.count = 3}, a.q_view, a.out_view, {}, {a.workspace.data, for_step - 1})),
+        message(for_step));
+    CHECK_REFUSED((prefill<P, float>(on, ref, {.count = 3, .length = 5}, a.q_view, a.k_view, a.v_view,
+                                     a.out_view, {a.workspace.data, for_chunk - 1}, nullptr, a.extras)),
                   message(for_chunk));
     CHECK(under_test.memory == before);
 }
@@ -267,10 +313,14 @@ TEST_CASE("an export without arrays") {
     test::BoundCache<P, float> under_test(on, good, policy());
     const auto ref = under_test.cache.ref(0);
     std::vector<std::int32_t> numbers(7, -9);
-    CHECK_REFUSED(export_heads(on, ref, {.count = 3}, {nullptr, numbers.data(), numbers.data(), 7}), "pages.indptr: null");
-    CHECK_REFUSED(export_heads(on, ref, {.count = 3}, {numbers.data(), nullptr, nullptr, 0}), "pages.last_page_rows: null");
-    CHECK_REFUSED(export_heads(on, ref, {.count = 3}, {numbers.data(), nullptr, numbers.data(), -1}), "pages.indices_capacity: -1");
-    CHECK_REFUSED(export_heads(on, ref, {.count = 4}, {numbers.data(), numbers.data(), numbers.data(), 7}), "batch.count: 4");
+    CHECK_REFUSED(export_heads(on, ref, {.count = 3}, {nullptr, numbers.data(), numbers.data(), 7}),
+                  "pages.indptr: null");
+    CHECK_REFUSED(export_heads(on, ref, {.count = 3}, {numbers.data(), nullptr, nullptr, 0}),
+                  "pages.last_page_rows: null");
+    CHECK_REFUSED(export_heads(on, ref, {.count = 3}, {numbers.data(), nullptr, numbers.data(), -1}),
+                  "pages.indices_capacity: -1");
+    CHECK_REFUSED(export_heads(on, ref, {.count = 4}, {numbers.data(), numbers.data(), numbers.data(), 7}),
+                  "batch.count: 4");
     CHECK(std::count(numbers.begin(), numbers.end(), -9) == 7);
 }
 
@@ -280,7 +330,8 @@ TEST_CASE("an empty batch and empty entries are no error") {
     const auto ref = under_test.cache.ref(0);
     const std::vector<unsigned char> before = under_test.memory;
     test::Workspace workspace(cache_workspace_bytes(on, ref, 3, 1));
-    const rows_view<const float> no_q{nullptr, 0, 4, 0, 16}, no_k{nullptr, 0, 2, 0, 16}, no_v{nullptr, 0, 2, 0, 8};
+    const rows_view<const float> no_q{nullptr, 0, 4, 0, 16}, no_k{nullptr, 0, 2, 0, 16},
+        no_v{nullptr, 0, 2, 0, 8};
     const rows_view<float> no_out{nullptr, 0, 4, 0, 8};
     step<P, float>(on, ref, {.count = 0}, no_q, no_k, no_v, no_out, workspace);
     prefill<P, float>(on, ref, {.count = 0}, no_q, no_k, no_v, no_out, workspace);
@@ -288,9 +339,10 @@ TEST_CASE("an empty batch and empty entries are no error") {
     under_test.cache.advance(on, {.count = 0});
     Arguments a(workspace.memory.size());
     const std::int32_t nothing[] = {0, 0, 0};
-    step<P, float>(on, ref, {.count = 3, .q_len = nothing}, a.q_view, a.k_view, a.v_view, a.out_view, workspace, nullptr, a.extras);
-    prefill<P, float>(on, ref, {.count = 3, .q_len = nothing}, a.q_view, a.k_view, a.v_view, a.out_view, workspace, nullptr,
-                      a.extras);
+    step<P, float>(on, ref, {.count = 3, .q_len = nothing}, a.q_view, a.k_view, a.v_view, a.out_view,
+                   workspace, nullptr, a.extras);
+    prefill<P, float>(on, ref, {.count = 3, .q_len = nothing}, a.q_view, a.k_view, a.v_view, a.out_view,
+                      workspace, nullptr, a.extras);
     attend<P, float>(on, ref, {.count = 3, .q_len = nothing}, a.q_view, a.out_view, {}, workspace);
     CHECK(under_test.memory == before);
     CHECK(std::all_of(a.out.data.begin(), a.out.data.end(), [](float x) { return x == -55.0f; }));

@@ -1,7 +1,5 @@
 // The central promise: given the same scores, the mask, the stepped cache and the cache filled in any chunks hold the same
 // keys after every token, and every query gets the same output.
-#include <doctest/doctest.h>
-
 #include <kvpolicy/policies/decay.hpp>
 #include <kvpolicy/policies/sink.hpp>
 #include <kvpolicy/policies/threshold_gate.hpp>
@@ -10,6 +8,8 @@
 #include <kvpolicy/streaming_llm.hpp>
 
 #include "cache_harness.hpp"
+
+#include <doctest/doctest.h>
 
 using namespace kvpolicy;
 using test::Sizes;
@@ -28,7 +28,8 @@ struct Numbers {
     std::int32_t s, w, k;
 };
 // s = 0, w = 1, k = 0, a window longer than the sequence, a budget longer than the sequence, and ordinary ones.
-constexpr Numbers numbers[] = {{0, 1, 0}, {0, 1, 1}, {2, 1, 3}, {3, 4, 0}, {4, 5, 7}, {0, 8, 5}, {1, 60, 4}, {2, 3, 60}};
+constexpr Numbers numbers[] = {{0, 1, 0}, {0, 1, 1}, {2, 1, 3},  {3, 4, 0},
+                               {4, 5, 7}, {0, 8, 5}, {1, 60, 4}, {2, 3, 60}};
 
 }  // namespace
 
@@ -53,7 +54,8 @@ TEST_CASE("decay with steps 1, 3 and 64") {
             for (const test::Scores kind : test::all_scores) {
                 CAPTURE(step);
                 CAPTURE(log_gamma);
-                test::check_policy(on, budget(2, 5, 6, log_gamma, step), Sizes{.length = 150}, kind, generator);
+                test::check_policy(on, budget(2, 5, 6, log_gamma, step), Sizes{.length = 150}, kind,
+                                   generator);
             }
         }
     }
@@ -79,7 +81,8 @@ TEST_CASE("a capped gate counts open keys only") {
                 return Policy<Sink<>, Window<>, decltype(gate), TopKBudget<>, Decay<dynamic>>{
                     Sink<>{n.s}, Window<>{n.w}, gate, TopKBudget<>{n.k}, Decay<dynamic>{-0.01f, 1}};
             };
-            test::check_policy(on, parts(ThresholdGate<at_least>{0.0f}), Sizes{.length = 41}, kind, generator);
+            test::check_policy(on, parts(ThresholdGate<at_least>{0.0f}), Sizes{.length = 41}, kind,
+                               generator);
             test::check_policy(on, parts(ThresholdGate<above>{0.0f}), Sizes{.length = 41}, kind, generator);
         }
     }
@@ -89,7 +92,8 @@ TEST_CASE("StreamingLLM") {
     const host on{1};
     std::mt19937 generator(5);
     for (const std::int32_t length : {1, 2, 4, 5, 9, 10, 11, 40}) {
-        test::check_policy(on, StreamingLLM<4, 6>{}, Sizes{.length = length}, test::Scores::random, generator);
+        test::check_policy(on, StreamingLLM<4, 6>{}, Sizes{.length = length}, test::Scores::random,
+                           generator);
     }
 }
 
@@ -97,7 +101,8 @@ TEST_CASE("lengths from 0 to a few windows") {
     const host on{1};
     std::mt19937 generator(6);
     for (std::int32_t length = 0; length <= 34; ++length) {
-        test::check_policy(on, budget(2, 8, 3), Sizes{.batch = 2, .length = length}, test::Scores::random, generator);
+        test::check_policy(on, budget(2, 8, 3), Sizes{.batch = 2, .length = length}, test::Scores::random,
+                           generator);
     }
 }
 

@@ -1,7 +1,5 @@
 // The bounded cache against an independent reference (tests/reference/cache.py, float64): what it holds after every step,
 // outputs and log-sum-exps; by steps and by chunks, in every storage type, on every instruction set.
-#include <doctest/doctest.h>
-
 #include <kvpolicy/policies/decay.hpp>
 #include <kvpolicy/policies/sink.hpp>
 #include <kvpolicy/policies/threshold_gate.hpp>
@@ -11,6 +9,8 @@
 #include "support/bound_cache.hpp"
 #include "support/lifetime_cases.hpp"
 #include "support/naive_cache.hpp"
+
+#include <doctest/doctest.h>
 
 #include <bit>
 
@@ -36,14 +36,17 @@ LifetimeCase rule_of(std::int32_t index, std::int32_t head) {
                               file().get<float>("levels").row(index) + head * 2);
 }
 
-/// Calls body(policy) with the policy of a case; its arrays live during the call. Keep parts have no bounded cache.
-template <class Body>
+/// Calls body(policy) with the policy of a case; its arrays live during the call. Keep parts have no bounded cache. What a
+/// storage type changes has nothing to do with gates: `All` = false leaves those policies out, and saves compile time.
+template <bool All, class Body>
 bool with_case(std::int32_t index, Body&& body) {
     std::int32_t sinks[heads], windows[heads], budgets[heads], steps[heads];
     float slopes[heads], thresholds[heads];
     for (std::int32_t h = 0; h < heads; ++h) {
         const LifetimeCase rule = rule_of(index, h);
-        if (rule.keep_every != 0) { return false; }
+        if (rule.keep_every != 0) {
+            return false;
+        }
         sinks[h] = rule.sinks;
         windows[h] = rule.window;
         budgets[h] = rule.budget;
@@ -59,39 +62,50 @@ bool with_case(std::int32_t index, Body&& body) {
     const TopKBudget<> budget{per_head(budgets, 1, heads)};
     const Decay<dynamic> decay{per_head(slopes, 1, heads), per_head(steps, 1, heads)};
     const HeadValues<float> tau = per_head(thresholds, 1, heads);
-    if (!first.has_budget) {
-        body(Policy<Sink<>, Window<>>(sink, window));
-    } else if (first.gate == gate_kind::none) {
+    if (first.has_budget && first.gate == gate_kind::none) {
         body(Policy<Sink<>, Window<>, TopKBudget<>, Decay<dynamic>>(sink, window, budget, decay));
-    } else if (first.gate == gate_kind::at_least) {
-        body(Policy<Sink<>, Window<>, ThresholdGate<at_least>, TopKBudget<>, Decay<dynamic>>(
-            sink, window, ThresholdGate<at_least>(tau), budget, decay));
-    } else {
-        body(Policy<Sink<>, Window<>, ThresholdGate<above>, TopKBudget<>, Decay<dynamic>>(
-            sink, window, ThresholdGate<above>(tau), budget, decay));
+        return true;
     }
-    return true;
+    if constexpr (All) {
+        if (!first.has_budget) {
+            body(Policy<Sink<>, Window<>>(sink, window));
+        } else if (first.gate == gate_kind::at_least) {
+            body(Policy<Sink<>, Window<>, ThresholdGate<at_least>, TopKBudget<>, Decay<dynamic>>(
+                sink, window, ThresholdGate<at_least>(tau), budget, decay));
+        } else {
+            body(Policy<Sink<>, Window<>, ThresholdGate<above>, TopKBudget<>, Decay<dynamic>>(
+                sink, window, ThresholdGate<above>(tau), budget, decay));
+        }
+        return true;
+    }
+    return false;
 }
 
 template <class T>
 test::Tensor<T> tensor(const char* name) {
     const auto& from = file().get<float>(name);
     test::Tensor<T> to(1, static_cast<std::int32_t>(from.shape[0]), length(), dim);
-    for (std::size_t i = 0; i < to.data.size(); ++i) { to.data[i] = static_cast<T>(from.values[i]); }
+    for (std::size_t i = 0; i < to.data.size(); ++i) {
+        to.data[i] = static_cast<T>(from.values[i]);
+    }
     return to;
 }
 
 bool held(std::int32_t index, std::int32_t head, std::int32_t step, std::int32_t t) {
     const std::int32_t words = (length() + 31) / 32;
-    const std::int32_t* bits = file().get<std::int32_t>("retained").row(index) + (head * length() + step) * words;
+    const std::int32_t* bits =
+        file().get<std::int32_t>("retained").row(index) + (head * length() + step) * words;
     return (static_cast<std::uint32_t>(bits[t / 32]) >> (t % 32) & 1u) != 0;
 }
 
 double live_keys(std::int32_t index, std::int32_t head, std::int32_t step) {
     const std::int32_t words = (length() + 31) / 32;
-    const std::int32_t* bits = file().get<std::int32_t>("retained").row(index) + (head * length() + step) * words;
+    const std::int32_t* bits =
+        file().get<std::int32_t>("retained").row(index) + (head * length() + step) * words;
     double count = 0.0;
-    for (std::int32_t word = 0; word < words; ++word) { count += std::popcount(static_cast<std::uint32_t>(bits[word])); }
+    for (std::int32_t word = 0; word < words; ++word) {
+        count += std::popcount(static_cast<std::uint32_t>(bits[word]));
+    }
     return count;
 }
 
@@ -111,7 +125,8 @@ template <class T>
 double output_tolerance(double keys, double softcap, double value) {
     const double weight_error = 2.0 * (8.0 + 4.0 * softcap) * compute_unit<T>;
     const double subnormal = std::is_same_v<T, fp16> ? 0x1p-25 : 0.0;
-    return 3.03 * (weight_error + (keys + 8.0) * compute_unit<T>) + storage_unit<T> * std::abs(value) + subnormal;
+    return 3.03 * (weight_error + (keys + 8.0) * compute_unit<T>)+storage_unit<T> * std::abs(value) +
+           subnormal;
 }
 template <class T>
 double lse_tolerance(double keys, double softcap, double value) {
@@ -128,11 +143,11 @@ void check_case(const host& on, std::int32_t index, const std::vector<std::int32
     std::copy_n(given, scores.data.size(), scores.data.begin());
     const float* numbers = file().get<float>("attention").row(index);
     const Attention attention{numbers[0], numbers[1]};
-    const bool bounded = with_case(index, [&](const auto& policy) {
+    const bool bounded = with_case<std::is_same_v<T, float>>(index, [&](const auto& policy) {
         using P = std::decay_t<decltype(policy)>;
-        test::BoundCache<P, T> under_test(on,
-                                          {.query_heads = heads * group, .kv_heads = heads, .dim_k = dim, .dim_v = dim},
-                                          policy, nullptr, attention, rule_of(index, 0).rebase_limit);
+        test::BoundCache<P, T> under_test(
+            on, {.query_heads = heads * group, .kv_heads = heads, .dim_k = dim, .dim_v = dim}, policy,
+            nullptr, attention, rule_of(index, 0).rebase_limit);
         test::Tensor<T> out(1, heads * group, length(), dim);
         out.fill(std::numeric_limits<float>::quiet_NaN());
         test::Plane<float> lse(1, heads * group, length(), std::numeric_limits<float>::quiet_NaN());
@@ -143,14 +158,17 @@ void check_case(const host& on, std::int32_t index, const std::vector<std::int32
             plane_view<float> sums = lse.view();
             sums.data += at;
             sums.length = chunk;
-            test::call<P, T>(on, under_test, 0, batch, q.tokens(at, chunk), k.tokens(at, chunk), v.tokens(at, chunk),
-                             out.tokens(at, chunk), {.scores = scores.tokens(at, chunk), .lse = sums}, steps);
+            test::call<P, T>(on, under_test, 0, batch, q.tokens(at, chunk), k.tokens(at, chunk),
+                             v.tokens(at, chunk), out.tokens(at, chunk),
+                             {.scores = scores.tokens(at, chunk), .lse = sums}, steps);
             under_test.cache.advance(on, batch);
             at += chunk;
             for (std::int32_t h = 0; h < heads; ++h) {
                 std::vector<position_t> wanted;
                 for (std::int32_t t = 0; t < at; ++t) {
-                    if (held(index, h, at - 1, t)) { wanted.push_back(t); }
+                    if (held(index, h, at - 1, t)) {
+                        wanted.push_back(t);
+                    }
                 }
                 if (under_test.sorted(0, 0, h) != wanted && sets_agree) {
                     CAPTURE(at);
@@ -176,7 +194,9 @@ void check_case(const host& on, std::int32_t index, const std::vector<std::int32
                     const double off =
                         std::abs(got - wanted) / output_tolerance<T>(keys, attention.softcap, wanted);
                     worst_out = off <= worst_out ? worst_out : off;  // a NaN counts
-                    if (off != off) { worst_out = std::numeric_limits<double>::infinity(); }
+                    if (off != off) {
+                        worst_out = std::numeric_limits<double>::infinity();
+                    }
                 }
             }
             for (std::int32_t step = 0; step < length(); ++step) {
@@ -189,7 +209,9 @@ void check_case(const host& on, std::int32_t index, const std::vector<std::int32
         CHECK(worst_out <= 1.0);
         CHECK(worst_lse <= 1.0);
     });
-    CHECK(bounded == (rule_of(index, 0).keep_every == 0));
+    if (std::is_same_v<T, float>) {
+        CHECK(bounded == (rule_of(index, 0).keep_every == 0));
+    }
 }
 
 template <class T>

@@ -1,10 +1,10 @@
 // Attention over one key is its value: so a window of 1 sends every bit pattern of a storage type through the conversions
 // of each instruction set, in decode and in prefill, and must give it back.
-#include <doctest/doctest.h>
-
 #include <kvpolicy/policies/window.hpp>
 
 #include "support/bound_cache.hpp"
+
+#include <doctest/doctest.h>
 
 using namespace kvpolicy;
 
@@ -16,14 +16,16 @@ void check_values(const host& on, bool steps) {
     test::Tensor<T> q(1, 1, length, dim), k(1, 1, length, dim), v(1, 1, length, dim), out(1, 1, length, dim);
     q.fill(0.5f);
     k.fill(0.25f);
-    for (std::size_t i = 0; i < v.data.size(); ++i) { v.data[i].bits = static_cast<std::uint16_t>(i); }
+    for (std::size_t i = 0; i < v.data.size(); ++i) {
+        v.data[i].bits = static_cast<std::uint16_t>(i);
+    }
     using P = Policy<Window<1>>;
     test::BoundCache<P, T> under_test(on, {.query_heads = 1, .kv_heads = 1, .dim_k = dim, .dim_v = dim});
     std::int32_t at = 0;
     for (const std::int32_t chunk : test::chunks_of(length, {steps ? 1 : 0})) {
         const Batch batch{.count = 1, .length = chunk};
-        test::call<P, T>(on, under_test, 0, batch, q.tokens(at, chunk), k.tokens(at, chunk), v.tokens(at, chunk),
-                         out.tokens(at, chunk), {}, steps);
+        test::call<P, T>(on, under_test, 0, batch, q.tokens(at, chunk), k.tokens(at, chunk),
+                         v.tokens(at, chunk), out.tokens(at, chunk), {}, steps);
         under_test.cache.advance(on, batch);
         at += chunk;
     }

@@ -1,12 +1,12 @@
 // A million steps: bounded memory and exact ranking, against a selection from all scores; positions beyond 32 bits.
-#include <doctest/doctest.h>
-
 #include <kvpolicy/policies/decay.hpp>
 #include <kvpolicy/policies/sink.hpp>
 #include <kvpolicy/policies/topk_budget.hpp>
 #include <kvpolicy/policies/window.hpp>
 
 #include "support/bound_cache.hpp"
+
+#include <doctest/doctest.h>
 
 #include <numeric>
 #include <utility>
@@ -21,7 +21,8 @@ constexpr std::int32_t budgets[heads] = {12, 9, 7};
 
 /// A score that anybody can compute again: multiples of 1/1024 in [0, 64).
 float score_of(std::int32_t head, position_t t) {
-    auto x = static_cast<std::uint64_t>(t) * 0x9e3779b97f4a7c15u + static_cast<std::uint64_t>(head) * 0xbf58476d1ce4e5b9u;
+    auto x = static_cast<std::uint64_t>(t) * 0x9e3779b97f4a7c15u +
+             static_cast<std::uint64_t>(head) * 0xbf58476d1ce4e5b9u;
     x ^= x >> 31;
     x *= 0x94d049bb133111ebu;
     x ^= x >> 29;
@@ -30,7 +31,8 @@ float score_of(std::int32_t head, position_t t) {
 }
 
 /// The positions that a head must hold at query q: sinks, window, and the best of all keys between, ties to the older.
-std::vector<position_t> selection(std::int32_t head, float log_gamma, position_t q, std::vector<position_t>& scratch) {
+std::vector<position_t> selection(std::int32_t head, float log_gamma, position_t q,
+                                  std::vector<position_t>& scratch) {
     scratch.resize(static_cast<std::size_t>(q - 3 - 2 + 1));
     std::iota(scratch.begin(), scratch.end(), position_t{2});
     const auto better = [&](position_t a, position_t b) {
@@ -41,7 +43,9 @@ std::vector<position_t> selection(std::int32_t head, float log_gamma, position_t
     const auto kept = scratch.begin() + std::min<std::ptrdiff_t>(budgets[head], std::ssize(scratch));
     std::nth_element(scratch.begin(), kept, scratch.end(), better);
     std::vector<position_t> held(scratch.begin(), kept);
-    for (const position_t t : {position_t{0}, position_t{1}, q - 2, q - 1, q}) { held.push_back(t); }
+    for (const position_t t : {position_t{0}, position_t{1}, q - 2, q - 1, q}) {
+        held.push_back(t);
+    }
     std::sort(held.begin(), held.end());
     return held;
 }
@@ -51,7 +55,8 @@ void decode(const float (&slopes)[heads], position_t limit, std::int32_t steps, 
     const host on(1);
     const P policy{{}, {}, TopKBudget<>{per_head(budgets, 1, heads)}, Decay<1>{per_head(slopes, 1, heads)}};
     test::BoundCache<P, float> under_test(
-        on, {.query_heads = heads, .kv_heads = heads, .dim_k = dim, .dim_v = dim}, policy, nullptr, {}, limit);
+        on, {.query_heads = heads, .kv_heads = heads, .dim_k = dim, .dim_v = dim}, policy, nullptr, {},
+        limit);
     CHECK(under_test.memory.size() < 10000);
     const auto ref = under_test.cache.ref(0);
     test::Workspace workspace(cache_workspace_bytes(on, ref, 1, 1));
@@ -104,19 +109,24 @@ constexpr std::int32_t length = 90;
 
 /// Feeds a sequence whose first token is at position `shift` as far as the cache can tell: after the first 40 tokens,
 /// positions and length move up. Returns held positions, moved back, after every later call, and the outputs.
-std::pair<std::vector<position_t>, std::vector<float>> run_shifted(position_t shift, const std::vector<std::int32_t>& sizes,
+std::pair<std::vector<position_t>, std::vector<float>> run_shifted(position_t shift,
+                                                                   const std::vector<std::int32_t>& sizes,
                                                                    bool steps) {
     using Q = Policy<Sink<2>, Window<4>, TopKBudget<9>, Decay<1>>;
     const host on(1);
     const Q policy{{}, {}, {}, Decay<1>{-0x1p-10f}};
-    test::BoundCache<Q, float> under_test(on, {.query_heads = 2, .kv_heads = 1, .dim_k = dim, .dim_v = dim}, policy);
+    test::BoundCache<Q, float> under_test(on, {.query_heads = 2, .kv_heads = 1, .dim_k = dim, .dim_v = dim},
+                                          policy);
     std::mt19937 generator(4);
-    test::Tensor<float> q(1, 2, length, dim), k(1, 1, length, dim), v(1, 1, length, dim), out(1, 2, length, dim);
+    test::Tensor<float> q(1, 2, length, dim), k(1, 1, length, dim), v(1, 1, length, dim),
+        out(1, 2, length, dim);
     q.fill_normal(generator);
     k.fill_normal(generator);
     v.fill_normal(generator);
     test::Plane<float> scores(1, 1, length);
-    for (std::int32_t t = 0; t < length; ++t) { scores.at(0, 0, t) = std::round(score_of(0, t)) / 1024.0f; }
+    for (std::int32_t t = 0; t < length; ++t) {
+        scores.at(0, 0, t) = std::round(score_of(0, t)) / 1024.0f;
+    }
     std::vector<position_t> held;
     const auto feed = [&](std::int32_t from, std::int32_t count, bool as_step) {
         const Batch batch{.count = 1, .length = count};
@@ -129,12 +139,16 @@ std::pair<std::vector<position_t>, std::vector<float>> run_shifted(position_t sh
     const auto ref = under_test.cache.ref(0);
     ref.length[0] += shift;
     // Sinks are found by their rows, the ring by position mod w: a shift by a multiple of w keeps both.
-    for (std::int32_t r = 0; r < ref.used(0, 0); ++r) { ref.position[r] += r < 2 ? 0 : shift; }
+    for (std::int32_t r = 0; r < ref.used(0, 0); ++r) {
+        ref.position[r] += r < 2 ? 0 : shift;
+    }
     std::int32_t at = 40;
     for (const std::int32_t chunk : test::chunks_of(length - 40, sizes)) {
         feed(at, chunk, steps);
         at += chunk;
-        for (const position_t t : under_test.sorted(0, 0, 0)) { held.push_back(t < 2 ? t : t - shift); }
+        for (const position_t t : under_test.sorted(0, 0, 0)) {
+            held.push_back(t < 2 ? t : t - shift);
+        }
     }
     return {held, out.data};
 }
@@ -147,7 +161,8 @@ TEST_CASE("positions beyond 32 bits, and the first rebase at 2^29") {
     for (const std::vector<std::int32_t>& sizes : {std::vector<std::int32_t>{1}, {0}, {7, 1, 12}}) {
         const bool steps = sizes[0] == 1;
         const auto plain = run_shifted(0, sizes, steps);
-        for (const position_t shift : {position_t{1} << 33, near_rebase, near_31_bits, (position_t{1} << 40) + 4}) {
+        for (const position_t shift :
+             {position_t{1} << 33, near_rebase, near_31_bits, (position_t{1} << 40) + 4}) {
             CAPTURE(shift);
             const auto shifted = run_shifted(shift, sizes, steps);
             CHECK(shifted.first == plain.first);

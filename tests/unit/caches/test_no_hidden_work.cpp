@@ -1,8 +1,6 @@
 // A step hides no work: neither step nor prefill, attend, advance, an export, a mask or attention through it allocates. (The
 // workspace and the
 // buffer are the caller's.) The global operator new of this program counts.
-#include <doctest/doctest.h>
-
 #include <kvpolicy/attention/sparse.hpp>
 #include <kvpolicy/masks/build.hpp>
 #include <kvpolicy/policies/decay.hpp>
@@ -13,6 +11,8 @@
 
 #include "support/bound_cache.hpp"
 
+#include <doctest/doctest.h>
+
 #include <atomic>
 #include <cstdlib>
 #include <new>
@@ -22,7 +22,9 @@ std::atomic<long> allocations{0};
 void* counted(std::size_t bytes) {
     allocations.fetch_add(1, std::memory_order_relaxed);
     void* memory = std::malloc(bytes == 0 ? 1 : bytes);
-    if (memory == nullptr) { std::abort(); }
+    if (memory == nullptr) {
+        std::abort();
+    }
     return memory;
 }
 }  // namespace
@@ -49,7 +51,8 @@ TEST_CASE("no call of a cache allocates") {
     test::fill_scores(scores, test::Scores::random, generator);
     test::Plane<expiry_t> expiry(count, 2, 4);
     std::vector<std::int32_t> indptr(count * 2 + 1), pages(count * 2 * 12), last(count * 2);
-    const HeadPages exported{indptr.data(), pages.data(), last.data(), static_cast<std::int64_t>(pages.size())};
+    const HeadPages exported{indptr.data(), pages.data(), last.data(),
+                             static_cast<std::int64_t>(pages.size())};
     for (const int threads : {1, 2}) {
         const host on(threads);
         test::BoundCache<P, float> under_test(
@@ -61,16 +64,17 @@ TEST_CASE("no call of a cache allocates") {
         const keys<float> masked{.k = k.view(), .v = v.view(), .mask = {.expiry = expiry.view()}};
         const std::int32_t lengths[count] = {4, 3, 2, 1, 0, 4, 4, 4, 4, 4, 4, 4};
         const Sequences ragged{.batch = count, .length = 4, .lengths = lengths, .starts = lengths};
-        test::Workspace attention_workspace(attend_workspace_bytes(on, Attention{}, q.view(), masked, ragged));
+        test::Workspace attention_workspace(
+            attend_workspace_bytes(on, Attention{}, q.view(), masked, ragged));
         const Batch chunk{.count = count, .length = 4}, token{.count = count, .length = 1};
         const CacheExtras extras{.scores = scores.view(), .lse = lse.view()};
         const long before = allocations.load();
         for (int round = 0; round < 5; ++round) {
-            prefill<P, float>(on, under_test.cache.ref(0), chunk, q.view(), k.view(), v.view(), out.view(), workspace, nullptr,
-                              extras);
+            prefill<P, float>(on, under_test.cache.ref(0), chunk, q.view(), k.view(), v.view(), out.view(),
+                              workspace, nullptr, extras);
             under_test.cache.advance(on, chunk);
-            step<P, float>(on, under_test.cache.ref(0), token, q.view(), k.view(), v.view(), out.view(), workspace, nullptr,
-                           extras);
+            step<P, float>(on, under_test.cache.ref(0), token, q.view(), k.view(), v.view(), out.view(),
+                           workspace, nullptr, extras);
             under_test.cache.advance(on, token);
             attend<P, float>(on, ref, token, q.view(), out.view(), lse.view(), workspace);
             export_heads(on, ref, token, exported);

@@ -20,8 +20,6 @@
 //  18  a prompt twice the budget; odd totals          here; policies/test_policies
 //  19  one window in training, prefill and decode     here; caches/test_cache_equals_mask
 //  20  one head full, one not                         here; caches/test_batches
-#include <doctest/doctest.h>
-
 #include <kvpolicy/masks/build.hpp>
 #include <kvpolicy/metrics/density.hpp>
 #include <kvpolicy/policies/decay.hpp>
@@ -32,6 +30,8 @@
 #include "support/bound_cache.hpp"
 #include "support/refusal.hpp"
 #include "support/shadow.hpp"
+
+#include <doctest/doctest.h>
 
 #include <numeric>
 #include <utility>
@@ -49,19 +49,21 @@ constexpr CacheShape one_head{.query_heads = 1, .kv_heads = 1, .dim_k = 8, .dim_
 
 /// Held positions after `length` tokens with the scores that score_of(t) gives, fed in chunks.
 template <class ScoreOf>
-std::vector<position_t> held(const host& on, const P& rule, std::int32_t length, const std::vector<std::int32_t>& sizes, bool steps,
-                             ScoreOf&& score_of) {
+std::vector<position_t> held(const host& on, const P& rule, std::int32_t length,
+                             const std::vector<std::int32_t>& sizes, bool steps, ScoreOf&& score_of) {
     test::BoundCache<P, float> under_test(on, one_head, rule);
     test::Tensor<float> x(1, 1, length, 8), out(1, 1, length, 8);
     x.fill(0.5f);
     test::Plane<float> scores(1, 1, length);
-    for (std::int32_t t = 0; t < length; ++t) { scores.at(0, 0, t) = score_of(t); }
+    for (std::int32_t t = 0; t < length; ++t) {
+        scores.at(0, 0, t) = score_of(t);
+    }
     std::int32_t at = 0;
     for (const std::int32_t chunk : test::chunks_of(length, sizes)) {
         const Batch batch{.count = 1, .length = chunk};
-        test::call<P, float>(on, under_test, 0, batch, std::as_const(x).tokens(at, chunk), std::as_const(x).tokens(at, chunk),
-                             std::as_const(x).tokens(at, chunk), out.tokens(at, chunk), {.scores = scores.tokens(at, chunk)},
-                             steps);
+        test::call<P, float>(on, under_test, 0, batch, std::as_const(x).tokens(at, chunk),
+                             std::as_const(x).tokens(at, chunk), std::as_const(x).tokens(at, chunk),
+                             out.tokens(at, chunk), {.scores = scores.tokens(at, chunk)}, steps);
         under_test.cache.advance(on, batch);
         at += chunk;
     }
@@ -94,12 +96,15 @@ TEST_CASE("6: of 1000 equal scores the 7 oldest stay, every time") {
         const host on(1 + run % 3);
         const Way& way = ways[run % 3];
         const std::vector<position_t> kept = held(on, policy(2, 10, 7), 1000, way.sizes, way.steps, equal);
-        if (kept != wanted) { CHECK(kept == wanted); }
+        if (kept != wanted) {
+            CHECK(kept == wanted);
+        }
     }
     const host on(1);
     // With a decay the newest win, and the steps n change nothing among equal scores but when a boundary is crossed.
     for (const Way& way : ways) {
-        CHECK(held(on, policy(2, 10, 7, -0.5f), 1000, way.sizes, way.steps, equal) == joined(range(0, 2), range(983, 1000)));
+        CHECK(held(on, policy(2, 10, 7, -0.5f), 1000, way.sizes, way.steps, equal) ==
+              joined(range(0, 2), range(983, 1000)));
         CHECK(held(on, policy(2, 10, 7), 1000, way.sizes, way.steps, equal) == wanted);
     }
 }
@@ -117,8 +122,8 @@ TEST_CASE("7: budgets above the number of tokens keep everything") {
 TEST_CASE("3, 9: a page of 4 rows, 13 tokens, NaN in the tail, pages in any order") {
     // Whoever reads exported pages may move them: a pool with permuted ids gives the same rows.
     const host on(1);
-    test::BoundCache<P, float> under_test(on, {.query_heads = 1, .kv_heads = 1, .dim_k = 8, .dim_v = 8, .page_rows = 4},
-                                          policy(2, 5, 9));
+    test::BoundCache<P, float> under_test(
+        on, {.query_heads = 1, .kv_heads = 1, .dim_k = 8, .dim_v = 8, .page_rows = 4}, policy(2, 5, 9));
     std::mt19937 generator(1);
     test::Tensor<float> q(1, 1, 13, 8), k(1, 1, 13, 8), v(1, 1, 13, 8), out(1, 1, 13, 8);
     q.fill_normal(generator);
@@ -126,8 +131,8 @@ TEST_CASE("3, 9: a page of 4 rows, 13 tokens, NaN in the tail, pages in any orde
     v.fill_normal(generator);
     test::Plane<float> scores(1, 1, 13, 1.0f);
     const Batch batch{.count = 1, .length = 13};
-    test::call<P, float>(on, under_test, 0, batch, std::as_const(q).view(), std::as_const(k).view(), std::as_const(v).view(),
-                         out.view(), {.scores = scores.view()}, false);
+    test::call<P, float>(on, under_test, 0, batch, std::as_const(q).view(), std::as_const(k).view(),
+                         std::as_const(v).view(), out.view(), {.scores = scores.view()}, false);
     under_test.cache.advance(on, batch);
     CHECK(std::all_of(out.data.begin(), out.data.end(), [](float x) { return std::isfinite(x); }));
     const auto ref = under_test.cache.ref(0);
@@ -147,7 +152,9 @@ TEST_CASE("3, 9: a page of 4 rows, 13 tokens, NaN in the tail, pages in any orde
         for (std::int32_t r = 0; r < (at + 1 < indptr[1] ? 4 : last[0]); ++r) {
             const float* row = pool.data() + (indices[at] * 4 + r) * 8;
             for (std::int32_t t = 0; t < 13; ++t) {
-                if (std::equal(row, row + 8, k.view().row(0, 0, t))) { found.push_back(t); }
+                if (std::equal(row, row + 8, k.view().row(0, 0, t))) {
+                    found.push_back(t);
+                }
             }
         }
     }
@@ -164,16 +171,18 @@ TEST_CASE("13: a window of 1024 with 19 tokens; 4 sinks with 2 tokens, growing p
         CHECK(held(on, policy(4, 3, 0), 2, way.sizes, way.steps, falling) == range(0, 2));
         CHECK(held(on, policy(4, 3, 0), 5, way.sizes, way.steps, falling) == range(0, 5));
         CHECK(held(on, policy(4, 3, 0), 7, way.sizes, way.steps, falling) == range(0, 7));
-        CHECK(held(on, policy(4, 3, 0), 8, way.sizes, way.steps, falling) == joined(range(0, 4), range(5, 8)));
-        CHECK(held(on, policy(4, 3, 2), 30, way.sizes, way.steps, falling) == joined(range(0, 6), range(27, 30)));
+        CHECK(held(on, policy(4, 3, 0), 8, way.sizes, way.steps, falling) ==
+              joined(range(0, 4), range(5, 8)));
+        CHECK(held(on, policy(4, 3, 2), 30, way.sizes, way.steps, falling) ==
+              joined(range(0, 6), range(27, 30)));
     }
 }
 
 TEST_CASE("14: a budget of 8 rows and 20 tokens: the next position is 20") {
     const host on(1);
     for (const Way& way : ways) {
-        const std::vector<position_t> kept =
-            held(on, policy(1, 3, 4), 21, way.sizes, way.steps, [](position_t t) { return t % 4 == 0 ? 5.0f : 0.0f; });
+        const std::vector<position_t> kept = held(on, policy(1, 3, 4), 21, way.sizes, way.steps,
+                                                  [](position_t t) { return t % 4 == 0 ? 5.0f : 0.0f; });
         CHECK(kept == std::vector<position_t>{0, 4, 8, 12, 16, 18, 19, 20});
     }
 }
@@ -197,13 +206,15 @@ TEST_CASE("18: a prompt twice the budget, and totals at every edge") {
         const std::int32_t k = budget_for_total(total, s, w);
         for (const Way& way : ways) {
             const auto length = static_cast<std::int32_t>(2 * total);
-            const std::vector<position_t> kept = held(on, policy(s, w, k), length, way.sizes, way.steps, rising);
+            const std::vector<position_t> kept =
+                held(on, policy(s, w, k), length, way.sizes, way.steps, rising);
             CHECK(static_cast<std::int64_t>(kept.size()) == total);
             CHECK(kept == joined(range(0, s), range(length - w - k, length)));
         }
     }
     for (const std::int64_t total : {0, s - 1, s, s + w - 1}) {
-        CHECK_REFUSED(budget_for_total(total, s, w), "total budget: " + std::to_string(total) + " is not allowed");
+        CHECK_REFUSED(budget_for_total(total, s, w),
+                      "total budget: " + std::to_string(total) + " is not allowed");
     }
 }
 
@@ -222,10 +233,15 @@ TEST_CASE("19: the window has as many keys in a mask as in prefill and in decode
         live_keys(on, std::as_const(expiry).view(), sequences, live.view());
         for (const Way& way : ways) {
             for (std::int32_t n = 1; n <= length; n += 3) {
-                const std::vector<position_t> kept = held(on, rule, n, way.sizes, way.steps, [](position_t) { return 0.0f; });
+                const std::vector<position_t> kept =
+                    held(on, rule, n, way.sizes, way.steps, [](position_t) { return 0.0f; });
                 const std::vector<position_t> wanted = range(std::max(0, n - w), n);
-                if (kept != wanted) { CHECK(kept == wanted); }
-                if (live.at(0, 0, n - 1) != std::ssize(kept)) { CHECK(live.at(0, 0, n - 1) == std::ssize(kept)); }
+                if (kept != wanted) {
+                    CHECK(kept == wanted);
+                }
+                if (live.at(0, 0, n - 1) != std::ssize(kept)) {
+                    CHECK(live.at(0, 0, n - 1) == std::ssize(kept));
+                }
             }
         }
     }

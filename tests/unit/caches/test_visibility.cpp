@@ -1,13 +1,13 @@
 // Which keys a query of a bounded cache sees, shown by one-hot values; that what it must not see never leaks, NaN
 // included; that any strides will do; every group size and head dimension.
-#include <doctest/doctest.h>
-
 #include <kvpolicy/policies/sink.hpp>
 #include <kvpolicy/policies/topk_budget.hpp>
 #include <kvpolicy/policies/window.hpp>
 
 #include "support/bound_cache.hpp"
 #include "support/shadow.hpp"
+
+#include <doctest/doctest.h>
 
 #include <set>
 
@@ -17,7 +17,8 @@ namespace {
 
 constexpr float quiet_nan = std::numeric_limits<float>::quiet_NaN();
 
-const std::vector<std::vector<std::int32_t>> chunkings = {{1}, {0}, {3, 1, 7, 2, 5}, {2}, {11, 4, 1, 1, 6}, {5, 3}};
+const std::vector<std::vector<std::int32_t>> chunkings = {{1},   {0}, {3, 1, 7, 2, 5}, {2}, {11, 4, 1, 1, 6},
+                                                          {5, 3}};
 
 /// Values are one-hot(position), so an output is the row of weights: which of them are not 0 after each token, fed in
 /// chunks. The first chunking goes through step.
@@ -30,7 +31,9 @@ void check_one_hot(const host& on, const P& policy, std::int32_t length) {
     q.fill_normal(generator, 0.5f);
     k.fill_normal(generator, 0.5f);
     v.fill(0.0f);
-    for (std::int32_t t = 0; t < length; ++t) { v.view().row(0, 0, t)[t] = static_cast<T>(1.0f); }
+    for (std::int32_t t = 0; t < length; ++t) {
+        v.view().row(0, 0, t)[t] = static_cast<T>(1.0f);
+    }
     test::Plane<float> scores(1, 1, length);
     test::fill_scores(scores, test::Scores::random, generator);
     const CacheShape shape{.query_heads = 2, .kv_heads = 1, .dim_k = 8, .dim_v = dim};
@@ -44,14 +47,17 @@ void check_one_hot(const host& on, const P& policy, std::int32_t length) {
         const auto seen = [&](const T* row) {
             std::vector<position_t> keys;
             for (std::int32_t c = 0; c < dim; ++c) {
-                if (static_cast<float>(row[c]) != 0.0f) { keys.push_back(c); }
+                if (static_cast<float>(row[c]) != 0.0f) {
+                    keys.push_back(c);
+                }
             }
             return keys;
         };
         for (const std::int32_t chunk : test::chunks_of(length, chunkings[way])) {
             const Batch batch{.count = 1, .length = chunk};
-            test::call<P, T>(on, under_test, 0, batch, q.tokens(at, chunk), k.tokens(at, chunk), v.tokens(at, chunk),
-                             out.tokens(at, chunk), {.scores = scores.tokens(at, chunk)}, way == 0);
+            test::call<P, T>(on, under_test, 0, batch, q.tokens(at, chunk), k.tokens(at, chunk),
+                             v.tokens(at, chunk), out.tokens(at, chunk), {.scores = scores.tokens(at, chunk)},
+                             way == 0);
             under_test.cache.advance(on, batch);
             for (std::int32_t j = 0; j < chunk; ++j, ++at) {
                 shadow.append(0, 0, at, k.view(), v.view(), std::as_const(scores).view());
@@ -67,7 +73,8 @@ void check_one_hot(const host& on, const P& policy, std::int32_t length) {
             }
             // A query that brings no token sees what is held.
             test::Workspace workspace(cache_workspace_bytes(on, under_test.cache.ref(0), 1, 1));
-            attend<P, T>(on, under_test.cache.ref(0), {.count = 1}, q.tokens(at - 1, 1), again.view(), {}, workspace);
+            attend<P, T>(on, under_test.cache.ref(0), {.count = 1}, q.tokens(at - 1, 1), again.view(), {},
+                         workspace);
             all_agree = all_agree && seen(again.view().row(0, 0, 0)) == under_test.sorted(0, 0, 0);
         }
         CHECK(all_agree);
@@ -79,27 +86,32 @@ void check_one_hot(const host& on, const P& policy, std::int32_t length) {
 TEST_CASE("a window of w shows exactly w keys, by steps, in chunks and in one prefill") {
     const host on(1);
     using Streaming = Policy<Sink<>, Window<>>;
-    check_one_hot<float>(on, Policy<Window<4>>{}, 40);
-    check_one_hot<bf16>(on, Policy<Window<4>>{}, 40);
+    check_one_hot<bf16>(on, Streaming{Sink<>{0}, Window<>{4}}, 40);
     check_one_hot<float>(on, Policy<Sink<3>>{}, 12);  // no Window: w = 1
-    constexpr std::int32_t shapes[][3] = {{0, 4, 40}, {0, 1, 12}, {4, 7, 60}, {2, 1024, 19}, {30, 4, 20}, {4, 3, 2}};
-    for (const auto& [s, w, length] : shapes) {
-        CAPTURE(s);
-        CAPTURE(w);
-        check_one_hot<float>(on, Streaming{Sink<>{s}, Window<>{w}}, length);
+    struct Numbers {
+        std::int32_t s, w, length;
+    };
+    for (const Numbers n :
+         {Numbers{0, 4, 40}, {0, 1, 12}, {4, 7, 60}, {2, 1024, 19}, {30, 4, 20}, {4, 3, 2}}) {
+        CAPTURE(n.s);
+        CAPTURE(n.w);
+        check_one_hot<float>(on, Streaming{Sink<>{n.s}, Window<>{n.w}}, n.length);
     }
 }
 
 TEST_CASE("with a budget, a query sees sinks, window and the long-range keys, and nothing else") {
     const host on(1);
     using Budget = Policy<Sink<>, Window<>, TopKBudget<>>;
-    constexpr std::int32_t shapes[][4] = {{2, 4, 5, 60}, {0, 4, 5, 60}, {2, 4, 0, 40}, {1, 1, 1, 40}, {2, 3, 100, 60}};
-    for (const auto& [s, w, k, length] : shapes) {
-        CAPTURE(s);
-        CAPTURE(w);
-        CAPTURE(k);
-        check_one_hot<float>(on, Budget{Sink<>{s}, Window<>{w}, TopKBudget<>{k}}, length);
-        check_one_hot<fp16>(on, Budget{Sink<>{s}, Window<>{w}, TopKBudget<>{k}}, length);
+    struct Numbers {
+        std::int32_t s, w, k, length;
+    };
+    for (const Numbers n :
+         {Numbers{2, 4, 5, 60}, {0, 4, 5, 60}, {2, 4, 0, 40}, {1, 1, 1, 40}, {2, 3, 100, 60}}) {
+        CAPTURE(n.s);
+        CAPTURE(n.w);
+        CAPTURE(n.k);
+        check_one_hot<float>(on, Budget{Sink<>{n.s}, Window<>{n.w}, TopKBudget<>{n.k}}, n.length);
+        check_one_hot<bf16>(on, Budget{Sink<>{n.s}, Window<>{n.w}, TopKBudget<>{n.k}}, n.length);
     }
 }
 
@@ -107,22 +119,25 @@ namespace {
 
 /// A token whose value (or key) is NaN reaches the queries that see it and no other.
 template <class T>
-void check_poisoned_token(bool in_value, const std::vector<std::int32_t>& sizes, bool steps, std::int32_t group) {
+void check_poisoned_token(bool in_value, const std::vector<std::int32_t>& sizes, bool steps,
+                          std::int32_t group) {
     const host on(1);
     constexpr std::int32_t length = 40, poisoned = 13, window = 4;
-    using P = Policy<Sink<2>, Window<window>>;
+    using P = Policy<Sink<>, Window<>>;
     std::mt19937 generator(3);
-    test::Tensor<T> q(1, group, length, 16), k(1, 1, length, 16), v(1, 1, length, 16), out(1, group, length, 16);
+    test::Tensor<T> q(1, group, length, 16), k(1, 1, length, 16), v(1, 1, length, 16),
+        out(1, group, length, 16);
     q.fill_normal(generator);
     k.fill_normal(generator);
     v.fill_normal(generator);
     (in_value ? v : k).view().row(0, 0, poisoned)[5] = static_cast<T>(quiet_nan);
-    test::BoundCache<P, T> under_test(on, {.query_heads = group, .kv_heads = 1, .dim_k = 16, .dim_v = 16});
+    test::BoundCache<P, T> under_test(on, {.query_heads = group, .kv_heads = 1, .dim_k = 16, .dim_v = 16},
+                                      P{Sink<>{2}, Window<>{window}});
     std::int32_t at = 0;
     for (const std::int32_t chunk : test::chunks_of(length, sizes)) {
         const Batch batch{.count = 1, .length = chunk};
-        test::call<P, T>(on, under_test, 0, batch, q.tokens(at, chunk), k.tokens(at, chunk), v.tokens(at, chunk),
-                         out.tokens(at, chunk), {}, steps);
+        test::call<P, T>(on, under_test, 0, batch, q.tokens(at, chunk), k.tokens(at, chunk),
+                         v.tokens(at, chunk), out.tokens(at, chunk), {}, steps);
         under_test.cache.advance(on, batch);
         at += chunk;
     }
@@ -153,31 +168,36 @@ TEST_CASE("a NaN reaches the queries that see its key, and no others") {
             check_poisoned_token<float>(in_value, {9, 2}, false, group);
             check_poisoned_token<bf16>(in_value, {1}, true, group);
             check_poisoned_token<bf16>(in_value, {9, 2}, false, group);
-            check_poisoned_token<double>(in_value, {9, 2}, false, group);
         }
     }
 }
 
 TEST_CASE("a slot that held NaN is clean after clear, and so are rows that were never written") {
     const host on(1);
-    using P = Policy<Sink<1>, Window<3>, TopKBudget<4>>;
-    const CacheShape shape{.slots = 2, .query_heads = 2, .kv_heads = 1, .dim_k = 8, .dim_v = 8, .page_rows = 5};
+    using P = Policy<Sink<1>, Window<6>, TopKBudget<8>>;
+    const CacheShape shape{
+        .slots = 2, .query_heads = 2, .kv_heads = 1, .dim_k = 8, .dim_v = 8, .page_rows = 5};
     test::BoundCache<P, float> under_test(on, shape);
     test::Tensor<float> q(2, 2, 1, 8), k(2, 1, 1, 8), v(2, 1, 1, 8), out(2, 2, 1, 8);
     test::Plane<float> scores(2, 1, 1, 1.0f);
     const Batch both{.count = 2};
     const auto step_once = [&] {
-        test::call<P, float>(on, under_test, 0, both, q.view(), k.view(), v.view(), out.view(), {.scores = scores.view()},
-                             true);
+        test::call<P, float>(on, under_test, 0, both, q.view(), k.view(), v.view(), out.view(),
+                             {.scores = scores.view()}, true);
         under_test.cache.advance(on, both);
     };
     std::mt19937 generator(1);
     k.fill(quiet_nan);
     v.fill(quiet_nan);
-    for (int t = 0; t < 20; ++t) { step_once(); }
+    // By steps only, and past the budget in both lives, so that what a step remembers (its next victim) is in use.
+    for (int t = 0; t < 40; ++t) {
+        test::fill_scores(scores, test::Scores::random, generator);
+        step_once();
+    }
     under_test.cache.clear(on, 0);
     test::Shadow<P, float> shadow({}, shape);
-    for (std::int32_t t = 0; t < 20; ++t) {
+    for (std::int32_t t = 0; t < 40; ++t) {
+        test::fill_scores(scores, test::Scores::random, generator);
         q.fill_normal(generator);
         k.fill_normal(generator);
         v.fill_normal(generator);
@@ -197,9 +217,10 @@ template <class T>
 struct Layouts {
     static constexpr std::int32_t batch = 2, kv_heads = 2, group = 3, length = 21, dim = 16;
     static constexpr std::int32_t query_heads = kv_heads * group;
-    test::Tensor<T> q{batch, query_heads, length, dim}, k{batch, kv_heads, length, dim}, v{batch, kv_heads, length, dim};
+    test::Tensor<T> q{batch, query_heads, length, dim}, k{batch, kv_heads, length, dim},
+        v{batch, kv_heads, length, dim};
     test::Plane<float> scores{batch, kv_heads, length};
-    using P = Policy<Sink<2>, Window<4>, TopKBudget<5>>;
+    using P = Policy<Sink<1>, Window<6>, TopKBudget<8>>;
 
     Layouts() {
         std::mt19937 generator(11);
@@ -212,7 +233,9 @@ struct Layouts {
     static void copy(rows_view<const T> from, rows_view<T> to) {
         for (std::int32_t b = 0; b < from.batch; ++b) {
             for (std::int32_t h = 0; h < from.heads; ++h) {
-                for (std::int32_t t = 0; t < from.length; ++t) { std::copy_n(from.row(b, h, t), dim, to.row(b, h, t)); }
+                for (std::int32_t t = 0; t < from.length; ++t) {
+                    std::copy_n(from.row(b, h, t), dim, to.row(b, h, t));
+                }
             }
         }
     }
@@ -223,25 +246,27 @@ struct Layouts {
     }
 
     /// Outputs [batch, query_heads, length, dim] from inputs in any layout, into a view of any layout.
-    void run(const host& on, rows_view<const T> qs, rows_view<const T> ks, rows_view<const T> vs, rows_view<T> out,
-             const std::vector<std::int32_t>& sizes, bool steps) const {
+    void run(const host& on, rows_view<const T> qs, rows_view<const T> ks, rows_view<const T> vs,
+             rows_view<T> out, const std::vector<std::int32_t>& sizes, bool steps) const {
         test::BoundCache<P, T> under_test(
-            on, {.slots = batch, .query_heads = query_heads, .kv_heads = kv_heads, .dim_k = dim, .dim_v = dim});
+            on,
+            {.slots = batch, .query_heads = query_heads, .kv_heads = kv_heads, .dim_k = dim, .dim_v = dim});
         std::int32_t at = 0;
         for (const std::int32_t chunk : test::chunks_of(length, sizes)) {
             const Batch entries{.count = batch, .length = chunk};
             rows_view<T> to = out;
             to.data += at * to.row_stride;
             to.length = chunk;
-            test::call<P, T>(on, under_test, 0, entries, part(qs, at, chunk), part(ks, at, chunk), part(vs, at, chunk), to,
-                             {.scores = scores.tokens(at, chunk)}, steps);
+            test::call<P, T>(on, under_test, 0, entries, part(qs, at, chunk), part(ks, at, chunk),
+                             part(vs, at, chunk), to, {.scores = scores.tokens(at, chunk)}, steps);
             under_test.cache.advance(on, entries);
             at += chunk;
         }
     }
 
     /// The same bits, whatever the strides.
-    void check(rows_view<T> qs, rows_view<T> ks, rows_view<T> vs, rows_view<T> outs, std::vector<T>& out_memory) const {
+    void check(rows_view<T> qs, rows_view<T> ks, rows_view<T> vs, rows_view<T> outs,
+               std::vector<T>& out_memory) const {
         copy(q.view(), qs);
         copy(k.view(), ks);
         copy(v.view(), vs);
@@ -258,7 +283,8 @@ struct Layouts {
                 for (std::int32_t h = 0; h < query_heads; ++h) {
                     for (std::int32_t t = 0; t < length; ++t) {
                         for (std::int32_t c = 0; c < dim; ++c, ++written) {
-                            equal = equal && test::real(outs.row(b, h, t)[c]) == test::real(wanted.view().row(b, h, t)[c]);
+                            equal = equal && test::real(outs.row(b, h, t)[c]) ==
+                                                 test::real(wanted.view().row(b, h, t)[c]);
                         }
                     }
                 }
@@ -285,33 +311,41 @@ TEST_CASE_TEMPLATE("q, k and v as slices of one fused row, [B, S, (Hq + 2 Hkv) D
     std::vector<T> fused = poisoned<T>(std::int64_t{L::batch} * L::length * width);
     const auto slice = [&](std::int32_t first_head, std::int32_t heads) {
         return rows_view<T>{fused.data() + first_head * L::dim, L::batch, heads, L::length, L::dim,
-                            std::int64_t{L::length} * width, L::dim, width};
+                            std::int64_t{L::length} * width,    L::dim,   width};
     };
     // The output as projections read it: NHD, rows apart.
     constexpr std::int32_t out_width = L::query_heads * L::dim + 5;
     std::vector<T> out(std::size_t{L::batch} * L::length * out_width);
-    const rows_view<T> outs{out.data(), L::batch, L::query_heads, L::length, L::dim, std::int64_t{L::length} * out_width,
-                            L::dim, out_width};
+    const rows_view<T> outs{out.data(), L::batch, L::query_heads,
+                            L::length,  L::dim,   std::int64_t{L::length} * out_width,
+                            L::dim,     out_width};
     layouts.check(slice(0, L::query_heads), slice(L::query_heads, L::kv_heads),
                   slice(L::query_heads + L::kv_heads, L::kv_heads), outs, out);
 }
 
-TEST_CASE_TEMPLATE("K and V as two views of one [N, 2, block, H, D] buffer", T, float, fp16) {
+TEST_CASE_TEMPLATE("K and V as two views of one [N, 2, block, H, D] buffer", T, float, bf16) {
     using L = Layouts<T>;
     const L layouts;
     constexpr std::int32_t block = L::length + 4;  // with an unused tail
     constexpr std::int64_t plane = std::int64_t{block} * L::kv_heads * L::dim;
     std::vector<T> pool = poisoned<T>(L::batch * 2 * plane);
     const auto view = [&](std::int64_t which) {
-        return rows_view<T>{pool.data() + which * plane, L::batch, L::kv_heads, L::length, L::dim, 2 * plane, L::dim,
-                            L::kv_heads * L::dim};
+        return rows_view<T>{
+            pool.data() + which * plane, L::batch, L::kv_heads, L::length, L::dim, 2 * plane, L::dim,
+            L::kv_heads * L::dim};
     };
     std::vector<T> q = poisoned<T>(std::int64_t{L::batch} * L::query_heads * (L::length + 2) * (L::dim + 1));
-    const rows_view<T> qs{q.data(), L::batch, L::query_heads, L::length, L::dim,
+    const rows_view<T> qs{q.data(),
+                          L::batch,
+                          L::query_heads,
+                          L::length,
+                          L::dim,
                           std::int64_t{L::query_heads} * (L::length + 2) * (L::dim + 1),
-                          std::int64_t{L::length + 2} * (L::dim + 1), L::dim + 1};
+                          std::int64_t{L::length + 2} * (L::dim + 1),
+                          L::dim + 1};
     std::vector<T> out(std::size_t{L::batch} * L::query_heads * L::length * L::dim);
-    layouts.check(qs, view(0), view(1), view_bhsd(out.data(), L::batch, L::query_heads, L::length, L::dim), out);
+    layouts.check(qs, view(0), view(1), view_bhsd(out.data(), L::batch, L::query_heads, L::length, L::dim),
+                  out);
 }
 
 TEST_CASE("any number of query heads a KV head") {
@@ -337,7 +371,8 @@ TEST_CASE("head dimensions that are multiples of 8, and D_k != D_v; other ones a
         const CacheShape shape{.query_heads = 3, .kv_heads = 1, .dim_k = dim[0], .dim_v = dim[1]};
         CHECK(test::run_beside_shadow<float>(on, P{}, shape, 24, {1}, true, 1) <= 1.0);
         CHECK(test::run_beside_shadow<bf16>(on, P{}, shape, 24, {9, 1, 4}, false, 2) <= 1.0);
-        CHECK(test::run_beside_shadow<float>(host(1, isa::portable), P{}, shape, 24, {9, 1, 4}, false, 2) <= 1.0);
+        CHECK(test::run_beside_shadow<float>(host(1, isa::portable), P{}, shape, 24, {9, 1, 4}, false, 2) <=
+              1.0);
     }
 }
 
@@ -347,7 +382,6 @@ TEST_CASE("scale and softcap are the call's own") {
     const CacheShape shape{.query_heads = 4, .kv_heads = 2, .dim_k = 32, .dim_v = 32};
     for (const Attention attention : {Attention{0.3f, 0.0f}, Attention{0.0f, 2.0f}, Attention{0.5f, 20.0f}}) {
         CHECK(test::run_beside_shadow<float>(on, P{}, shape, 30, {1}, true, 4, attention) <= 1.0);
-        CHECK(test::run_beside_shadow<fp16>(on, P{}, shape, 30, {7, 2}, false, 5, attention) <= 1.0);
-        CHECK(test::run_beside_shadow<double>(on, P{}, shape, 30, {7, 2}, false, 6, attention) <= 1.0);
+        CHECK(test::run_beside_shadow<bf16>(on, P{}, shape, 30, {7, 2}, false, 5, attention) <= 1.0);
     }
 }

@@ -1,13 +1,13 @@
 // The host context and its pool: every index once, exceptions, concurrent callers, refusals.
-#include <doctest/doctest.h>
-
 #include <kvpolicy/core/context.hpp>
 
 #include "support/refusal.hpp"
 
+#include <doctest/doctest.h>
+
 #include <algorithm>
-#include <chrono>
 #include <atomic>
+#include <chrono>
 #include <numeric>
 #include <stdexcept>
 #include <string>
@@ -38,7 +38,9 @@ TEST_CASE("the thread's number names memory that no other thread uses meanwhile"
         std::vector<std::int64_t> sums(static_cast<std::size_t>(threads), 0);  // not atomic
         std::atomic<bool> in_range{true};
         on.parallel_for(5000, [&](std::int64_t i, int thread) {
-            if (thread < 0 || thread >= threads) { in_range = false; }
+            if (thread < 0 || thread >= threads) {
+                in_range = false;
+            }
             sums[static_cast<std::size_t>(thread)] += i;
         });
         CHECK(in_range);
@@ -54,8 +56,12 @@ TEST_CASE("what was written before a range is seen in it, and the other way roun
         std::fill_n(data.begin(), count, round);
         on.parallel_for(count, [&](std::int64_t i) { data[static_cast<std::size_t>(i)] += i; });
         bool right = true;
-        for (std::int64_t i = 0; i < count; ++i) { right = right && data[static_cast<std::size_t>(i)] == round + i; }
-        if (!right) { CHECK(right); }
+        for (std::int64_t i = 0; i < count; ++i) {
+            right = right && data[static_cast<std::size_t>(i)] == round + i;
+        }
+        if (!right) {
+            CHECK(right);
+        }
     }
     CHECK(data[0] >= 0);
 }
@@ -65,7 +71,9 @@ TEST_CASE("many short ranges, with pauses in which the workers fall asleep") {
     std::atomic<std::int64_t> sum{0};
     for (int round = 0; round < 2000; ++round) {
         on.parallel_for(2, [&](std::int64_t i) { sum += i + 1; });
-        if (round % 200 == 0) { std::this_thread::sleep_for(std::chrono::milliseconds(2)); }
+        if (round % 200 == 0) {
+            std::this_thread::sleep_for(std::chrono::milliseconds(2));
+        }
     }
     CHECK(sum == 6000);
 }
@@ -83,18 +91,26 @@ TEST_CASE("concurrent callers of one context wait for each other") {
             }
         });
     }
-    for (std::thread& caller : callers) { caller.join(); }
-    for (const std::int64_t sum : sums) { CHECK(sum == 300 * 190); }
+    for (std::thread& caller : callers) {
+        caller.join();
+    }
+    for (const std::int64_t sum : sums) {
+        CHECK(sum == 300 * 190);
+    }
 }
 
 TEST_CASE("contexts come and go, and can be moved") {
     for (int round = 0; round < 100; ++round) {
         host on(3);
         std::atomic<int> sum{0};
-        if (round % 2 == 0) { on.parallel_for(5, [&](std::int64_t) { ++sum; }); }
+        if (round % 2 == 0) {
+            on.parallel_for(5, [&](std::int64_t) { ++sum; });
+        }
         const host moved = std::move(on);
         moved.parallel_for(5, [&](std::int64_t) { ++sum; });
-        if (sum != (round % 2 == 0 ? 10 : 5)) { CHECK(sum == -1); }
+        if (sum != (round % 2 == 0 ? 10 : 5)) {
+            CHECK(sum == -1);
+        }
     }
     const host all(0);
     CHECK(all.threads() >= 1);
@@ -105,7 +121,9 @@ TEST_CASE("contexts come and go, and can be moved") {
 TEST_CASE("a number of threads that makes no sense is refused") {
     CHECK_REFUSED(host(-1), "host threads: -1 is not allowed; it must be 0 (all) to 4096");
     CHECK_REFUSED(host(4097), "host threads: 4097");
-    if (kvpolicy::detected_isa() == kvpolicy::isa::portable) { CHECK_REFUSED(host(1, kvpolicy::isa::avx2), "host isa: avx2"); }
+    if (kvpolicy::detected_isa() == kvpolicy::isa::portable) {
+        CHECK_REFUSED(host(1, kvpolicy::isa::avx2), "host isa: avx2");
+    }
 }
 
 #if KVPOLICY_EXCEPTIONS
@@ -115,12 +133,26 @@ TEST_CASE("what an index throws reaches the caller, the lowest index first, and 
         for (int round = 0; round < 50; ++round) {
             std::atomic<int> finished{0};
             std::string caught;
+            std::atomic<bool> later_one_failed{false};
             try {
                 on.parallel_for(40, [&](std::int64_t i) {
-                    if (i == 31 || i == 7 || i == 19) { throw std::runtime_error(std::to_string(i)); }
+                    if (i == 7) {
+                        // Give a later index the time to fail first, if there is a thread to run it.
+                        const auto end =
+                            std::chrono::steady_clock::now() + std::chrono::milliseconds(threads > 1 ? 5 : 0);
+                        while (!later_one_failed && std::chrono::steady_clock::now() < end) {
+                            std::this_thread::yield();
+                        }
+                    }
+                    if (i == 31 || i == 7 || i == 19) {
+                        later_one_failed = later_one_failed || i != 7;
+                        throw std::runtime_error(std::to_string(i));
+                    }
                     ++finished;
                 });
-            } catch (const std::runtime_error& error) { caught = error.what(); }
+            } catch (const std::runtime_error& error) {
+                caught = error.what();
+            }
             CHECK(caught == "7");
             // Nobody is still at it. (One thread stops where it throws.)
             CHECK(finished == (threads == 1 ? 7 : 37));
@@ -145,7 +177,9 @@ TEST_CASE("a caller that fails does not disturb another") {
             for (int round = 0; round < 200; ++round) {
                 try {
                     on.parallel_for(6, [&](std::int64_t i) {
-                        if (caller == 0 && i == 3) { throw caller; }
+                        if (caller == 0 && i == 3) {
+                            throw caller;
+                        }
                     });
                     wrong += caller == 0 ? 1 : 0;
                 } catch (int who) {
@@ -155,7 +189,9 @@ TEST_CASE("a caller that fails does not disturb another") {
             }
         });
     }
-    for (std::thread& caller : callers) { caller.join(); }
+    for (std::thread& caller : callers) {
+        caller.join();
+    }
     CHECK(wrong == 0);
     CHECK(failures == 200);
 }

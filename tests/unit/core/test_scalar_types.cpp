@@ -1,7 +1,7 @@
 // bf16 and fp16: every bit pattern, and rounding against an independent computation.
-#include <doctest/doctest.h>
-
 #include <kvpolicy/core/types.hpp>
+
+#include <doctest/doctest.h>
 
 #include <bit>
 #include <cmath>
@@ -34,9 +34,12 @@ double meaning(std::uint16_t bits) {
     const int fraction = bits & ((1 << fraction_bits) - 1);
     const double sign = bits >> 15 != 0 ? -1.0 : 1.0;
     if (exponent == top) {
-        return fraction != 0 ? std::numeric_limits<double>::quiet_NaN() : sign * std::numeric_limits<double>::infinity();
+        return fraction != 0 ? std::numeric_limits<double>::quiet_NaN()
+                             : sign * std::numeric_limits<double>::infinity();
     }
-    if (exponent == 0) { return sign * std::ldexp(fraction, 1 - bias - fraction_bits); }
+    if (exponent == 0) {
+        return sign * std::ldexp(fraction, 1 - bias - fraction_bits);
+    }
     return sign * std::ldexp((1 << fraction_bits) + fraction, exponent - bias - fraction_bits);
 }
 
@@ -44,18 +47,23 @@ double meaning(std::uint16_t bits) {
 template <class T>
 double rounded(double value) {
     constexpr int bias = (1 << (format<T>::exponent_bits - 1)) - 1;
-    if (value == 0.0 || std::isinf(value)) { return value; }
+    if (value == 0.0 || std::isinf(value)) {
+        return value;
+    }
     const int exponent = std::max(std::ilogb(value), 1 - bias);
     const int unit = exponent - (format<T>::precision - 1);
     const double result = std::ldexp(std::nearbyint(std::ldexp(value, -unit)), unit);
-    return std::abs(result) >= std::ldexp(1.0, bias + 1) ? std::copysign(std::numeric_limits<double>::infinity(), value)
-                                                         : result;
+    return std::abs(result) >= std::ldexp(1.0, bias + 1)
+               ? std::copysign(std::numeric_limits<double>::infinity(), value)
+               : result;
 }
 
 template <class T>
 bool converts_right(float value) {
     const T got(value);
-    if (std::isnan(value)) { return std::isnan(meaning<T>(got.bits)) && (got.bits >> 15 != 0) == std::signbit(value); }
+    if (std::isnan(value)) {
+        return std::isnan(meaning<T>(got.bits)) && (got.bits >> 15 != 0) == std::signbit(value);
+    }
     const double wanted = rounded<T>(value);
     return meaning<T>(got.bits) == wanted && (got.bits >> 15 != 0) == std::signbit(value);
 }
@@ -84,7 +92,9 @@ TEST_CASE_TEMPLATE("float rounds to nearest even, at and beside every midpoint",
     for (std::uint32_t pattern = 0; pattern < 65536; ++pattern) {
         const auto bits = static_cast<std::uint16_t>(pattern);
         const double low = meaning<T>(bits);
-        if (!std::isfinite(low)) { continue; }
+        if (!std::isfinite(low)) {
+            continue;
+        }
         // The next number away from zero; beyond the largest, what it would be with more exponents.
         const double next = meaning<T>(static_cast<std::uint16_t>(bits + 1));
         const double before = bits % 0x8000 == 0 ? 0.0 : meaning<T>(static_cast<std::uint16_t>(bits - 1));
@@ -100,12 +110,34 @@ TEST_CASE_TEMPLATE("float rounds to nearest even, at and beside every midpoint",
 }
 
 TEST_CASE_TEMPLATE("float rounds to nearest even, on random bits and at the edges", T, bf16, fp16) {
-    constexpr float edges[] = {0.0f,       -0.0f,     1.0f,      65504.0f,  65519.996f, 65520.0f,  -65520.0f, 65536.0f,
-                               0x1p-14f,   0x1p-24f,  0x1p-25f,  0x1.8p-25f, 0x1.000002p-25f, 0x1p-26f, 0x1.ffcp-15f,
-                               0x1.ffep-15f, 0x1.fffffep-15f, 0x1p-126f, 0x1p-133f, 0x1p-134f, 0x1p-149f, 3.3895314e38f,
-                               3.396e38f, 3.4028235e38f};
+    constexpr float edges[] = {0.0f,
+                               -0.0f,
+                               1.0f,
+                               65504.0f,
+                               65519.996f,
+                               65520.0f,
+                               -65520.0f,
+                               65536.0f,
+                               0x1p-14f,
+                               0x1p-24f,
+                               0x1p-25f,
+                               0x1.8p-25f,
+                               0x1.000002p-25f,
+                               0x1p-26f,
+                               0x1.ffcp-15f,
+                               0x1.ffep-15f,
+                               0x1.fffffep-15f,
+                               0x1p-126f,
+                               0x1p-133f,
+                               0x1p-134f,
+                               0x1p-149f,
+                               3.3895314e38f,
+                               3.396e38f,
+                               3.4028235e38f};
     int wrong = 0;
-    for (const float x : edges) { wrong += converts_right<T>(x) && converts_right<T>(-x) ? 0 : 1; }
+    for (const float x : edges) {
+        wrong += converts_right<T>(x) && converts_right<T>(-x) ? 0 : 1;
+    }
     for (const float x : {std::numeric_limits<float>::infinity(), -std::numeric_limits<float>::infinity(),
                           std::numeric_limits<float>::quiet_NaN(), -std::numeric_limits<float>::quiet_NaN(),
                           std::bit_cast<float>(0x7f800001u), std::bit_cast<float>(0xffffffffu),

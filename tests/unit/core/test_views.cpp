@@ -1,6 +1,4 @@
 // Views: where a row lies, and that public structs may go to kernels by value with one layout under every compiler.
-#include <doctest/doctest.h>
-
 #include <kvpolicy/caches/fixed_budget.hpp>
 #include <kvpolicy/core/view.hpp>
 #include <kvpolicy/masks/lifetime.hpp>
@@ -9,6 +7,8 @@
 #include <kvpolicy/policies/topk_budget.hpp>
 #include <kvpolicy/policies/window.hpp>
 
+#include <doctest/doctest.h>
+
 #include <cstddef>
 #include <type_traits>
 
@@ -16,9 +16,10 @@ using namespace kvpolicy;
 
 namespace {
 template <class T>
-constexpr bool plain = std::is_trivially_copyable_v<T> && std::is_standard_layout_v<T>;
+constexpr bool plain = std::is_trivially_copyable_v<T>&& std::is_standard_layout_v<T>;
 
-static_assert(plain<rows_view<bf16>> && plain<plane_view<const float>> && plain<workspace_view> && plain<Sequences>);
+static_assert(plain<rows_view<bf16>> && plain<plane_view<const float>> && plain<workspace_view> &&
+              plain<Sequences>);
 static_assert(plain<Batch> && plain<Attention> && plain<mask_view> && plain<CacheShape> && plain<HeadRule>);
 static_assert(plain<HeadPages> && plain<CacheExtras> && plain<HeadValues<float>>);
 using P = Policy<Sink<>, Window<>, TopKBudget<>, Decay<dynamic>>;
@@ -27,7 +28,8 @@ static_assert(std::is_trivially_copyable_v<FixedBudgetRef<P, bf16>>);
 // The layout that nvcc must agree with: pointers, then 32-bit numbers, then 64-bit strides.
 static_assert(sizeof(rows_view<float>) == 48 && offsetof(rows_view<float>, batch_stride) == 24);
 static_assert(sizeof(plane_view<float>) == 40 && offsetof(plane_view<float>, batch_stride) == 24);
-static_assert(sizeof(Batch) == 32 && sizeof(Sequences) == 40 && sizeof(HeadRule) == 24 && sizeof(CacheShape) == 28);
+static_assert(sizeof(Batch) == 32 && sizeof(Sequences) == 40 && sizeof(HeadRule) == 24 &&
+              sizeof(CacheShape) == 28);
 }  // namespace
 
 TEST_CASE("rows of HND and NHD tensors") {
@@ -75,7 +77,8 @@ TEST_CASE("planes, batches and sequences by default and by array") {
     CHECK(named.tokens(1) == 5);
 
     const std::int32_t starts[] = {7, 8};
-    const Sequences all{.batch = 2, .length = 6}, some{.batch = 2, .length = 6, .lengths = lens, .starts = starts};
+    const Sequences all{.batch = 2, .length = 6},
+        some{.batch = 2, .length = 6, .lengths = lens, .starts = starts};
     CHECK(all.length_of(1) == 6);
     CHECK(all.start_of(1) == 0);
     CHECK(some.length_of(1) == 5);

@@ -1,6 +1,4 @@
 // What the mask builders refuse, in one sentence and before anything is written; and what they take that looks odd.
-#include <doctest/doctest.h>
-
 #include <kvpolicy/masks/build.hpp>
 #include <kvpolicy/policies/decay.hpp>
 #include <kvpolicy/policies/sink.hpp>
@@ -11,6 +9,8 @@
 #include "support/cases.hpp"
 #include "support/refusal.hpp"
 
+#include <doctest/doctest.h>
+
 #include <algorithm>
 #include <utility>
 
@@ -19,7 +19,8 @@ using namespace kvpolicy;
 namespace {
 
 using P = Policy<Sink<>, Window<>, TopKBudget<>, Decay<dynamic>>;
-P policy(std::int32_t s = 1, std::int32_t w = 2, std::int32_t k = 3, float log_gamma = 0.0f, std::int32_t n = 1) {
+P policy(std::int32_t s = 1, std::int32_t w = 2, std::int32_t k = 3, float log_gamma = 0.0f,
+         std::int32_t n = 1) {
     return P{Sink<>{s}, Window<>{w}, TopKBudget<>{k}, Decay<dynamic>{log_gamma, n}};
 }
 
@@ -30,7 +31,8 @@ struct Call {
     P rule = policy();
     test::Plane<float> score_memory{batch, heads, length, 0.5f};
     test::Plane<expiry_t> expiry_memory{batch, heads, length, -77};
-    test::Plane<std::int32_t> rank_memory{batch, heads, length, -77}, cutoff_memory{batch, heads, length, -77};
+    test::Plane<std::int32_t> rank_memory{batch, heads, length, -77},
+        cutoff_memory{batch, heads, length, -77};
     plane_view<const float> scores = std::as_const(score_memory).view();
     plane_view<expiry_t> expiry = expiry_memory.view();
     plane_view<std::int32_t> rank = rank_memory.view(), cutoff = cutoff_memory.view();
@@ -43,13 +45,15 @@ struct Call {
     void build() { build_mask(on, rule, scores, sequences, expiry, workspace, options, status); }
     void cutoffs() { build_cutoffs(on, rule, scores, sequences, rank, cutoff, workspace, options.layer); }
     void convert() {
-        expiry_from_cutoffs(on, rule, plane_view<const std::int32_t>(rank), plane_view<const std::int32_t>(cutoff), sequences,
-                            expiry, options.layer);
+        expiry_from_cutoffs(on, rule, plane_view<const std::int32_t>(rank),
+                            plane_view<const std::int32_t>(cutoff), sequences, expiry, options.layer);
     }
     [[nodiscard]] bool untouched() const {
-        const auto still = [](const auto& data) { return std::all_of(data.begin(), data.end(), [](auto x) { return x == -77; }); };
-        return still(expiry_memory.data) && still(rank_memory.data) && still(cutoff_memory.data) && status[0] == 8 &&
-               status[1] == 8;
+        const auto still = [](const auto& data) {
+            return std::all_of(data.begin(), data.end(), [](auto x) { return x == -77; });
+        };
+        return still(expiry_memory.data) && still(rank_memory.data) && still(cutoff_memory.data) &&
+               status[0] == 8 && status[1] == 8;
     }
 };
 
@@ -67,8 +71,10 @@ constexpr float quiet_nan = std::numeric_limits<float>::quiet_NaN();
 }  // namespace
 
 TEST_CASE("numbers that no policy can have, of the layer that is asked for") {
-    check_both("sinks of layer 0, head 0: -1 is not allowed; it must be 0 or more", [](Call& c) { c.rule = policy(-1); });
-    check_both("window of layer 0, head 0: 0 is not allowed; it must be 1 or more", [](Call& c) { c.rule = policy(1, 0); });
+    check_both("sinks of layer 0, head 0: -1 is not allowed; it must be 0 or more",
+               [](Call& c) { c.rule = policy(-1); });
+    check_both("window of layer 0, head 0: 0 is not allowed; it must be 1 or more",
+               [](Call& c) { c.rule = policy(1, 0); });
     check_both("budget k of layer 0, head 0: -2", [](Call& c) { c.rule = policy(1, 2, -2); });
     check_both("log gamma of layer 0, head 0: 0.25 is not allowed; it must be finite and at most 0",
                [](Call& c) { c.rule = policy(1, 2, 3, 0.25f); });
@@ -88,10 +94,11 @@ TEST_CASE("numbers that no policy can have, of the layer that is asked for") {
         per_layer(c);
         c.options.layer = 1;
     });
-    check_both("array of windows: 3 layers x 3 heads is not allowed; it must be 1 or at least 4 layers", [&](Call& c) {
-        per_layer(c);
-        c.options.layer = 3;
-    });
+    check_both("array of windows: 3 layers x 3 heads is not allowed; it must be 1 or at least 4 layers",
+               [&](Call& c) {
+                   per_layer(c);
+                   c.options.layer = 3;
+               });
     Call good;  // another layer's numbers do not matter
     per_layer(good);
     good.build();
@@ -99,11 +106,13 @@ TEST_CASE("numbers that no policy can have, of the layer that is asked for") {
 
     Call gate;
     const Policy<Window<2>, ThresholdGate<above>> open{{}, ThresholdGate<above>{quiet_nan}};
-    CHECK_REFUSED(build_mask(gate.on, open, gate.scores, gate.sequences, gate.expiry, gate.workspace), "tau of layer 0, head 0");
+    CHECK_REFUSED(build_mask(gate.on, open, gate.scores, gate.sequences, gate.expiry, gate.workspace),
+                  "tau of layer 0, head 0");
 }
 
 TEST_CASE("shapes, lengths and packed edges") {
-    check_both("sequences.batch: 1 is not allowed; it must be the views' batch, 2", [](Call& c) { c.sequences.batch = 1; });
+    check_both("sequences.batch: 1 is not allowed; it must be the views' batch, 2",
+               [](Call& c) { c.sequences.batch = 1; });
     check_both("sequences.length: 13 is not allowed; it must be 0 to the views' length, 12",
                [](Call& c) { c.sequences.length = 13; });
     check_both("sequences.length: -1", [](Call& c) { c.sequences.length = -1; });
@@ -111,8 +120,10 @@ TEST_CASE("shapes, lengths and packed edges") {
     check_both("sequences.lengths[1]: -1 is not allowed; it must be 0 to sequences.length = 12",
                [](Call& c) { c.sequences.lengths = below; });
     check_both("sequences.lengths[0]: 13", [](Call& c) { c.sequences.lengths = over; });
-    check_both("scores.data: null is not allowed; it must be fp32 scores", [](Call& c) { c.scores.data = nullptr; });
-    check_both("scores: 2 x 2 x 12 is not allowed; it must be 2 x 3 x at least 12", [](Call& c) { c.scores.heads = 2; });
+    check_both("scores.data: null is not allowed; it must be fp32 scores",
+               [](Call& c) { c.scores.data = nullptr; });
+    check_both("scores: 2 x 2 x 12 is not allowed; it must be 2 x 3 x at least 12",
+               [](Call& c) { c.scores.heads = 2; });
     check_both("scores: 1 x 3 x 12", [](Call& c) { c.scores.batch = 1; });
     check_both("scores: 2 x 3 x 11", [](Call& c) { c.scores.length = 11; });
 
@@ -122,9 +133,11 @@ TEST_CASE("shapes, lengths and packed edges") {
         call.sequences.segments = static_cast<std::int32_t>(cu.size()) - 1;
         CHECK_REFUSED(call.build(), text);
     };
-    edges({0, 5, 3, 12}, "sequences.cu_seqlens[2]: 3 is not allowed; it must be no less than the edge before it");
+    edges({0, 5, 3, 12},
+          "sequences.cu_seqlens[2]: 3 is not allowed; it must be no less than the edge before it");
     edges({1, 5, 12}, "sequences.cu_seqlens[0]: 1 is not allowed; it must be 0");
-    edges({0, 5, 11}, "sequences.cu_seqlens's last edge: 11 is not allowed; it must be sequences.length = 12");
+    edges({0, 5, 11},
+          "sequences.cu_seqlens's last edge: 11 is not allowed; it must be sequences.length = 12");
     edges({0, 5, 13}, "sequences.cu_seqlens's last edge: 13");
     edges({0, -4, 12}, "sequences.cu_seqlens[1]: -4");
     edges({0}, "sequences.segments: 0 is not allowed; it must be 1 or more where cu_seqlens is given");
@@ -158,7 +171,8 @@ TEST_CASE("null and small outputs, small workspaces, limits of rebasing") {
     call.rank = call.rank_memory.view();
 
     call.workspace.bytes = build_mask_workspace_bytes(call.on, call.rule, call.sequences, 3) - 1;
-    CHECK_REFUSED(call.build(), "workspace.bytes: " + std::to_string(call.workspace.bytes) + " is not allowed");
+    CHECK_REFUSED(call.build(),
+                  "workspace.bytes: " + std::to_string(call.workspace.bytes) + " is not allowed");
     call.workspace.bytes = build_cutoffs_workspace_bytes(call.on, call.rule, call.sequences, 3) - 1;
     CHECK_REFUSED(call.cutoffs(), "workspace.bytes: " + std::to_string(call.workspace.bytes));
     call.workspace = {nullptr, 100000};
@@ -187,7 +201,8 @@ TEST_CASE("cutoffs are for whole sequences and decay step 1") {
 }
 
 TEST_CASE("a NaN score: refused where it is read, with its place; on request it ranks last, as on a device") {
-    check_both("scores[1][2][9]: NaN is not allowed; it must be a number", [](Call& c) { c.score_memory.at(1, 2, 9) = quiet_nan; });
+    check_both("scores[1][2][9]: NaN is not allowed; it must be a number",
+               [](Call& c) { c.score_memory.at(1, 2, 9) = quiet_nan; });
     check_both("scores[0][1][1]: NaN", [](Call& c) { c.score_memory.at(0, 1, 1) = quiet_nan; });
     Call call;
     call.score_memory.at(0, 0, 0) = quiet_nan;   // a sink
@@ -212,9 +227,11 @@ TEST_CASE("a NaN score: refused where it is read, with its place; on request it 
     CHECK(last.status[1] == (8 | status_nan_score));
 
     // A gate is closed to NaN.
-    const Policy<Window<2>, ThresholdGate<at_least>> gated{{}, ThresholdGate<at_least>{-std::numeric_limits<float>::infinity()}};
+    const Policy<Window<2>, ThresholdGate<at_least>> gated{
+        {}, ThresholdGate<at_least>{-std::numeric_limits<float>::infinity()}};
     std::uint32_t status[2] = {0, 0};
-    build_mask(last.on, gated, last.scores, last.sequences, last.expiry, last.workspace, last.options, status);
+    build_mask(last.on, gated, last.scores, last.sequences, last.expiry, last.workspace, last.options,
+               status);
     CHECK(last.expiry.head(1, 0)[3] == 5);
     CHECK(last.expiry.head(1, 0)[4] == never);
     CHECK(status[0] == 0);

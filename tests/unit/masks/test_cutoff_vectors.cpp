@@ -21,7 +21,8 @@ using kvpolicy_test::LifetimeCase;
 using kvpolicy_test::vectors;
 using kvpolicy_test::with_policy;
 
-TEST_CASE_TEMPLATE("ranks, cutoffs and what they imply equal the reference's", C, FenwickCutoff, LinkedCutoff) {
+TEST_CASE_TEMPLATE("ranks, cutoffs and what they imply equal the reference's", C, FenwickCutoff,
+                   LinkedCutoff) {
     const vectors file = vectors::load("cutoff.kvpv");
     const host on(1);
     for_each_case(file, [&](const LifetimeCase& c, std::int64_t index) {
@@ -38,8 +39,8 @@ TEST_CASE_TEMPLATE("ranks, cutoffs and what they imply equal the reference's", C
                 const std::size_t bytes = build_cutoffs_workspace_bytes<C>(on, policy, sequences, 1);
                 std::vector<std::max_align_t> workspace(bytes / sizeof(std::max_align_t) + 1);
                 build_cutoffs<C>(on, policy, scores, sequences, view_bhs(rank.data(), 1, 1, c.length),
-                              view_bhs(cutoff.data(), 1, 1, c.length),
-                              workspace_view{workspace.data(), bytes});
+                                 view_bhs(cutoff.data(), 1, 1, c.length),
+                                 workspace_view{workspace.data(), bytes});
                 bool ranks_agree = true;
                 for (std::int32_t t = 0; t < c.length; ++t) {
                     const std::int32_t wanted = wanted_rank[t] == INT32_MAX ? no_rank : wanted_rank[t];
@@ -73,19 +74,26 @@ namespace {
 
 /// By the definition: among the keys t <= q - w that compete, the rank of the k-th best.
 std::int32_t cutoff_at(const std::vector<std::int32_t>& rank, std::int32_t q, const HeadRule& rule) {
-    if (rule.budget == 0) { return -1; }
+    if (rule.budget == 0) {
+        return -1;
+    }
     std::vector<std::int32_t> eligible;
     for (std::int64_t t = 0; t <= std::int64_t{q} - rule.window; ++t) {
-        if (rank[static_cast<std::size_t>(t)] != no_rank) { eligible.push_back(rank[static_cast<std::size_t>(t)]); }
+        if (rank[static_cast<std::size_t>(t)] != no_rank) {
+            eligible.push_back(rank[static_cast<std::size_t>(t)]);
+        }
     }
-    if (static_cast<std::int64_t>(eligible.size()) < rule.budget) { return open_cutoff; }
+    if (static_cast<std::int64_t>(eligible.size()) < rule.budget) {
+        return open_cutoff;
+    }
     std::nth_element(eligible.begin(), eligible.begin() + rule.budget - 1, eligible.end());
     return eligible[static_cast<std::size_t>(rule.budget - 1)];
 }
 
 }  // namespace
 
-TEST_CASE_TEMPLATE("the running cutoff of any ranks, memory exactly as asked for", C, FenwickCutoff, LinkedCutoff) {
+TEST_CASE_TEMPLATE("the running cutoff of any ranks, memory exactly as asked for", C, FenwickCutoff,
+                   LinkedCutoff) {
     std::mt19937 generator(1);
     int wrong = 0;
     for (int round = 0; round < 400; ++round) {
@@ -96,7 +104,9 @@ TEST_CASE_TEMPLATE("the running cutoff of any ranks, memory exactly as asked for
         // Some keys compete; their ranks are a permutation.
         std::vector<std::int32_t> rank(static_cast<std::size_t>(length), no_rank), competing;
         for (std::int32_t t = 0; t + rule.window < length; ++t) {
-            if (generator() % 3 != 0) { competing.push_back(t); }
+            if (generator() % 3 != 0) {
+                competing.push_back(t);
+            }
         }
         std::shuffle(competing.begin(), competing.end(), generator);
         for (std::size_t i = 0; i < competing.size(); ++i) {

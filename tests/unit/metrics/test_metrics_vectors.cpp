@@ -1,7 +1,5 @@
 // Metrics of a mask against an independent reference (tests/reference/metrics.py), and against their definitions on masks
 // that no policy makes; what they refuse.
-#include <doctest/doctest.h>
-
 #include <kvpolicy/masks/build.hpp>
 #include <kvpolicy/metrics/density.hpp>
 #include <kvpolicy/metrics/recall.hpp>
@@ -14,6 +12,8 @@
 #include "support/cases.hpp"
 #include "support/lifetime_cases.hpp"
 #include "support/refusal.hpp"
+
+#include <doctest/doctest.h>
 
 using namespace kvpolicy;
 using kvpolicy_test::for_each_case;
@@ -36,7 +36,9 @@ double share_visible(const expiry_t* expiry, std::int32_t length, Include&& incl
     double pairs = 0.0, seen = 0.0;
     for (std::int32_t q = 0; q < length; ++q) {
         for (std::int32_t t = 0; t <= q; ++t) {
-            if (!include(q, t)) { continue; }
+            if (!include(q, t)) {
+                continue;
+            }
             pairs += 1.0;
             seen += (q < expiry[t]) != gone ? 1.0 : 0.0;
         }
@@ -48,10 +50,18 @@ double share_visible(const expiry_t* expiry, std::int32_t length, Include&& incl
 void fill_expiry(test::Plane<expiry_t>& plane, std::mt19937& generator) {
     for (expiry_t& e : plane.data) {
         switch (generator() % 6) {
-            case 0: e = never; break;
-            case 1: e = -5; break;
-            case 2: e = 0; break;
-            default: e = static_cast<expiry_t>(generator() % static_cast<std::uint32_t>(plane.length + 3)); break;
+            case 0:
+                e = never;
+                break;
+            case 1:
+                e = -5;
+                break;
+            case 2:
+                e = 0;
+                break;
+            default:
+                e = static_cast<expiry_t>(generator() % static_cast<std::uint32_t>(plane.length + 3));
+                break;
         }
     }
 }
@@ -117,8 +127,9 @@ TEST_CASE("any mask, heads of their own rules, sequences of their own lengths") 
     constexpr std::int32_t batch = 4, heads = 3, length = 23;
     const std::int32_t lengths[batch] = {0, 23, 1, 14};
     const std::int32_t sinks[] = {0, 2, 30}, windows[] = {1, 5, 40}, budgets[] = {3, 0, unlimited};
-    const Policy<Sink<>, Window<>, TopKBudget<>> policy{
-        Sink<>{per_head(sinks, 1, heads)}, Window<>{per_head(windows, 1, heads)}, TopKBudget<>{per_head(budgets, 1, heads)}};
+    const Policy<Sink<>, Window<>, TopKBudget<>> policy{Sink<>{per_head(sinks, 1, heads)},
+                                                        Window<>{per_head(windows, 1, heads)},
+                                                        TopKBudget<>{per_head(budgets, 1, heads)}};
     const Sequences sequences{.batch = batch, .length = length, .lengths = lengths};
     for (int round = 0; round < 30; ++round) {
         test::Plane<expiry_t> teacher(batch, heads, length), student(batch, heads, length);
@@ -149,7 +160,9 @@ TEST_CASE("any mask, heads of their own rules, sequences of their own lengths") 
                 bool live_agree = true;
                 for (std::int32_t q = 0; q < length; ++q) {
                     std::int32_t count = 0;
-                    for (std::int32_t t = 0; t <= q; ++t) { count += q < of_teacher[t] ? 1 : 0; }
+                    for (std::int32_t t = 0; t <= q; ++t) {
+                        count += q < of_teacher[t] ? 1 : 0;
+                    }
                     live_agree = live_agree && live.at(b, h, q) == (q < n ? count : -9);
                 }
                 CHECK(live_agree);
@@ -162,7 +175,9 @@ TEST_CASE("any mask, heads of their own rules, sequences of their own lengths") 
                 for (std::int32_t q = 0; q < n; ++q) {
                     double keys = 0, kept = 0, tried = 0, both = 0;
                     for (std::int32_t t = 0; t <= q; ++t) {
-                        if (!eligible(q, t)) { continue; }
+                        if (!eligible(q, t)) {
+                            continue;
+                        }
                         keys += 1;
                         kept += q < of_teacher[t] ? 1 : 0;
                         tried += q < of_student[t] ? 1 : 0;
@@ -192,7 +207,8 @@ TEST_CASE("any mask, heads of their own rules, sequences of their own lengths") 
                 for (std::int32_t h = 0; h < heads; ++h) {
                     count += t <= query && query < teacher.at(b, h, t) ? 1 : 0;
                 }
-                map_agrees = map_agrees && holding[static_cast<std::size_t>(b * length + t)] == (t < n ? count : -9);
+                map_agrees =
+                    map_agrees && holding[static_cast<std::size_t>(b * length + t)] == (t < n ? count : -9);
             }
             CHECK(map_agrees);
         }
@@ -210,7 +226,8 @@ TEST_CASE("metrics refuse what they cannot read") {
     const Sequences longer{.batch = 1, .length = 11}, two{.batch = 2, .length = 10};
     const std::int32_t negative[] = {-1};
     const Sequences bad{.batch = 1, .length = 10, .lengths = negative};
-    CHECK_REFUSED(live_keys(on, expiry.view(), longer, live.view()), "sequences.length: 11 is not allowed; it must be 0 to");
+    CHECK_REFUSED(live_keys(on, expiry.view(), longer, live.view()),
+                  "sequences.length: 11 is not allowed; it must be 0 to");
     CHECK_REFUSED(live_keys(on, expiry.view(), two, live.view()), "sequences.batch: 2");
     CHECK_REFUSED(live_keys(on, expiry.view(), bad, live.view()), "sequences.lengths[0]: -1");
     CHECK_REFUSED(live_keys(on, expiry.view(), all, short_live.view()), "live.length: 9");
@@ -220,7 +237,8 @@ TEST_CASE("metrics refuse what they cannot read") {
 
     test::Workspace memory(oracle_recall_workspace_bytes(on, expiry.view(), all));
     const workspace_view small{memory.memory.data(), memory.memory.size() - 1};
-    CHECK_REFUSED(oracle_recall(on, policy, expiry.view(), expiry.view(), all, &recall, small), "workspace.bytes");
+    CHECK_REFUSED(oracle_recall(on, policy, expiry.view(), expiry.view(), all, &recall, small),
+                  "workspace.bytes");
     test::Plane<expiry_t> other(1, 2, 10, never);
     CHECK_REFUSED(oracle_recall(on, policy, expiry.view(), other.view(), all, &recall, memory), "student");
 
@@ -229,10 +247,12 @@ TEST_CASE("metrics refuse what they cannot read") {
     const Policy<Sink<>, Window<>, TopKBudget<>> narrow{Sink<>{1}, Window<>{0}, TopKBudget<>{3}};
     CHECK_REFUSED(evict_ratio(on, below, expiry.view(), all, &number), "sinks of layer 0, head 0: -1");
     CHECK_REFUSED(evict_ratio(on, narrow, expiry.view(), all, &number), "window of layer 0, head 0: 0");
-    CHECK_REFUSED(oracle_recall(on, below, expiry.view(), expiry.view(), all, &recall, memory), "sinks of layer 0");
+    CHECK_REFUSED(oracle_recall(on, below, expiry.view(), expiry.view(), all, &recall, memory),
+                  "sinks of layer 0");
     CHECK_REFUSED(evict_ratio(on, policy, expiry.view(), all, &number, -1), "layer: -1");
     CHECK_REFUSED(live_keys(on, expiry.view(), all, {nullptr, 1, 1, 10, 10, 10}), "live.data: null");
-    CHECK_REFUSED(density(on, expiry.view(), all, nullptr), "out: null is not allowed; it must be a pointer to the results");
+    CHECK_REFUSED(density(on, expiry.view(), all, nullptr),
+                  "out: null is not allowed; it must be a pointer to the results");
     CHECK_REFUSED(evict_ratio(on, policy, expiry.view(), all, nullptr), "out: null");
     CHECK_REFUSED(oracle_recall(on, policy, expiry.view(), expiry.view(), all, nullptr, memory), "out: null");
     CHECK_REFUSED(retention_map(on, expiry.view(), all, 0, nullptr), "heads_holding: null");

@@ -1,6 +1,4 @@
 // Policies as types: composition, numbers at compile time and run time, ranking, and the conversions that happen once.
-#include <doctest/doctest.h>
-
 #include <kvpolicy/kvpop.hpp>
 #include <kvpolicy/policies/decay.hpp>
 #include <kvpolicy/policies/ranking.hpp>
@@ -8,6 +6,8 @@
 #include <kvpolicy/streaming_llm.hpp>
 
 #include "support/refusal.hpp"
+
+#include <doctest/doctest.h>
 
 #include <cmath>
 #include <limits>
@@ -21,7 +21,9 @@ constexpr float infinity = std::numeric_limits<float>::infinity();
 /// A part of one's own: the window grows with the head.
 struct GrowingWindow {
     static constexpr part_kind kind = part_kind::window;
-    constexpr void write(HeadRule& rule, std::int32_t layer, std::int32_t head) const { rule.window = 1 + layer * 10 + head; }
+    constexpr void write(HeadRule& rule, std::int32_t layer, std::int32_t head) const {
+        rule.window = 1 + layer * 10 + head;
+    }
 };
 struct EveryThird {
     static constexpr part_kind kind = part_kind::keep;
@@ -36,7 +38,8 @@ struct EveryFifth {
 
 TEST_CASE("a policy without a part has the part's neutral number") {
     constexpr HeadRule nothing = Policy<>{}.rule(3, 4);
-    static_assert(nothing.sinks == 0 && nothing.window == 1 && nothing.budget == 0 && nothing.decay_step == 1);
+    static_assert(nothing.sinks == 0 && nothing.window == 1 && nothing.budget == 0 &&
+                  nothing.decay_step == 1);
     static_assert(nothing.log_gamma == 0.0f && !Policy<>::ranked && !Policy<>::has_keep);
     static_assert(std::is_same_v<Policy<>::scorer_type, GivenScores>);
     constexpr HeadRule open = Policy<Window<4>, ThresholdGate<above>>{}.rule(0, 0);
@@ -51,7 +54,8 @@ TEST_CASE("parts in any order, at compile time or at run time, by layer and head
     const std::int32_t sinks[] = {1, 2, 3, 4, 5, 6};  // [2 layers, 3 heads]
     const std::int32_t by_head[] = {7, 8, 9};         // one layer for all
     const std::int32_t by_layer[] = {10, 20};         // one head for all
-    const Policy<Window<>, TopKBudget<>, Sink<>> policy{Window<>{per_head(by_layer, 2, 1)}, TopKBudget<>{per_head(by_head, 1, 3)},
+    const Policy<Window<>, TopKBudget<>, Sink<>> policy{Window<>{per_head(by_layer, 2, 1)},
+                                                        TopKBudget<>{per_head(by_head, 1, 3)},
                                                         Sink<>{per_head(sinks, 2, 3)}};
     for (std::int32_t layer = 0; layer < 2; ++layer) {
         for (std::int32_t head = 0; head < 3; ++head) {
@@ -67,11 +71,14 @@ TEST_CASE("parts in any order, at compile time or at run time, by layer and head
     CHECK(Policy<GrowingWindow>{}.rule(2, 3).window == 24);
     const Policy<EveryThird, Sink<1>, EveryFifth> keep;
     static_assert(Policy<EveryThird, Sink<1>, EveryFifth>::has_keep);
-    for (position_t t = 0; t < 40; ++t) { CHECK(keep.keeps(t) == (t % 3 == 0 || t % 5 == 0)); }
+    for (position_t t = 0; t < 40; ++t) {
+        CHECK(keep.keeps(t) == (t % 3 == 0 || t % 5 == 0));
+    }
 }
 
 TEST_CASE("the systems are the compositions that they name") {
-    static_assert(std::is_same_v<KVpop<4, 256, 3836>, Policy<Sink<4>, Window<256>, TopKBudget<3836>, Decay<1>, GivenScores>>);
+    static_assert(std::is_same_v<KVpop<4, 256, 3836>,
+                                 Policy<Sink<4>, Window<256>, TopKBudget<3836>, Decay<1>, GivenScores>>);
     static_assert(std::is_same_v<StreamingLLM<4, 1020>, Policy<Sink<4>, Window<1020>>>);
     const KVpop<> run_time{Sink<>{4}, Window<>{256}, TopKBudget<>{3836}, Decay<1>{-0.5f}, {}};
     CHECK(run_time.rule(5, 6).budget == 3836);
@@ -83,7 +90,8 @@ TEST_CASE("a total budget is sinks + window + k") {
     CHECK(budget_for_total(4096, 4, 256) == 3836);
     CHECK(budget_for_total(260, 4, 256) == 0);
     CHECK(budget_for_total(std::int64_t{unlimited} - 1 + 260, 4, 256) == unlimited - 1);
-    CHECK_REFUSED(budget_for_total(259, 4, 256), "total budget: 259 is not allowed; it must be at least sinks + window = 260");
+    CHECK_REFUSED(budget_for_total(259, 4, 256),
+                  "total budget: 259 is not allowed; it must be at least sinks + window = 260");
     CHECK_REFUSED(budget_for_total(4, 4, 256), "total budget: 4");
     CHECK_REFUSED(budget_for_total(3, 4, 256), "total budget: 3");
     CHECK_REFUSED(budget_for_total(0, 4, 256), "total budget: 0");
@@ -161,9 +169,13 @@ TEST_CASE("ranks_before is a strict weak order, NaN included") {
             for (position_t p = 0; p < 3; ++p) {
                 for (position_t q = 0; q < 3; ++q) {
                     CHECK_FALSE((ranks_before(a, p, b, q) && ranks_before(b, q, a, p)));
-                    if (p != q) { CHECK((ranks_before(a, p, b, q) || ranks_before(b, q, a, p))); }
+                    if (p != q) {
+                        CHECK((ranks_before(a, p, b, q) || ranks_before(b, q, a, p)));
+                    }
                     for (const double c : values) {
-                        if (ranks_before(a, p, b, q) && ranks_before(b, q, c, 1)) { CHECK(ranks_before(a, p, c, 1)); }
+                        if (ranks_before(a, p, b, q) && ranks_before(b, q, c, 1)) {
+                            CHECK(ranks_before(a, p, c, 1));
+                        }
                     }
                 }
             }
@@ -182,11 +194,14 @@ TEST_CASE("priorities: exact below 2^29, rebased at its multiples, one rounding 
         // The product has 29 + 24 bits: a long double holds it and the sum.
         const long double exact = 0.75L - static_cast<long double>(t) * static_cast<long double>(slope);
         CHECK(static_priority(0.75f, slope, t) == static_cast<double>(exact));
-        CHECK(static_priority(0.75f, slope, t + 7 * rebase_limit, 7 * rebase_limit) == static_priority(0.75f, slope, t));
+        CHECK(static_priority(0.75f, slope, t + 7 * rebase_limit, 7 * rebase_limit) ==
+              static_priority(0.75f, slope, t));
     }
     const position_t far = (position_t{1} << 40) + 12345;
-    CHECK(static_priority(0.75f, slope, far) == std::fma(-static_cast<double>(far), static_cast<double>(slope), 0.75));
-    CHECK(static_priority(0.75f, slope, 0, far) == std::fma(static_cast<double>(far), static_cast<double>(slope), 0.75));
+    CHECK(static_priority(0.75f, slope, far) ==
+          std::fma(-static_cast<double>(far), static_cast<double>(slope), 0.75));
+    CHECK(static_priority(0.75f, slope, 0, far) ==
+          std::fma(static_cast<double>(far), static_cast<double>(slope), 0.75));
 
     CHECK(effective_score(1.0f, -0.5f, 4, 10, 10) == 1.0);
     CHECK(effective_score(1.0f, -0.5f, 4, 10, 13) == 1.0);
@@ -208,8 +223,10 @@ TEST_CASE("static priorities and effective scores order keys alike") {
         // Exact in either form: small multiples of powers of two.
         const float slope = -static_cast<float>(next() % 9) / 64.0f;
         const float a = static_cast<float>(next() % 64) / 16.0f, b = static_cast<float>(next() % 64) / 16.0f;
-        const auto t = static_cast<position_t>(next() % 100), u = static_cast<position_t>(next() % 100), q = position_t{150};
-        const bool by_priority = ranks_before(static_priority(a, slope, t), t, static_priority(b, slope, u), u);
+        const auto t = static_cast<position_t>(next() % 100), u = static_cast<position_t>(next() % 100),
+                   q = position_t{150};
+        const bool by_priority =
+            ranks_before(static_priority(a, slope, t), t, static_priority(b, slope, u), u);
         const bool by_score =
             ranks_before(effective_score(a, slope, 1, t, q), t, effective_score(b, slope, 1, u, q), u);
         wrong += by_priority == by_score ? 0 : 1;

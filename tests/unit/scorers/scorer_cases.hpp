@@ -22,7 +22,23 @@ namespace test {
 
 /// The place of an array in a case's streams (NAMES of the reference).
 enum class array : std::uint64_t {
-    k, v, w_q, w_k, w_v, w_i, b_i, w_f, b_f, norm_gain, readout, readout_bias, skip, w1, b1, w2, b2
+    k,
+    v,
+    w_q,
+    w_k,
+    w_v,
+    w_i,
+    b_i,
+    w_f,
+    b_f,
+    norm_gain,
+    readout,
+    readout_bias,
+    skip,
+    w1,
+    b1,
+    w2,
+    b2
 };
 inline std::vector<float> draw(std::int32_t seed, array name, std::int64_t count, float scale) {
     return draw(static_cast<std::uint64_t>(seed) * 32 + static_cast<std::uint64_t>(name),
@@ -50,8 +66,9 @@ struct mlstm_case {
         return all;
     }
     [[nodiscard]] std::string name() const {
-        return std::string(hedgehog ? "hedgehog" : "softmax") + (projected ? " projected" : " direct") + " seed " +
-               std::to_string(seed) + " length " + std::to_string(length) + " delay " + std::to_string(delay);
+        return std::string(hedgehog ? "hedgehog" : "softmax") + (projected ? " projected" : " direct") +
+               " seed " + std::to_string(seed) + " length " + std::to_string(length) + " delay " +
+               std::to_string(delay);
     }
 };
 
@@ -72,7 +89,9 @@ struct mlstm_weights {
         b_i.assign(static_cast<std::size_t>(c.heads), c.input_bias);
         b_f.assign(static_cast<std::size_t>(c.heads), c.forget_bias);
         norm_gain = draw(c.seed, array::norm_gain, wide, 0.5f);
-        for (float& gain : norm_gain) { gain = static_cast<float>(1.0 + static_cast<double>(gain)); }
+        for (float& gain : norm_gain) {
+            gain = static_cast<float>(1.0 + static_cast<double>(gain));
+        }
         readout = draw(c.seed, array::readout, wide, 1.0f);
         readout_bias = draw(c.seed, array::readout_bias, c.heads, 1.0f);
         skip = draw(c.seed, array::skip, c.heads * inputs, 0.25f);
@@ -98,8 +117,12 @@ struct mlstm_weights {
             s.weights.b_f = b_f.data();
             s.weights.readout_bias = readout_bias.data();
         }
-        if (c.norm) { s.weights.norm_gain = norm_gain.data(); }
-        if (c.skip) { s.weights.skip = skip.data(); }
+        if (c.norm) {
+            s.weights.norm_gain = norm_gain.data();
+        }
+        if (c.skip) {
+            s.weights.skip = skip.data();
+        }
         return s;
     }
 };
@@ -109,16 +132,26 @@ template <class Visit>
 void with_mlstm(const mlstm_weights& weights, Visit&& visit) {
     using namespace kvpolicy;
     const mlstm_case& c = weights.c;
-    if (c.hedgehog && c.projected) { visit(weights.scorer<mLSTMScorer<dynamic, Hedgehog, ProjectedValues>>()); }
-    if (c.hedgehog && !c.projected) { visit(weights.scorer<mLSTMScorer<dynamic, Hedgehog, DirectValues>>()); }
-    if (!c.hedgehog && c.projected) { visit(weights.scorer<mLSTMScorer<dynamic, Softmax, ProjectedValues>>()); }
-    if (!c.hedgehog && !c.projected) { visit(weights.scorer<mLSTMScorer<dynamic, Softmax, DirectValues>>()); }
+    if (c.hedgehog && c.projected) {
+        visit(weights.scorer<mLSTMScorer<dynamic, Hedgehog, ProjectedValues>>());
+    }
+    if (c.hedgehog && !c.projected) {
+        visit(weights.scorer<mLSTMScorer<dynamic, Hedgehog, DirectValues>>());
+    }
+    if (!c.hedgehog && c.projected) {
+        visit(weights.scorer<mLSTMScorer<dynamic, Softmax, ProjectedValues>>());
+    }
+    if (!c.hedgehog && !c.projected) {
+        visit(weights.scorer<mLSTMScorer<dynamic, Softmax, DirectValues>>());
+    }
 }
 
 template <class T>
 std::vector<T> converted(const std::vector<float>& from) {
     std::vector<T> out(from.size());
-    for (std::size_t i = 0; i < from.size(); ++i) { out[i] = static_cast<T>(from[i]); }
+    for (std::size_t i = 0; i < from.size(); ++i) {
+        out[i] = static_cast<T>(from[i]);
+    }
     return out;
 }
 
@@ -135,7 +168,8 @@ std::vector<kvpolicy::compute_t<K>> score_all(const kvpolicy::host& on, const S&
     std::vector<Real> scores(static_cast<std::size_t>(k.batch) * static_cast<std::size_t>(k.heads) *
                                  static_cast<std::size_t>(k.length),
                              mark);
-    std::vector<std::byte> memory(score_sequence_workspace_bytes(on, scorer, k, v, sequences, options), std::byte{0xff});
+    std::vector<std::byte> memory(score_sequence_workspace_bytes(on, scorer, k, v, sequences, options),
+                                  std::byte{0xff});
     kvpolicy::score_sequence(on, scorer, k, v, sequences, delay,
                              kvpolicy::view_bhs(scores.data(), k.batch, k.heads, k.length),
                              {memory.data(), memory.size()}, options);
@@ -144,15 +178,18 @@ std::vector<kvpolicy::compute_t<K>> score_all(const kvpolicy::host& on, const S&
 
 template <class Real>
 bool same_bits(const std::vector<Real>& a, const std::vector<Real>& b) {
-    return a.size() == b.size() && (a.empty() || std::memcmp(a.data(), b.data(), a.size() * sizeof(Real)) == 0);
+    return a.size() == b.size() &&
+           (a.empty() || std::memcmp(a.data(), b.data(), a.size() * sizeof(Real)) == 0);
 }
 
 /// The library's definition of stepping: absorb token q, then read token q - delay, segment by segment.
 template <class S, class Real>
-std::vector<Real> step_all(const S& scorer, kvpolicy::rows_view<const Real> k, kvpolicy::rows_view<const Real> v,
-                           const kvpolicy::Sequences& sequences, std::int32_t delay, Real mark) {
+std::vector<Real> step_all(const S& scorer, kvpolicy::rows_view<const Real> k,
+                           kvpolicy::rows_view<const Real> v, const kvpolicy::Sequences& sequences,
+                           std::int32_t delay, Real mark) {
     const std::int64_t length = k.length;
-    std::vector<Real> scores(static_cast<std::size_t>(k.batch * k.heads) * static_cast<std::size_t>(length), mark);
+    std::vector<Real> scores(static_cast<std::size_t>(k.batch * k.heads) * static_cast<std::size_t>(length),
+                             mark);
     std::vector<Real> state(scorer.state_size());
     std::vector<Real> scratch(scorer.scratch_size());
     for (std::int64_t b = 0; b < k.batch; ++b) {

@@ -30,11 +30,12 @@ std::vector<expected_case> all_cases() {
     for (std::int64_t i = 0; i < cases.shape[0]; ++i) {
         const std::int32_t* n = cases.row(i);
         const float* x = levels.row(i);
-        test::mlstm_case c{n[0] != 0, n[1] != 0, n[2], n[3], n[4],  n[5], n[6], n[7], n[8], n[9] != 0, n[10] != 0,
-                           n[11] != 0, n[12], x[0], x[1], x[2], x[3], x[4], x[5], x[6], {}};
+        test::mlstm_case c{n[0] != 0, n[1] != 0, n[2],      n[3],       n[4],       n[5],  n[6],
+                           n[7],      n[8],      n[9] != 0, n[10] != 0, n[11] != 0, n[12], x[0],
+                           x[1],      x[2],      x[3],      x[4],       x[5],       x[6],  {}};
         c.cu.assign(cu.data() + cu_offsets[i], cu.data() + cu_offsets[i + 1]);
-        out.push_back({c, file().get<double>("mlstm_scores").data() +
-                              file().get<std::int32_t>("mlstm_offsets")[i]});
+        out.push_back(
+            {c, file().get<double>("mlstm_scores").data() + file().get<std::int32_t>("mlstm_offsets")[i]});
     }
     return out;
 }
@@ -58,7 +59,8 @@ std::vector<compute_t<T>> scores_of(const test::mlstm_weights& weights, const st
 /// How far the fp32 scores of each head may lie from exact ones. Rounding in every product and sum moves a score as far
 /// as relative changes of a few u = 2^-24 in every input and weight do; what 8 u do is measured in double (the largest
 /// of several draws), times 4 for the sums' lengths, plus 32 u of the scores' size for the last operations.
-std::vector<double> fp32_bounds(const test::mlstm_case& c, const std::vector<float>& k, const std::vector<float>& v) {
+std::vector<double> fp32_bounds(const test::mlstm_case& c, const std::vector<float>& k,
+                                const std::vector<float>& v) {
     constexpr double u = 0x1p-24;
     const auto exact = scores_of<double>(test::mlstm_weights(c), k, v, form::recurrent, 0.0);
     std::vector<double> moved(static_cast<std::size_t>(c.heads), 0.0);
@@ -73,8 +75,9 @@ std::vector<double> fp32_bounds(const test::mlstm_case& c, const std::vector<flo
             return numbers;
         };
         test::mlstm_weights weights(c);
-        for (auto* array : {&weights.w_q, &weights.w_k, &weights.w_v, &weights.w_i, &weights.b_i, &weights.w_f,
-                            &weights.b_f, &weights.norm_gain, &weights.readout, &weights.readout_bias, &weights.skip}) {
+        for (auto* array :
+             {&weights.w_q, &weights.w_k, &weights.w_v, &weights.w_i, &weights.b_i, &weights.w_f,
+              &weights.b_f, &weights.norm_gain, &weights.readout, &weights.readout_bias, &weights.skip}) {
             *array = shaken(*array);
         }
         const auto other = scores_of<double>(weights, shaken(k), shaken(v), form::recurrent, 0.0);
@@ -84,7 +87,9 @@ std::vector<double> fp32_bounds(const test::mlstm_case& c, const std::vector<flo
             largest[head] = std::max(largest[head], std::abs(exact[i]));
         }
     }
-    for (std::size_t h = 0; h < moved.size(); ++h) { moved[h] = 4.0 * moved[h] + 32.0 * u * (1.0 + largest[h]); }
+    for (std::size_t h = 0; h < moved.size(); ++h) {
+        moved[h] = 4.0 * moved[h] + 32.0 * u * (1.0 + largest[h]);
+    }
     return moved;
 }
 
@@ -99,7 +104,9 @@ void compare(const expected_case& expected, form how) {
     constexpr Real mark = Real(-77);
     const auto scores = scores_of<T>(test::mlstm_weights(c), k, v, how, mark);
     std::vector<double> bounds(static_cast<std::size_t>(c.heads), 1e-10);
-    if (std::is_same_v<T, float>) { bounds = fp32_bounds(c, k, v); }
+    if (std::is_same_v<T, float>) {
+        bounds = fp32_bounds(c, k, v);
+    }
     for (std::int32_t h = 0; h < c.heads; ++h) {
         for (std::int32_t t = 0; t < c.length; ++t) {
             const double want = expected.scores[h * c.length + t];

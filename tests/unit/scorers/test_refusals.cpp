@@ -1,12 +1,10 @@
 // Bad input to scorers gets a sentence before anything is written.
+#include <kvpolicy/scorers/initialize.hpp>
+
 #include "../../support/refusal.hpp"
 #include "scorer_cases.hpp"
 
-#include <kvpolicy/scorers/initialize.hpp>
-
 #include <doctest/doctest.h>
-
-#include "../../support/refusal.hpp"
 
 using namespace kvpolicy;
 using test::mlstm_case;
@@ -38,11 +36,14 @@ struct call {
     void operator()() {
         const host on(1);
         std::vector<std::byte> memory(score_sequence_workspace_bytes(on, scorer, k, v, sequences, options));
-        score_sequence(on, scorer, k, v, sequences, delay, out, {memory.data(), memory.size() - missing}, options);
+        score_sequence(on, scorer, k, v, sequences, delay, out, {memory.data(), memory.size() - missing},
+                       options);
     }
     [[nodiscard]] bool untouched() const {
         for (const float score : scores) {
-            if (score != -77.0f) { return false; }
+            if (score != -77.0f) {
+                return false;
+            }
         }
         return true;
     }
@@ -101,10 +102,12 @@ TEST_CASE("views and sequences that disagree are refused") {
 }
 
 TEST_CASE("scorers that do not fit the layer are refused") {
-    refused("mLSTMScorer.heads: 3 is not allowed; it must be the layer's KV heads, 2", [](call& c) { c.scorer.heads = 3; });
+    refused("mLSTMScorer.heads: 3 is not allowed; it must be the layer's KV heads, 2",
+            [](call& c) { c.scorer.heads = 3; });
     refused("mLSTMScorer.dim_k: 0", [](call& c) { c.scorer.dim_k = 0; });
     refused("mLSTMScorer.dim_v: 17", [](call& c) { c.scorer.dim_v = 17; });
-    refused("mLSTMScorer.d_qk: 7 is not allowed; it must be 2 or more, and even", [](call& c) { c.scorer.d_qk = 7; });
+    refused("mLSTMScorer.d_qk: 7 is not allowed; it must be 2 or more, and even",
+            [](call& c) { c.scorer.d_qk = 7; });
     refused("mLSTMScorer.d_qk: -4", [](call& c) { c.scorer.d_qk = -4; });
     refused("mLSTMScorer.d_v: -1", [](call& c) { c.scorer.d_v = -1; });
     refused("mLSTMScorer.gate_softcap: -1", [](call& c) { c.scorer.gate_softcap = -1.0f; });
@@ -116,7 +119,8 @@ TEST_CASE("scorers that do not fit the layer are refused") {
     refused("mLSTMScorer.weights.readout: null", [](call& c) { c.scorer.weights.readout = nullptr; });
     mLSTMScorer<64> fixed;
     fixed.heads = 1;
-    CHECK_REFUSED(fixed.check(1, 128, 128), "mLSTMScorer.dim_k: 64 is not allowed; it must be the width of the keys, 128");
+    CHECK_REFUSED(fixed.check(1, 128, 128),
+                  "mLSTMScorer.dim_k: 64 is not allowed; it must be the width of the keys, 128");
     fixed.dim_k = 128;
     CHECK_REFUSED(fixed.check(1, 128, 128), "as mLSTMScorer<64> says");
     mLSTMScorer<8, Hedgehog, DirectValues> direct;
@@ -127,12 +131,14 @@ TEST_CASE("scorers that do not fit the layer are refused") {
     mlp.heads = 1;
     CHECK_REFUSED(mlp.check(1, 8, 8), "MlpScorer.hidden: 0");
     mlp.hidden = 4;
-    CHECK_REFUSED(mlp.check(1, 8, 8), "MlpScorer.weights.w1: null is not allowed; it must be an array of 64 floats");
+    CHECK_REFUSED(mlp.check(1, 8, 8),
+                  "MlpScorer.weights.w1: null is not allowed; it must be an array of 64 floats");
     LinearScorer<> linear;
     CHECK_REFUSED(linear.check(0, 0, 8), "LinearScorer.dim_k: 0");
     linear.heads = 2;
     linear.dim_k = linear.dim_v = 8;
-    CHECK_REFUSED(linear.check(2, 8, 8), "LinearScorer.weights.weight: null is not allowed; it must be an array of 32");
+    CHECK_REFUSED(linear.check(2, 8, 8),
+                  "LinearScorer.weights.weight: null is not allowed; it must be an array of 32");
 }
 
 TEST_CASE("empty calls need nothing and write nothing but states") {

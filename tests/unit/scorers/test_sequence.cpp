@@ -56,8 +56,8 @@ TEST_CASE("the recurrent form is absorb and read, bit for bit, on every instruct
                 for (const isa set : {isa::portable, detected_isa()}) {
                     for (const int threads : {1, 3}) {
                         const host on(threads, set);
-                        CHECK(same_bits(stepped, score_all(on, scorer, in.keys, in.values, c.sequences(), delay,
-                                                           form::recurrent, mark)));
+                        CHECK(same_bits(stepped, score_all(on, scorer, in.keys, in.values, c.sequences(),
+                                                           delay, form::recurrent, mark)));
                     }
                 }
             });
@@ -65,7 +65,8 @@ TEST_CASE("the recurrent form is absorb and read, bit for bit, on every instruct
     }
 }
 
-TEST_CASE("the chunkwise form agrees with the recurrent one, and with itself on any threads and instruction set") {
+TEST_CASE(
+    "the chunkwise form agrees with the recurrent one, and with itself on any threads and instruction set") {
     for (const std::int32_t length : {1, 63, 64, 65, 200, 700}) {
         for (const std::int32_t delay : {0, 1, 63, 64, 65, 150}) {
             for (const float forget_bias : {-20.0f, 0.0f, 3.0f, 18.0f}) {
@@ -79,9 +80,12 @@ TEST_CASE("the chunkwise form agrees with the recurrent one, and with itself on 
                 const mlstm_weights weights(c);
                 const auto scorer = weights.scorer<mLSTMScorer<16>>();
                 const host one(1);
-                const auto chunked = score_all(one, scorer, in.keys, in.values, c.sequences(), delay, form::chunkwise, mark);
-                check_close(chunked,
-                            score_all(one, scorer, in.keys, in.values, c.sequences(), delay, form::recurrent, mark), 2e-5f);
+                const auto chunked =
+                    score_all(one, scorer, in.keys, in.values, c.sequences(), delay, form::chunkwise, mark);
+                check_close(
+                    chunked,
+                    score_all(one, scorer, in.keys, in.values, c.sequences(), delay, form::recurrent, mark),
+                    2e-5f);
                 const host three(3, isa::portable);
                 CHECK(same_bits(chunked, score_all(three, scorer, in.keys, in.values, c.sequences(), delay,
                                                    form::fastest, mark)));
@@ -106,7 +110,8 @@ TEST_CASE("a score is written for every key that leaves its window, and for no o
             for (std::int32_t b = 0; b < 3; ++b) {
                 for (std::int32_t h = 0; h < c.heads; ++h) {
                     for (std::int32_t t = 0; t < c.length; ++t) {
-                        const bool written = scores[static_cast<std::size_t>((b * c.heads + h) * c.length + t)] != mark;
+                        const bool written =
+                            scores[static_cast<std::size_t>((b * c.heads + h) * c.length + t)] != mark;
                         REQUIRE(written == (t + delay < lengths[b]));
                     }
                 }
@@ -130,7 +135,8 @@ TEST_CASE("rows past a sequence's length are not read") {
         const auto before = score_all(on, scorer, in.keys, in.values, sequences, c.delay, how, mark);
         for (std::int32_t h = 0; h < c.heads; ++h) {
             for (std::int32_t t = length; t < c.length; ++t) {
-                in.k[static_cast<std::size_t>((h * c.length + t) * c.dim_k)] = std::numeric_limits<float>::quiet_NaN();
+                in.k[static_cast<std::size_t>((h * c.length + t) * c.dim_k)] =
+                    std::numeric_limits<float>::quiet_NaN();
             }
         }
         CHECK(same_bits(before, score_all(on, scorer, in.keys, in.values, sequences, c.delay, how, mark)));
@@ -149,15 +155,21 @@ TEST_CASE("a score sees the tokens up to t + delay and nothing after them; a NaN
         for (const bool in_value : {false, true}) {
             for (const std::int32_t at : {0, 63, 64, 101, 102, 103, 199}) {
                 inputs in(c);
-                const auto before = score_all(on, scorer, in.keys, in.values, c.sequences(), c.delay, how, mark);
+                const auto before =
+                    score_all(on, scorer, in.keys, in.values, c.sequences(), c.delay, how, mark);
                 auto& array = in_value ? in.v : in.k;
                 array[static_cast<std::size_t>(at * 16 + 3)] = std::numeric_limits<float>::quiet_NaN();
-                const auto after = score_all(on, scorer, in.keys, in.values, c.sequences(), c.delay, how, mark);
+                const auto after =
+                    score_all(on, scorer, in.keys, in.values, c.sequences(), c.delay, how, mark);
                 for (std::int32_t t = 0; t + c.delay < c.length; ++t) {
                     const auto i = static_cast<std::size_t>(t);
                     CAPTURE(t);
                     CAPTURE(at);
-                    if (t + c.delay >= at) { REQUIRE(std::isnan(after[i])); } else { REQUIRE(after[i] == before[i]); }
+                    if (t + c.delay >= at) {
+                        REQUIRE(std::isnan(after[i]));
+                    } else {
+                        REQUIRE(after[i] == before[i]);
+                    }
                 }
             }
         }
@@ -173,8 +185,11 @@ TEST_CASE("the delayed tokens matter: a later token changes an earlier score") {
     const mlstm_weights weights(c);
     const auto scorer = weights.scorer<mLSTMScorer<>>();
     const host on(1);
-    const auto before = score_all(on, scorer, in.keys, in.values, c.sequences(), c.delay, form::fastest, mark);
-    for (std::size_t i = 0; i < 16; ++i) { in.v[80 * 16 + i] += 10.0f; }
+    const auto before =
+        score_all(on, scorer, in.keys, in.values, c.sequences(), c.delay, form::fastest, mark);
+    for (std::size_t i = 0; i < 16; ++i) {
+        in.v[80 * 16 + i] += 10.0f;
+    }
     const auto after = score_all(on, scorer, in.keys, in.values, c.sequences(), c.delay, form::fastest, mark);
     CHECK(before[49] == after[49]);
     CHECK(std::abs(before[50] - after[50]) > 1e-4f);
@@ -235,7 +250,8 @@ TEST_CASE("a sequence that comes in parts scores as one that comes whole, and le
                 std::vector<std::byte> memory(
                     score_sequence_workspace_bytes(on, scorer, in.keys, in.values, sequences, options));
                 score_sequence(on, scorer, in.keys, in.values, sequences, c.delay,
-                               view_bhs(parts.data(), 2, c.heads, c.length), {memory.data(), memory.size()}, options);
+                               view_bhs(parts.data(), 2, c.heads, c.length), {memory.data(), memory.size()},
+                               options);
                 at += part;
             }
             REQUIRE(at == c.length);
@@ -267,9 +283,11 @@ TEST_CASE("a state that a sequence call leaves is taken up by absorb and read") 
         for (std::int32_t q = 100; q < c.length; ++q) {
             scorer.absorb(0, state.data(), in.keys.row(0, 0, q), in.values.row(0, 0, q), scratch.data());
             const float* same = state.data();
-            const float score = scorer.read(0, same, in.keys.row(0, 0, q - 20), in.values.row(0, 0, q - 20), scratch.data());
+            const float score =
+                scorer.read(0, same, in.keys.row(0, 0, q - 20), in.values.row(0, 0, q - 20), scratch.data());
             const float want = stepped[static_cast<std::size_t>(q - 20)];
-            CHECK(std::abs(score - want) <= (how == form::recurrent ? 0.0f : 2e-5f * (1.0f + std::abs(want))));
+            CHECK(std::abs(score - want) <=
+                  (how == form::recurrent ? 0.0f : 2e-5f * (1.0f + std::abs(want))));
         }
     }
 }
@@ -282,8 +300,10 @@ TEST_CASE("strided keys and values, and halves of one fused row, score as dense 
     const host on(2);
     // [batch, length, heads, 2 D + 3]: k and v of one row side by side.
     const std::int64_t row = 2 * 16 + 3;
-    std::vector<float> fused(static_cast<std::size_t>(2 * c.length * c.heads * row), std::numeric_limits<float>::quiet_NaN());
-    rows_view<const float> k{fused.data(), 2, c.heads, c.length, 16, c.length * c.heads * row, row, c.heads * row};
+    std::vector<float> fused(static_cast<std::size_t>(2 * c.length * c.heads * row),
+                             std::numeric_limits<float>::quiet_NaN());
+    rows_view<const float> k{fused.data(), 2, c.heads, c.length, 16, c.length * c.heads * row, row,
+                             c.heads * row};
     rows_view<const float> v = k;
     v.data += 16;
     for (std::int32_t b = 0; b < 2; ++b) {
@@ -315,15 +335,20 @@ TEST_CASE_TEMPLATE("16-bit keys and values score as the numbers they hold", T, b
     const auto narrow_k = test::converted<T>(in.k);
     const auto narrow_v = test::converted<T>(in.v);
     std::vector<float> wide_k(narrow_k.size()), wide_v(narrow_v.size());
-    for (std::size_t i = 0; i < wide_k.size(); ++i) { wide_k[i] = static_cast<float>(narrow_k[i]); }
-    for (std::size_t i = 0; i < wide_v.size(); ++i) { wide_v[i] = static_cast<float>(narrow_v[i]); }
+    for (std::size_t i = 0; i < wide_k.size(); ++i) {
+        wide_k[i] = static_cast<float>(narrow_k[i]);
+    }
+    for (std::size_t i = 0; i < wide_v.size(); ++i) {
+        wide_v[i] = static_cast<float>(narrow_v[i]);
+    }
     const auto view = [&](const auto& data) { return view_bhsd(data.data(), 1, c.heads, c.length, 16); };
     const mlstm_weights weights(c);
     const host on(2);
     const auto check = [&](const auto& scorer, form how) {
         using S = std::decay_t<decltype(scorer)>;
-        CHECK(same_bits(score_all<S, T>(on, scorer, view(narrow_k), view(narrow_v), c.sequences(), c.delay, how, mark),
-                        score_all<S, float>(on, scorer, view(wide_k), view(wide_v), c.sequences(), c.delay, how, mark)));
+        CHECK(same_bits(
+            score_all<S, T>(on, scorer, view(narrow_k), view(narrow_v), c.sequences(), c.delay, how, mark),
+            score_all<S, float>(on, scorer, view(wide_k), view(wide_v), c.sequences(), c.delay, how, mark)));
     };
     check(weights.scorer<mLSTMScorer<16>>(), form::recurrent);
     check(weights.scorer<mLSTMScorer<16>>(), form::chunkwise);
@@ -355,7 +380,9 @@ TEST_CASE("forget gates near 1 forget at their own pace over 100,000 tokens, in 
         const Real first[1] = {1}, rest[1] = {0};
         scorer.reset(state.data());
         scorer.absorb(0, state.data(), first, first, scratch.data());
-        for (int t = 1; t < 100000; ++t) { scorer.absorb(0, state.data(), rest, rest, scratch.data()); }
+        for (int t = 1; t < 100000; ++t) {
+            scorer.absorb(0, state.data(), rest, rest, scratch.data());
+        }
         return static_cast<double>(state[0]) / static_cast<double>(state[1]);  // h: the first token's share
     };
     const double log_f = -std::log1p(std::exp(-static_cast<double>(forget_bias)));

@@ -1,8 +1,8 @@
 // Where training starts from, and the budget that pays for a state.
+#include <kvpolicy/scorers/initialize.hpp>
+
 #include "../../support/refusal.hpp"
 #include "scorer_cases.hpp"
-
-#include <kvpolicy/scorers/initialize.hpp>
 
 #include <doctest/doctest.h>
 
@@ -19,12 +19,15 @@ struct owned {
     Parameters parameters;
 
     explicit owned(const S& scorer, bool optional_too = true) {
-        for_each_parameter(scorer, parameters, [&](const char* name, float*& pointer, std::size_t count, bool optional) {
-            if (count == 0 || (optional && !optional_too)) { return; }
-            auto& array = arrays[name];
-            array.assign(count, std::numeric_limits<float>::quiet_NaN());
-            pointer = array.data();
-        });
+        for_each_parameter(scorer, parameters,
+                           [&](const char* name, float*& pointer, std::size_t count, bool optional) {
+                               if (count == 0 || (optional && !optional_too)) {
+                                   return;
+                               }
+                               auto& array = arrays[name];
+                               array.assign(count, std::numeric_limits<float>::quiet_NaN());
+                               pointer = array.data();
+                           });
     }
 };
 
@@ -42,7 +45,9 @@ TEST_CASE("an mLSTM starts from identity-like projections, slow forgetting and e
     CHECK(first.arrays.at("w_q") != first.arrays.at("w_k"));
     for (const auto& [name, array] : first.arrays) {
         CAPTURE(name);
-        for (const float x : array) { REQUIRE(std::isfinite(x)); }
+        for (const float x : array) {
+            REQUIRE(std::isfinite(x));
+        }
     }
     for (std::int32_t h = 0; h < 4; ++h) {
         for (std::int32_t r = 0; r < 8; ++r) {
@@ -58,9 +63,10 @@ TEST_CASE("an mLSTM starts from identity-like projections, slow forgetting and e
     CHECK(first.arrays.at("norm_gain") == std::vector<float>(4 * 8, 1.0f));
 
     // The weights as a scorer's: every key has the score 0.
-    scorer.weights = {first.parameters.w_q, first.parameters.w_k, first.parameters.w_v, first.parameters.w_i,
-                      first.parameters.b_i, first.parameters.w_f, first.parameters.b_f, first.parameters.norm_gain,
-                      first.parameters.readout, first.parameters.readout_bias, first.parameters.skip};
+    scorer.weights = {first.parameters.w_q,          first.parameters.w_k,       first.parameters.w_v,
+                      first.parameters.w_i,          first.parameters.b_i,       first.parameters.w_f,
+                      first.parameters.b_f,          first.parameters.norm_gain, first.parameters.readout,
+                      first.parameters.readout_bias, first.parameters.skip};
     const auto x = test::draw(1, 4 * 50 * 16, 2.0f);
     const auto view = view_bhsd(x.data(), 1, 4, 50, 16);
     const host on(1);
@@ -89,7 +95,9 @@ TEST_CASE("MLP and linear scorers start with a zero head") {
     owned<MlpParameters<float>, MlpScorer<8>> weights(mlp);
     initialize(mlp, weights.parameters, 5);
     double square = 0.0;
-    for (const float w : weights.arrays.at("w1")) { square += static_cast<double>(w) * static_cast<double>(w); }
+    for (const float w : weights.arrays.at("w1")) {
+        square += static_cast<double>(w) * static_cast<double>(w);
+    }
     CHECK(square / 300.0 == doctest::Approx(1.0).epsilon(0.1));  // 16 inputs of variance 1 / 16
     CHECK(weights.arrays.at("w2") == std::vector<float>(300, 0.0f));
     LinearScorer<8> linear;
@@ -112,7 +120,8 @@ TEST_CASE("a state is paid for in keys") {
     CHECK(budget_matching_state(unlimited, scorer, row) == unlimited);
     CHECK(budget_matching_state(10, 0, row) == 10);
     CHECK(budget_matching_state(10, 2 * row, row) == 8);
-    CHECK_REFUSED(budget_matching_state(63, scorer, row), "budget: 63 is not allowed; it must be at least 64");
+    CHECK_REFUSED(budget_matching_state(63, scorer, row),
+                  "budget: 63 is not allowed; it must be at least 64");
     CHECK_REFUSED(budget_matching_state(-1, scorer, row), "budget: -1");
     CHECK_REFUSED(budget_matching_state(5, scorer, 0), "row_bytes: 0");
     const mLSTMScorer<128, Softmax, DirectValues> direct;

@@ -20,7 +20,14 @@ struct mlp_case {
     std::vector<float> k, v, w1, b1, w2, b2;
 
     explicit mlp_case(const std::int32_t* n)
-        : activation(n[0]), dim_k(n[1]), dim_v(n[2]), hidden(n[3]), heads(n[4]), length(n[5]), biases(n[6]), seed(n[7]) {
+        : activation(n[0]),
+          dim_k(n[1]),
+          dim_v(n[2]),
+          hidden(n[3]),
+          heads(n[4]),
+          length(n[5]),
+          biases(n[6]),
+          seed(n[7]) {
         const std::int32_t inputs = dim_k + dim_v;
         k = test::draw(seed, test::array::k, std::int64_t{heads} * length * dim_k, 2.0f);
         v = test::draw(seed, test::array::v, std::int64_t{heads} * length * dim_v, 2.0f);
@@ -70,7 +77,8 @@ void compare(double tolerance) {
     for (std::int64_t i = 0; i < cases.shape[0]; ++i) {
         CAPTURE(i);
         const mlp_case c(cases.row(i));
-        const double* want = file().get<double>("mlp_scores").data() + file().get<std::int32_t>("mlp_offsets")[i];
+        const double* want =
+            file().get<double>("mlp_scores").data() + file().get<std::int32_t>("mlp_offsets")[i];
         const auto keys = test::converted<T>(c.k);
         const auto values = test::converted<T>(c.v);
         const auto k = view_bhsd(keys.data(), 1, c.heads, c.length, c.dim_k);
@@ -79,7 +87,8 @@ void compare(double tolerance) {
             using S = std::decay_t<decltype(scorer)>;
             const auto got = test::score_all<S, T>(on, scorer, k, v, {1, c.length}, 3, form::fastest, T(-77));
             for (std::size_t t = 0; t < got.size(); ++t) {
-                REQUIRE(std::abs(static_cast<double>(got[t]) - want[t]) <= tolerance * (1.0 + std::abs(want[t])));
+                REQUIRE(std::abs(static_cast<double>(got[t]) - want[t]) <=
+                        tolerance * (1.0 + std::abs(want[t])));
             }
             // One token at a time: the same bits.
             std::vector<T> scratch(scorer.scratch_size());
@@ -98,7 +107,9 @@ void compare(double tolerance) {
 TEST_CASE("stateless scores in double are the reference's") { compare<double>(1e-12); }
 
 // Sums of at most n = 128 products of magnitude at most 1, twice: n^(1/2) u each is typical, n u the limit.
-TEST_CASE("stateless scores in fp32 lie within rounding of the reference's") { compare<float>(2.0 * 128 * 0x1p-24); }
+TEST_CASE("stateless scores in fp32 lie within rounding of the reference's") {
+    compare<float>(2.0 * 128 * 0x1p-24);
+}
 
 TEST_CASE("activations keep their shape at the ends") {
     for (const isa set : {isa::portable, detected_isa()}) {
@@ -107,7 +118,9 @@ TEST_CASE("activations keep their shape at the ends") {
         std::copy_n(y, 11, z);
         Silu::apply(set, y, 11);
         GeluErf::apply(set, z, 11);
-        for (int i = 0; i < 3; ++i) { CHECK(std::abs(y[i]) <= 1e-30f); }
+        for (int i = 0; i < 3; ++i) {
+            CHECK(std::abs(y[i]) <= 1e-30f);
+        }
         CHECK(y[3] == doctest::Approx(-20.0 / (1.0 + std::exp(20.0))).epsilon(1e-6));
         CHECK(y[4] == 0.0f);
         CHECK(y[7] == doctest::Approx(1.0 / (1.0 + std::exp(-1.0))).epsilon(1e-6));
@@ -130,9 +143,12 @@ struct KeyNormInput {
     float scale = 1.0f;
     [[nodiscard]] std::int32_t size(std::int32_t, std::int32_t) const { return 1; }
     template <class Real>
-    void gather(isa, std::int32_t, const Real* key, const Real*, std::int32_t dim_k, std::int32_t, Real* x) const {
+    void gather(isa, std::int32_t, const Real* key, const Real*, std::int32_t dim_k, std::int32_t,
+                Real* x) const {
         Real sum = 0;
-        for (std::int32_t i = 0; i < dim_k; ++i) { sum += key[i] * key[i]; }
+        for (std::int32_t i = 0; i < dim_k; ++i) {
+            sum += key[i] * key[i];
+        }
         x[0] = static_cast<Real>(scale) * std::sqrt(sum);
     }
 };
@@ -141,7 +157,7 @@ static_assert(MlpInput<KeyNormInput>);
 
 TEST_CASE("an MLP takes another input, and a hidden layer that heads share") {
     BasicMlpScorer<KeyNormInput, Silu, 2> scorer;
-    const float w1[2] = {1.0f, -1.0f};         // [1, 2, 1]: one layer for both heads
+    const float w1[2] = {1.0f, -1.0f};  // [1, 2, 1]: one layer for both heads
     const float w2[4] = {1.0f, 0.0f, 0.0f, 1.0f};
     scorer.heads = 2;
     scorer.hidden = 2;

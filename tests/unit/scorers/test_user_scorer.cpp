@@ -1,11 +1,11 @@
 // Scorers of one's own need no more than their formula, and go wherever the library's go.
-#include "../../support/refusal.hpp"
-#include "scorer_cases.hpp"
-
 #include <kvpolicy/policies/compose.hpp>
 #include <kvpolicy/policies/sink.hpp>
 #include <kvpolicy/policies/topk_budget.hpp>
 #include <kvpolicy/policies/window.hpp>
+
+#include "../../support/refusal.hpp"
+#include "scorer_cases.hpp"
 
 #include <doctest/doctest.h>
 
@@ -21,7 +21,9 @@ struct KeyNorm {
 
     float score(std::int32_t, const float* key, const float*, float*) const {
         float sum = 0.0f;
-        for (std::int32_t i = 0; i < dim_k; ++i) { sum += key[i] * key[i]; }
+        for (std::int32_t i = 0; i < dim_k; ++i) {
+            sum += key[i] * key[i];
+        }
         return -std::sqrt(sum);
     }
     std::size_t scratch_size() const { return 0; }
@@ -66,11 +68,11 @@ TEST_CASE("a user's scorer has no chunkwise form, and says so") {
     float score = 0.0f;
     const host on(1);
     const ScoreOptions options{form::chunkwise};
-    CHECK_REFUSED(score_sequence(on, AboveMean{}, view_bhsd(k, 1, 1, 2, 1), view_bhsd(k, 1, 1, 2, 1), {1, 2}, 0,
-                                 view_bhs(&score, 1, 1, 1), {}, options),
+    CHECK_REFUSED(score_sequence(on, AboveMean{}, view_bhsd(k, 1, 1, 2, 1), view_bhsd(k, 1, 1, 2, 1), {1, 2},
+                                 0, view_bhs(&score, 1, 1, 1), {}, options),
                   "scores: 1 x 1 x 1");
     float two[2];
-    CHECK_REFUSED(score_sequence(on, AboveMean{}, view_bhsd(k, 1, 1, 2, 1), view_bhsd(k, 1, 1, 2, 1), {1, 2}, 0,
-                                 view_bhs(two, 1, 1, 2), {}, options),
+    CHECK_REFUSED(score_sequence(on, AboveMean{}, view_bhsd(k, 1, 1, 2, 1), view_bhsd(k, 1, 1, 2, 1), {1, 2},
+                                 0, view_bhs(two, 1, 1, 2), {}, options),
                   "only mLSTMScorer has a chunkwise form");
 }

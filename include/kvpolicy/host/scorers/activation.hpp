@@ -1,10 +1,10 @@
 // Bodies of scorers/activation.hpp on the host.
 #pragma once
 
-#include <cmath>
-
 #include <kvpolicy/host/scorers/kernels.hpp>
 #include <kvpolicy/scorers/activation.hpp>
+
+#include <cmath>
 
 namespace kvpolicy {
 

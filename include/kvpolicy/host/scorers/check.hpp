@@ -1,12 +1,12 @@
 // What the scorers' check() functions share.
 #pragma once
 
+#include <kvpolicy/core/error.hpp>
+#include <kvpolicy/core/types.hpp>
+
 #include <cstddef>
 #include <cstdint>
 #include <string>
-
-#include <kvpolicy/core/error.hpp>
-#include <kvpolicy/core/types.hpp>
 
 namespace kvpolicy::host_backend {
 

@@ -1,12 +1,12 @@
 // Bodies of scorers/initialize.hpp on the host.
 #pragma once
 
+#include <kvpolicy/host/scorers/check.hpp>
+#include <kvpolicy/scorers/initialize.hpp>
+
 #include <algorithm>
 #include <cmath>
 #include <cstddef>
-
-#include <kvpolicy/host/scorers/check.hpp>
-#include <kvpolicy/scorers/initialize.hpp>
 
 namespace kvpolicy {
 
@@ -23,7 +23,9 @@ struct normal_stream {
         x = (x ^ (x >> 27)) * 0x94d049bb133111ebu;
         return x ^ (x >> 31);
     }
-    double uniform() { return static_cast<double>((mix(mix(seed) + drawn++) >> 11) + 1) * 0x1p-53; }  // (0, 1]
+    double uniform() {
+        return static_cast<double>((mix(mix(seed) + drawn++) >> 11) + 1) * 0x1p-53;
+    }  // (0, 1]
     float operator()(double deviation) {
         const double radius = std::sqrt(-2.0 * std::log(uniform()));
         return static_cast<float>(deviation * radius * std::cos(6.283185307179586 * uniform()));
@@ -31,28 +33,36 @@ struct normal_stream {
 };
 
 /// w[head][r][from + r % width] = 1 plus noise, for every head's `rows` rows.
-inline void fill_identity(float* w, std::int32_t heads, std::int32_t rows, std::int32_t inputs, std::int32_t from,
-                          std::int32_t width, normal_stream random, double noise) {
-    if (w == nullptr) { return; }
+inline void fill_identity(float* w, std::int32_t heads, std::int32_t rows, std::int32_t inputs,
+                          std::int32_t from, std::int32_t width, normal_stream random, double noise) {
+    if (w == nullptr) {
+        return;
+    }
     for (std::int64_t r = 0; r < std::int64_t{heads} * rows; ++r) {
-        for (std::int32_t i = 0; i < inputs; ++i) { w[r * inputs + i] = random(noise); }
+        for (std::int32_t i = 0; i < inputs; ++i) {
+            w[r * inputs + i] = random(noise);
+        }
         w[r * inputs + from + r % rows % width] += 1.0f;
     }
 }
 
 inline void fill_normal(float* w, std::int64_t count, normal_stream random, double deviation) {
-    for (std::int64_t i = 0; w != nullptr && i < count; ++i) { w[i] = random(deviation); }
+    for (std::int64_t i = 0; w != nullptr && i < count; ++i) {
+        w[i] = random(deviation);
+    }
 }
 
 inline void fill_value(float* w, std::int64_t count, float value) {
-    if (w != nullptr) { std::fill_n(w, count, value); }
+    if (w != nullptr) {
+        std::fill_n(w, count, value);
+    }
 }
 
 }  // namespace host_backend
 
 template <std::int32_t D, class Feature, class Values>
-void initialize(const mLSTMScorer<D, Feature, Values>& scorer, mLSTMParameters<float> into, std::uint64_t seed,
-                const mLSTMStart& start) {
+void initialize(const mLSTMScorer<D, Feature, Values>& scorer, mLSTMParameters<float> into,
+                std::uint64_t seed, const mLSTMStart& start) {
     using namespace host_backend;
     check_parameters("mLSTMScorer", scorer, into);
     const std::int32_t heads = scorer.heads;
@@ -62,7 +72,8 @@ void initialize(const mLSTMScorer<D, Feature, Values>& scorer, mLSTMParameters<f
     fill_identity(into.w_q, heads, scorer.projection(), inputs, 0, scorer.dim_k, {seed * 8}, noise);
     fill_identity(into.w_k, heads, scorer.projection(), inputs, 0, scorer.dim_k, {seed * 8 + 1}, noise);
     if constexpr (Values::projected) {
-        fill_identity(into.w_v, heads, scorer.value_width(), inputs, scorer.dim_k, scorer.dim_v, {seed * 8 + 2}, noise);
+        fill_identity(into.w_v, heads, scorer.value_width(), inputs, scorer.dim_k, scorer.dim_v,
+                      {seed * 8 + 2}, noise);
     }
     fill_normal(into.w_i, all, {seed * 8 + 3}, noise);
     fill_normal(into.w_f, all, {seed * 8 + 4}, noise);
@@ -82,7 +93,8 @@ void initialize(const BasicMlpScorer<Input, Act, D>& scorer, MlpParameters<float
     using namespace host_backend;
     check_parameters("MlpScorer", scorer, into);
     const std::int64_t rows = std::int64_t{Input::per_head ? scorer.heads : 1} * scorer.hidden;
-    fill_normal(into.w1, rows * scorer.input_size(), {seed}, 1.0 / std::sqrt(static_cast<double>(scorer.input_size())));
+    fill_normal(into.w1, rows * scorer.input_size(), {seed},
+                1.0 / std::sqrt(static_cast<double>(scorer.input_size())));
     fill_value(into.b1, rows, 0.0f);
     fill_value(into.w2, std::int64_t{scorer.heads} * scorer.hidden, 0.0f);
     fill_value(into.b2, scorer.heads, 0.0f);

@@ -2,11 +2,11 @@
 // blocking, so one token, a block of tokens and any instruction set give the same bits: prefill scores equal step scores.
 #pragma once
 
+#include <kvpolicy/host/scorers/lanes.hpp>
+
 #include <cmath>
 #include <cstddef>
 #include <cstdint>
-
-#include <kvpolicy/host/scorers/lanes.hpp>
 
 namespace kvpolicy::host_backend {
 
@@ -15,8 +15,8 @@ namespace kvpolicy::host_backend {
 struct project_kernel {
     template <isa Set, int Tokens, int Rows, class Real, class Weight>
     [[gnu::always_inline]] static inline void tile(const Real* x, std::ptrdiff_t x_stride, const Weight* w,
-                                                   std::ptrdiff_t w_stride, int inner, const float* bias, Real* y,
-                                                   std::ptrdiff_t y_stride) {
+                                                   std::ptrdiff_t w_stride, int inner, const float* bias,
+                                                   Real* y, std::ptrdiff_t y_stride) {
         using vec = lanes<Real, Set>;
         vec sums[Tokens][Rows] = {};
         int i = 0;
@@ -35,7 +35,9 @@ struct project_kernel {
                 for (int tail = i; tail < inner; ++tail) {
                     sum += x[t * x_stride + tail] * static_cast<Real>(w[r * w_stride + tail]);
                 }
-                if (bias != nullptr) { sum += static_cast<Real>(bias[r]); }
+                if (bias != nullptr) {
+                    sum += static_cast<Real>(bias[r]);
+                }
                 y[t * y_stride + r] = sum;
             });
         });
@@ -43,30 +45,33 @@ struct project_kernel {
 
     template <isa Set, int Tokens, class Real, class Weight>
     [[gnu::always_inline]] static inline void strip(const Real* x, std::ptrdiff_t x_stride, const Weight* w,
-                                                    std::ptrdiff_t w_stride, int rows, int inner, const float* bias,
-                                                    Real* y, std::ptrdiff_t y_stride) {
+                                                    std::ptrdiff_t w_stride, int rows, int inner,
+                                                    const float* bias, Real* y, std::ptrdiff_t y_stride) {
         constexpr int block = Tokens == 1 ? 8 : 2;
         int r = 0;
         for (; r + block <= rows; r += block) {
-            tile<Set, Tokens, block>(x, x_stride, w + r * w_stride, w_stride, inner, bias ? bias + r : nullptr, y + r,
-                                     y_stride);
+            tile<Set, Tokens, block>(x, x_stride, w + r * w_stride, w_stride, inner,
+                                     bias ? bias + r : nullptr, y + r, y_stride);
         }
         for (; r < rows; ++r) {
-            tile<Set, Tokens, 1>(x, x_stride, w + r * w_stride, w_stride, inner, bias ? bias + r : nullptr, y + r,
-                                 y_stride);
+            tile<Set, Tokens, 1>(x, x_stride, w + r * w_stride, w_stride, inner, bias ? bias + r : nullptr,
+                                 y + r, y_stride);
         }
     }
 
     template <isa Set, class Real, class Weight>
-    [[gnu::always_inline]] static inline void run(const Real* x, std::ptrdiff_t x_stride, int tokens, const Weight* w,
-                                                  std::ptrdiff_t w_stride, int rows, int inner, const float* bias,
-                                                  Real* y, std::ptrdiff_t y_stride) {
+    [[gnu::always_inline]] static inline void run(const Real* x, std::ptrdiff_t x_stride, int tokens,
+                                                  const Weight* w, std::ptrdiff_t w_stride, int rows,
+                                                  int inner, const float* bias, Real* y,
+                                                  std::ptrdiff_t y_stride) {
         int t = 0;
         for (; t + 4 <= tokens; t += 4) {
-            strip<Set, 4>(x + t * x_stride, x_stride, w, w_stride, rows, inner, bias, y + t * y_stride, y_stride);
+            strip<Set, 4>(x + t * x_stride, x_stride, w, w_stride, rows, inner, bias, y + t * y_stride,
+                          y_stride);
         }
         for (; t < tokens; ++t) {
-            strip<Set, 1>(x + t * x_stride, x_stride, w, w_stride, rows, inner, bias, y + t * y_stride, y_stride);
+            strip<Set, 1>(x + t * x_stride, x_stride, w, w_stride, rows, inner, bias, y + t * y_stride,
+                          y_stride);
         }
     }
 };
@@ -74,8 +79,9 @@ struct project_kernel {
 /// out[r][e] = (add ? out[r][e] : 0) + sum_j a[r][j] b[j][e], j rising. a has any two strides.
 struct combine_kernel {
     template <isa Set, int Rows, int Vectors, class Real>
-    [[gnu::always_inline]] static inline void tile(const Real* a, std::ptrdiff_t a_row, std::ptrdiff_t a_column,
-                                                   int inner, const Real* b, std::ptrdiff_t b_stride, Real* out,
+    [[gnu::always_inline]] static inline void tile(const Real* a, std::ptrdiff_t a_row,
+                                                   std::ptrdiff_t a_column, int inner, const Real* b,
+                                                   std::ptrdiff_t b_stride, Real* out,
                                                    std::ptrdiff_t out_stride, bool add) {
         using vec = lanes<Real, Set>;
         vec sums[Rows][Vectors] = {};
@@ -98,9 +104,10 @@ struct combine_kernel {
     }
 
     template <isa Set, int Rows, class Real>
-    [[gnu::always_inline]] static inline void strip(const Real* a, std::ptrdiff_t a_row, std::ptrdiff_t a_column,
-                                                    int inner, const Real* b, std::ptrdiff_t b_stride, int columns,
-                                                    Real* out, std::ptrdiff_t out_stride, bool add) {
+    [[gnu::always_inline]] static inline void strip(const Real* a, std::ptrdiff_t a_row,
+                                                    std::ptrdiff_t a_column, int inner, const Real* b,
+                                                    std::ptrdiff_t b_stride, int columns, Real* out,
+                                                    std::ptrdiff_t out_stride, bool add) {
         constexpr int width = lanes<Real, Set>::width;
         constexpr int vectors = Rows == 1 ? 8 : 2;
         int e = 0;
@@ -113,24 +120,27 @@ struct combine_kernel {
         for (; e < columns; ++e) {
             for (int r = 0; r < Rows; ++r) {
                 Real sum = add ? out[r * out_stride + e] : Real(0);
-                for (int j = 0; j < inner; ++j) { sum += a[r * a_row + j * a_column] * b[j * b_stride + e]; }
+                for (int j = 0; j < inner; ++j) {
+                    sum += a[r * a_row + j * a_column] * b[j * b_stride + e];
+                }
                 out[r * out_stride + e] = sum;
             }
         }
     }
 
     template <isa Set, class Real>
-    [[gnu::always_inline]] static inline void run(const Real* a, std::ptrdiff_t a_row, std::ptrdiff_t a_column,
-                                                  int rows, int inner, const Real* b, std::ptrdiff_t b_stride,
-                                                  int columns, Real* out, std::ptrdiff_t out_stride, bool add) {
+    [[gnu::always_inline]] static inline void run(const Real* a, std::ptrdiff_t a_row,
+                                                  std::ptrdiff_t a_column, int rows, int inner, const Real* b,
+                                                  std::ptrdiff_t b_stride, int columns, Real* out,
+                                                  std::ptrdiff_t out_stride, bool add) {
         int r = 0;
         for (; r + 4 <= rows; r += 4) {
-            strip<Set, 4>(a + r * a_row, a_row, a_column, inner, b, b_stride, columns, out + r * out_stride, out_stride,
-                          add);
+            strip<Set, 4>(a + r * a_row, a_row, a_column, inner, b, b_stride, columns, out + r * out_stride,
+                          out_stride, add);
         }
         for (; r < rows; ++r) {
-            strip<Set, 1>(a + r * a_row, a_row, a_column, inner, b, b_stride, columns, out + r * out_stride, out_stride,
-                          add);
+            strip<Set, 1>(a + r * a_row, a_row, a_column, inner, b, b_stride, columns, out + r * out_stride,
+                          out_stride, add);
         }
     }
 };
@@ -138,8 +148,8 @@ struct combine_kernel {
 /// c[d][e] = forget * c[d][e] + (write * k[d]) * v[e], and z[d] = forget * z[d] + write * k[d].
 struct update_kernel {
     template <isa Set, class Real>
-    [[gnu::always_inline]] static inline void run(Real forget, Real write, const Real* k, int d_qk, const Real* v,
-                                                  int d_v, Real* c, Real* z) {
+    [[gnu::always_inline]] static inline void run(Real forget, Real write, const Real* k, int d_qk,
+                                                  const Real* v, int d_v, Real* c, Real* z) {
         using vec = lanes<Real, Set>;
         for (int d = 0; d < d_qk; ++d) {
             const Real factor = write * k[d];
@@ -154,7 +164,9 @@ struct update_kernel {
                 old.add_product(factor, value);
                 old.store(row + e);
             }
-            for (; e < d_v; ++e) { row[e] = forget * row[e] + factor * v[e]; }
+            for (; e < d_v; ++e) {
+                row[e] = forget * row[e] + factor * v[e];
+            }
         }
     }
 };
@@ -187,14 +199,17 @@ struct scan_kernel {
 /// out = softmax(sign * y), sign = +1 or -1. out may be y. A NaN makes all of out NaN.
 struct softmax_kernel {
     template <isa Set, class Real>
-    [[gnu::always_inline]] static inline void load(lanes<Real, Set>& to, const Real* y, int count, bool negative) {
+    [[gnu::always_inline]] static inline void load(lanes<Real, Set>& to, const Real* y, int count,
+                                                   bool negative) {
         constexpr Real lowest = -std::numeric_limits<Real>::infinity();
         if (count >= lanes<Real, Set>::width) {
             to.load(y);
         } else {
             to.load_some(y, count, negative ? -lowest : lowest);
         }
-        if (negative) { to.negate(); }
+        if (negative) {
+            to.negate();
+        }
     }
 
     template <isa Set, class Real>
@@ -216,7 +231,11 @@ struct softmax_kernel {
             value.add(top);
             value.exponentiate();
             sum.add(value);
-            if (count - i >= vec::width) { value.store(out + i); } else { value.store_some(out + i, count - i); }
+            if (count - i >= vec::width) {
+                value.store(out + i);
+            } else {
+                value.store_some(out + i, count - i);
+            }
         }
         const Real scale = Real(1) / sum.sum();
         int i = 0;
@@ -226,7 +245,9 @@ struct softmax_kernel {
             value.multiply(scale);
             value.store(out + i);
         }
-        for (; i < count; ++i) { out[i] *= scale; }
+        for (; i < count; ++i) {
+            out[i] *= scale;
+        }
     }
 };
 
@@ -238,12 +259,20 @@ struct silu_kernel {
         for (int at = 0; at < count; at += vec::width) {
             vec value, rest;
             const bool whole = count - at >= vec::width;
-            if (whole) { value.load(y + at); } else { value.load_some(y + at, count - at, Real(0)); }
+            if (whole) {
+                value.load(y + at);
+            } else {
+                value.load_some(y + at, count - at, Real(0));
+            }
             rest = value;
             rest.negate();
             rest.exponentiate();
             unroll<vec::parts>([&](auto i) { value.p[i] /= (rest.p[i] + Real(1)); });
-            if (whole) { value.store(y + at); } else { value.store_some(y + at, count - at); }
+            if (whole) {
+                value.store(y + at);
+            } else {
+                value.store_some(y + at, count - at);
+            }
         }
     }
 };
@@ -256,9 +285,17 @@ struct exp_kernel {
         for (int i = 0; i < count; i += vec::width) {
             vec value;
             const bool whole = count - i >= vec::width;
-            if (whole) { value.load(y + i); } else { value.load_some(y + i, count - i, Real(0)); }
+            if (whole) {
+                value.load(y + i);
+            } else {
+                value.load_some(y + i, count - i, Real(0));
+            }
             value.exponentiate();
-            if (whole) { value.store(y + i); } else { value.store_some(y + i, count - i); }
+            if (whole) {
+                value.store(y + i);
+            } else {
+                value.store_some(y + i, count - i);
+            }
         }
     }
 };

@@ -5,6 +5,9 @@
 // for FMA may contract; then all paths of that unit contract alike.)
 #pragma once
 
+#include <kvpolicy/core/config.hpp>
+#include <kvpolicy/core/context.hpp>
+
 #include <cmath>
 #include <cstddef>
 #include <cstdint>
@@ -12,18 +15,13 @@
 #include <type_traits>
 #include <utility>
 
-#include <kvpolicy/core/config.hpp>
-#include <kvpolicy/core/context.hpp>
-
 namespace kvpolicy::host_backend {
 
 /// body(0), ..., body(N - 1) with the index as a type. At -O2 g++ leaves loops over a few vectors rolled, and a rolled
 /// loop keeps its accumulators in memory.
 template <int N, class Body>
 [[gnu::always_inline]] inline void unroll(Body&& body) {
-    [&]<int... I>(std::integer_sequence<int, I...>) {
-        (body(std::integral_constant<int, I>{}), ...);
-    }
+    [&]<int... I>(std::integer_sequence<int, I...>) { (body(std::integral_constant<int, I>{}), ...); }
     (std::make_integer_sequence<int, N>{});
 }
 
@@ -79,13 +77,17 @@ struct lanes {
     /// Loads `count` < width numbers; the other lanes hold `rest`.
     [[gnu::always_inline]] inline void load_some(const Real* from, int count, Real rest) {
         Real all[width];
-        for (int i = 0; i < width; ++i) { all[i] = i < count ? from[i] : rest; }
+        for (int i = 0; i < width; ++i) {
+            all[i] = i < count ? from[i] : rest;
+        }
         load(all);
     }
     [[gnu::always_inline]] inline void store_some(Real* to, int count) const {
         Real all[width];
         store(all);
-        for (int i = 0; i < count; ++i) { to[i] = all[i]; }
+        for (int i = 0; i < count; ++i) {
+            to[i] = all[i];
+        }
     }
     /// Weights are fp32 in every computation.
     [[gnu::always_inline]] inline void load_weights(const float* from) {
@@ -93,13 +95,14 @@ struct lanes {
             load(from);
         } else {
             Real all[width];
-            for (int i = 0; i < width; ++i) { all[i] = static_cast<Real>(from[i]); }
+            for (int i = 0; i < width; ++i) {
+                all[i] = static_cast<Real>(from[i]);
+            }
             load(all);
         }
     }
-    [[gnu::always_inline]] inline void load_weights(const double* from)
-        requires(sizeof(Real) == sizeof(double))
-    {
+    [[gnu::always_inline]] inline void load_weights(const double* from) requires(sizeof(Real) ==
+                                                                                 sizeof(double)) {
         load(from);
     }
 
@@ -134,13 +137,19 @@ struct lanes {
         const half_type folded =
             *reinterpret_cast<const half_memory*>(all) + *reinterpret_cast<const half_memory*>(all + half);
         *reinterpret_cast<half_memory*>(all) = folded;
-        if constexpr (half == 2) { return all[0] + all[1]; } else { return (all[0] + all[2]) + (all[1] + all[3]); }
+        if constexpr (half == 2) {
+            return all[0] + all[1];
+        } else {
+            return (all[0] + all[2]) + (all[1] + all[3]);
+        }
     }
     [[gnu::always_inline]] inline Real largest() const {
         Real all[width];
         store(all);
         Real most = all[0];
-        for (int i = 1; i < width; ++i) { most = all[i] > most ? all[i] : most; }
+        for (int i = 1; i < width; ++i) {
+            most = all[i] > most ? all[i] : most;
+        }
         return most;
     }
 
@@ -171,19 +180,22 @@ struct lanes {
         } else {
             Real all[width];
             store(all);
-            for (int i = 0; i < width; ++i) { all[i] = std::exp(all[i]); }
+            for (int i = 0; i < width; ++i) {
+                all[i] = std::exp(all[i]);
+            }
             load(all);
         }
     }
 
-private:
+  private:
     template <class Body>
     [[gnu::always_inline]] static inline void for_parts(Body&& body) {
         unroll<parts>(body);
     }
 
     /// out = where ? a : b
-    [[gnu::always_inline]] static inline void pick(part& out, const mask& where, const part& a, const part& b) {
+    [[gnu::always_inline]] static inline void pick(part& out, const mask& where, const part& a,
+                                                   const part& b) {
         out = (part)((where & (mask)a) | (~where & (mask)b));
     }
 };

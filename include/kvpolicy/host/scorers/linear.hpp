@@ -9,7 +9,8 @@ namespace kvpolicy {
 
 template <std::int32_t D>
 template <class Real>
-Real LinearScorer<D>::score(std::int32_t head, const Real* key, const Real* value, Real* /*scratch*/, isa set) const {
+Real LinearScorer<D>::score(std::int32_t head, const Real* key, const Real* value, Real* /*scratch*/,
+                            isa set) const {
     Real result, of_value;  // a block of one, so that both give the same bits
     score_block(head, 1, key, value, &result, &of_value, set);
     return result;
@@ -24,11 +25,14 @@ void LinearScorer<D>::score_block(std::int32_t head, std::int32_t count, const R
     const std::int32_t v_dim = D == dynamic ? dim_v : D;
     const float* a = weights.weight + static_cast<std::ptrdiff_t>(head) * (k_dim + v_dim);
     const float* none = nullptr;
-    run_kernel<project_kernel>(set, keys, std::ptrdiff_t{k_dim}, count, a, std::ptrdiff_t{0}, 1, k_dim, none, scores,
+    run_kernel<project_kernel>(set, keys, std::ptrdiff_t{k_dim}, count, a, std::ptrdiff_t{0}, 1, k_dim, none,
+                               scores, std::ptrdiff_t{1});
+    run_kernel<project_kernel>(set, values, std::ptrdiff_t{v_dim}, count, a + k_dim, std::ptrdiff_t{0}, 1,
+                               v_dim, weights.bias == nullptr ? none : weights.bias + head, scratch,
                                std::ptrdiff_t{1});
-    run_kernel<project_kernel>(set, values, std::ptrdiff_t{v_dim}, count, a + k_dim, std::ptrdiff_t{0}, 1, v_dim,
-                               weights.bias == nullptr ? none : weights.bias + head, scratch, std::ptrdiff_t{1});
-    for (std::int32_t t = 0; t < count; ++t) { scores[t] += scratch[t]; }
+    for (std::int32_t t = 0; t < count; ++t) {
+        scores[t] += scratch[t];
+    }
 }
 
 template <std::int32_t D>

@@ -9,8 +9,8 @@ namespace kvpolicy {
 
 template <MlpInput Input, Activation Act, std::int32_t D>
 template <class Real>
-Real BasicMlpScorer<Input, Act, D>::score(std::int32_t head, const Real* key, const Real* value, Real* scratch,
-                                          isa set) const {
+Real BasicMlpScorer<Input, Act, D>::score(std::int32_t head, const Real* key, const Real* value,
+                                          Real* scratch, isa set) const {
     Real result;  // a block of one, so that both give the same bits
     score_block(head, 1, key, value, &result, scratch, set);
     return result;
@@ -19,13 +19,14 @@ Real BasicMlpScorer<Input, Act, D>::score(std::int32_t head, const Real* key, co
 template <MlpInput Input, Activation Act, std::int32_t D>
 template <class Real>
 void BasicMlpScorer<Input, Act, D>::score_block(std::int32_t head, std::int32_t count, const Real* keys,
-                                                const Real* values, Real* scores, Real* scratch, isa set) const {
+                                                const Real* values, Real* scores, Real* scratch,
+                                                isa set) const {
     using namespace host_backend;
     const std::int32_t k_dim = D == dynamic ? dim_k : D;
     const std::int32_t v_dim = D == dynamic ? dim_v : D;
     const std::int32_t inner = input.size(k_dim, v_dim);
     const std::ptrdiff_t layer = Input::per_head ? head : 0;
-    Real* x = scratch;                                           // [count, inner]
+    Real* x = scratch;                                               // [count, inner]
     Real* y = scratch + static_cast<std::ptrdiff_t>(count) * inner;  // [count, hidden]
     for (std::int32_t t = 0; t < count; ++t) {
         const std::ptrdiff_t row = t;
@@ -36,14 +37,18 @@ void BasicMlpScorer<Input, Act, D>::score_block(std::int32_t head, std::int32_t 
                                weights.b1 == nullptr ? weights.b1 : weights.b1 + layer * hidden, y,
                                std::ptrdiff_t{hidden});
     // Row by row: the activation of a token must not depend on where its row stands in a vector.
-    for (std::int32_t t = 0; t < count; ++t) { Act::apply(set, y + static_cast<std::ptrdiff_t>(t) * hidden, hidden); }
+    for (std::int32_t t = 0; t < count; ++t) {
+        Act::apply(set, y + static_cast<std::ptrdiff_t>(t) * hidden, hidden);
+    }
     run_kernel<project_kernel>(set, y, std::ptrdiff_t{hidden}, count,
-                               weights.w2 + static_cast<std::ptrdiff_t>(head) * hidden, std::ptrdiff_t{0}, 1, hidden,
-                               weights.b2 == nullptr ? weights.b2 : weights.b2 + head, scores, std::ptrdiff_t{1});
+                               weights.w2 + static_cast<std::ptrdiff_t>(head) * hidden, std::ptrdiff_t{0}, 1,
+                               hidden, weights.b2 == nullptr ? weights.b2 : weights.b2 + head, scores,
+                               std::ptrdiff_t{1});
 }
 
 template <MlpInput Input, Activation Act, std::int32_t D>
-void BasicMlpScorer<Input, Act, D>::check(std::int32_t kv_heads, std::int32_t key_dim, std::int32_t value_dim) const {
+void BasicMlpScorer<Input, Act, D>::check(std::int32_t kv_heads, std::int32_t key_dim,
+                                          std::int32_t value_dim) const {
     host_backend::check_scorer_shape("MlpScorer", D, *this, kv_heads, key_dim, value_dim);
     detail::require(hidden >= 1, "MlpScorer.hidden", hidden, "1 or more");
     host_backend::check_parameters("MlpScorer", *this, weights);

@@ -1,14 +1,14 @@
 // Bodies of scorers/mlstm.hpp on the host: the recurrent form, and what it shares with the chunkwise one.
 #pragma once
 
+#include <kvpolicy/host/scorers/check.hpp>
+#include <kvpolicy/host/scorers/kernels.hpp>
+#include <kvpolicy/scorers/mlstm.hpp>
+
 #include <algorithm>
 #include <cmath>
 #include <limits>
 #include <string>
-
-#include <kvpolicy/host/scorers/check.hpp>
-#include <kvpolicy/host/scorers/kernels.hpp>
-#include <kvpolicy/scorers/mlstm.hpp>
 
 namespace kvpolicy {
 
@@ -56,10 +56,11 @@ struct mlstm_head {
 
     /// out[t][e] = W x_t, for `count` rows.
     template <class Real>
-    void project(isa set, const Real* x, std::int32_t count, const float* w, std::int32_t rows, Real* out) const {
+    void project(isa set, const Real* x, std::int32_t count, const float* w, std::int32_t rows,
+                 Real* out) const {
         const float* no_bias = nullptr;
-        run_kernel<project_kernel>(set, x, std::ptrdiff_t{inputs}, count, w, std::ptrdiff_t{inputs}, rows, inputs,
-                                   no_bias, out, std::ptrdiff_t{rows});
+        run_kernel<project_kernel>(set, x, std::ptrdiff_t{inputs}, count, w, std::ptrdiff_t{inputs}, rows,
+                                   inputs, no_bias, out, std::ptrdiff_t{rows});
     }
 
     /// The score from h in place of a read's quotient (eq. 42); overwrites h. x is [k; v] of the token that is scored.
@@ -70,12 +71,16 @@ struct mlstm_head {
             const float* gain = weights.norm_gain + head * width;
             const Real mean_square = dot(set, h, h, width) / static_cast<Real>(width);
             const Real scale = Real(1) / std::sqrt(mean_square + static_cast<Real>(Scorer::norm_epsilon));
-            for (std::int32_t e = 0; e < width; ++e) { h[e] *= scale * static_cast<Real>(gain[e]); }
+            for (std::int32_t e = 0; e < width; ++e) {
+                h[e] *= scale * static_cast<Real>(gain[e]);
+            }
         }
         run_kernel<silu_kernel>(set, h, width);
         const float* bias = weights.readout_bias;
         Real score = dot(set, h, weights.readout + head * width, width, bias ? bias + head : nullptr);
-        if (weights.skip != nullptr) { score += dot(set, x, weights.skip + head * inputs, inputs); }
+        if (weights.skip != nullptr) {
+            score += dot(set, x, weights.skip + head * inputs, inputs);
+        }
         return score;
     }
 
@@ -84,7 +89,9 @@ struct mlstm_head {
     void divide(Real* h, Real divisor) const {
         constexpr Real least = static_cast<Real>(Scorer::clamp);
         const Real scale = Real(1) / (divisor < least ? least : divisor);
-        for (std::int32_t e = 0; e < width; ++e) { h[e] *= scale; }
+        for (std::int32_t e = 0; e < width; ++e) {
+            h[e] *= scale;
+        }
     }
 };
 
@@ -111,8 +118,8 @@ void mLSTMScorer<D, Feature, Values>::reset(Real* state) const {
 
 template <std::int32_t D, FeatureMap Feature, ValuePath Values>
 template <class Real>
-void mLSTMScorer<D, Feature, Values>::absorb(std::int32_t head, Real* state, const Real* key, const Real* value,
-                                             Real* scratch, isa set) const {
+void mLSTMScorer<D, Feature, Values>::absorb(std::int32_t head, Real* state, const Real* key,
+                                             const Real* value, Real* scratch, isa set) const {
     using namespace host_backend;
     const mlstm_head<mLSTMScorer> of(*this, head);
     Real* x = scratch;
@@ -136,15 +143,16 @@ void mLSTMScorer<D, Feature, Values>::absorb(std::int32_t head, Real* state, con
     Real* stabiliser = z + of.features;
     const double kept = gates.log_forget + load_stabiliser(stabiliser);
     const double m = mlstm_max(kept, gates.log_input);
-    run_kernel<update_kernel>(set, static_cast<Real>(std::exp(kept - m)), static_cast<Real>(std::exp(gates.log_input - m)),
-                              static_cast<const Real*>(k), of.features, written, of.width, state, z);
+    run_kernel<update_kernel>(set, static_cast<Real>(std::exp(kept - m)),
+                              static_cast<Real>(std::exp(gates.log_input - m)), static_cast<const Real*>(k),
+                              of.features, written, of.width, state, z);
     store_stabiliser(m, stabiliser);
 }
 
 template <std::int32_t D, FeatureMap Feature, ValuePath Values>
 template <class Real>
-Real mLSTMScorer<D, Feature, Values>::read(std::int32_t head, const Real* state, const Real* key, const Real* value,
-                                           Real* scratch, isa set) const {
+Real mLSTMScorer<D, Feature, Values>::read(std::int32_t head, const Real* state, const Real* key,
+                                           const Real* value, Real* scratch, isa set) const {
     using namespace host_backend;
     const mlstm_head<mLSTMScorer> of(*this, head);
     Real* x = scratch;
@@ -156,8 +164,9 @@ Real mLSTMScorer<D, Feature, Values>::read(std::int32_t head, const Real* state,
     of.project(set, x, 1, of.w_q(), of.projection, y);
     Feature::map(set, y, of.features, q);
     const Real* z = state + static_cast<std::ptrdiff_t>(of.features) * of.width;
-    run_kernel<combine_kernel>(set, static_cast<const Real*>(q), std::ptrdiff_t{0}, std::ptrdiff_t{1}, 1, of.features,
-                               state, std::ptrdiff_t{of.width}, of.width, h, std::ptrdiff_t{0}, false);
+    run_kernel<combine_kernel>(set, static_cast<const Real*>(q), std::ptrdiff_t{0}, std::ptrdiff_t{1}, 1,
+                               of.features, state, std::ptrdiff_t{of.width}, of.width, h, std::ptrdiff_t{0},
+                               false);
     of.divide(h, dot(set, q, z, of.features));
     return of.finish(set, h, x);
 }
@@ -166,12 +175,14 @@ template <std::int32_t D, FeatureMap Feature, ValuePath Values>
 void mLSTMScorer<D, Feature, Values>::check(std::int32_t kv_heads, std::int32_t key_dim,
                                             std::int32_t value_dim) const {
     host_backend::check_scorer_shape("mLSTMScorer", D, *this, kv_heads, key_dim, value_dim);
-    detail::require(d_qk >= 0 && Feature::allows(features()), "mLSTMScorer.d_qk", features(), Feature::allowed);
+    detail::require(d_qk >= 0 && Feature::allows(features()), "mLSTMScorer.d_qk", features(),
+                    Feature::allowed);
     detail::require(d_v >= 0 && value_width() >= 1, "mLSTMScorer.d_v", value_width(), "1 or more");
-    detail::require(Values::projected || value_width() == dim_v, "mLSTMScorer.d_v", value_width(),
-                    detail::text("the width of the values, ", dim_v, ", since DirectValues writes them as they are"));
-    detail::require(gate_softcap >= 0.0f && std::isfinite(gate_softcap), "mLSTMScorer.gate_softcap", gate_softcap,
-                    "a finite number above 0, or 0 for none");
+    detail::require(
+        Values::projected || value_width() == dim_v, "mLSTMScorer.d_v", value_width(),
+        detail::text("the width of the values, ", dim_v, ", since DirectValues writes them as they are"));
+    detail::require(gate_softcap >= 0.0f && std::isfinite(gate_softcap), "mLSTMScorer.gate_softcap",
+                    gate_softcap, "a finite number above 0, or 0 for none");
     host_backend::check_parameters("mLSTMScorer", *this, weights);
 }
 

@@ -11,12 +11,6 @@
 // stand `delay` earlier). Which tokens form a chunk depends on the sequence alone, so scores do not depend on the threads.
 #pragma once
 
-#include <algorithm>
-#include <cmath>
-#include <cstddef>
-#include <cstdint>
-#include <limits>
-
 #include <kvpolicy/core/context.hpp>
 #include <kvpolicy/host/check.hpp>
 #include <kvpolicy/host/scorers/kernels.hpp>
@@ -24,17 +18,23 @@
 #include <kvpolicy/host/scorers/rows.hpp>
 #include <kvpolicy/scorers/concept.hpp>
 
+#include <algorithm>
+#include <cmath>
+#include <cstddef>
+#include <cstdint>
+#include <limits>
+
 namespace kvpolicy::host_backend {
 
 /// A chunk: `count` tokens of one stream, absorbed from `first` on.
 struct mlstm_chunk {
     std::int64_t batch, head, begin, first;
     std::int32_t count;
-    bool empty_before;  ///< the stream's state is empty before it
-    bool taken_up;      ///< the state before it is options.states'
-    bool left;          ///< the state after it goes to options.states
-    double keep, add;   ///< the scan's step: state <- keep * state + add * delta
-    double m;           ///< stabiliser before it
+    bool empty_before;            ///< the stream's state is empty before it
+    bool taken_up;                ///< the state before it is options.states'
+    bool left;                    ///< the state after it goes to options.states
+    double keep, add;             ///< the scan's step: state <- keep * state + add * delta
+    double m;                     ///< stabiliser before it
     double source[scorer_block];  ///< s_j
     double top[scorer_block];     ///< max_{j <= l} s_j
     double forgotten;             ///< b at its last token
@@ -70,8 +70,8 @@ struct mlstm_chunk_layout {
 /// Chunks in a round.
 inline std::int64_t mlstm_round(const host& on, const Sequences& sequences, std::int32_t heads) {
     const std::int64_t segments = sequences.cu_seqlens == nullptr ? 1 : sequences.segments;
-    const std::int64_t all =
-        std::int64_t{sequences.batch} * heads * (sequences.length / scorer_block + segments);  // at least as many
+    const std::int64_t all = std::int64_t{sequences.batch} * heads *
+                             (sequences.length / scorer_block + segments);  // at least as many
     return std::min<std::int64_t>(all, std::int64_t{4} * on.threads());
 }
 
@@ -86,7 +86,7 @@ std::size_t mlstm_chunkwise_bytes(const host& on, const Scorer& scorer, const Se
 
 template <class Scorer, class T, class Real>
 class mlstm_chunkwise {
-public:
+  public:
     mlstm_chunkwise(const host& on, const Scorer& scorer, rows_view<const T> k, rows_view<const T> v,
                     const Sequences& sequences, std::int64_t delay, plane_view<Real> scores, Real* states,
                     std::byte* memory)
@@ -119,10 +119,12 @@ public:
                 filled = 0;
             }
         });
-        if (filled > 0) { run_round(filled); }
+        if (filled > 0) {
+            run_round(filled);
+        }
     }
 
-private:
+  private:
     template <class Visit>
     void for_each_chunk(Visit&& visit) const {
         const std::int64_t segments = sequences_.cu_seqlens == nullptr ? 1 : sequences_.segments;
@@ -136,8 +138,8 @@ private:
                         chunk.head = h;
                         chunk.begin = range.begin;
                         chunk.first = first;
-                        chunk.count =
-                            static_cast<std::int32_t>(std::min<std::int64_t>(scorer_block, range.end - first));
+                        chunk.count = static_cast<std::int32_t>(
+                            std::min<std::int64_t>(scorer_block, range.end - first));
                         chunk.empty_before = first == range.begin;
                         chunk.taken_up = first == range.first && first > range.begin;
                         chunk.left = range.last && first + chunk.count == range.end && states_ != nullptr;
@@ -155,7 +157,8 @@ private:
     }
 
     Real* states_of(const mlstm_chunk& chunk) const {
-        return states_ + (chunk.batch * k_.heads + chunk.head) * static_cast<std::int64_t>(scorer_.state_size());
+        return states_ +
+               (chunk.batch * k_.heads + chunk.head) * static_cast<std::int64_t>(scorer_.state_size());
     }
 
     /// x_t = [k_t; v_t] for `count` rows from t on.
@@ -168,11 +171,13 @@ private:
     }
 
     template <class Head>
-    void map(const Head& of, const float* w, const Real* x, std::int32_t count, Real* y, Real* features) const {
+    void map(const Head& of, const float* w, const Real* x, std::int32_t count, Real* y,
+             Real* features) const {
         of.project(set_, x, count, w, of.projection, y);
         for (std::int32_t i = 0; i < count; ++i) {
             const std::ptrdiff_t row = i;
-            Scorer::feature_map::map(set_, y + row * of.projection, of.features, features + row * of.features);
+            Scorer::feature_map::map(set_, y + row * of.projection, of.features,
+                                     features + row * of.features);
         }
     }
 
@@ -207,21 +212,26 @@ private:
         chunk.forgotten = forgotten;
 
         Real* weights = buffer + layout_.weights;
-        for (std::int32_t i = 0; i < chunk.count; ++i) { weights[i] = static_cast<Real>(chunk.source[i] - top); }
+        for (std::int32_t i = 0; i < chunk.count; ++i) {
+            weights[i] = static_cast<Real>(chunk.source[i] - top);
+        }
         run_kernel<exp_kernel>(set_, weights, chunk.count);
         Real* weighted = buffer + layout_.q;
         for (std::int32_t i = 0; i < chunk.count; ++i) {
             const std::ptrdiff_t row = static_cast<std::ptrdiff_t>(i) * of.features;
-            for (std::int32_t d = 0; d < of.features; ++d) { weighted[row + d] = weights[i] * k[row + d]; }
+            for (std::int32_t d = 0; d < of.features; ++d) {
+                weighted[row + d] = weights[i] * k[row + d];
+            }
         }
         Real* c = buffer + layout_.state;
         Real* z = c + static_cast<std::ptrdiff_t>(of.features) * of.width;
         run_kernel<combine_kernel>(set_, static_cast<const Real*>(weighted), std::ptrdiff_t{1},
-                                   std::ptrdiff_t{of.features}, of.features, chunk.count, static_cast<const Real*>(v),
-                                   std::ptrdiff_t{of.width}, of.width, c, std::ptrdiff_t{of.width}, false);
-        run_kernel<combine_kernel>(set_, static_cast<const Real*>(weights), std::ptrdiff_t{0}, std::ptrdiff_t{1}, 1,
-                                   chunk.count, static_cast<const Real*>(k), std::ptrdiff_t{of.features}, of.features,
-                                   z, std::ptrdiff_t{0}, false);
+                                   std::ptrdiff_t{of.features}, of.features, chunk.count,
+                                   static_cast<const Real*>(v), std::ptrdiff_t{of.width}, of.width, c,
+                                   std::ptrdiff_t{of.width}, false);
+        run_kernel<combine_kernel>(set_, static_cast<const Real*>(weights), std::ptrdiff_t{0},
+                                   std::ptrdiff_t{1}, 1, chunk.count, static_cast<const Real*>(k),
+                                   std::ptrdiff_t{of.features}, of.features, z, std::ptrdiff_t{0}, false);
     }
 
     /// Turns what each chunk of the round adds into the state before it.
@@ -229,15 +239,21 @@ private:
         const std::ptrdiff_t size = static_cast<std::ptrdiff_t>(scorer_.state_size()) - 2;
         for (std::int64_t i = 0; i < count; ++i) {
             mlstm_chunk& chunk = chunks_[i];
-            if (chunk.empty_before) { m_ = -std::numeric_limits<double>::infinity(); }
-            if (chunk.taken_up) { m_ = load_stabiliser(states_of(chunk) + size); }
+            if (chunk.empty_before) {
+                m_ = -std::numeric_limits<double>::infinity();
+            }
+            if (chunk.taken_up) {
+                m_ = load_stabiliser(states_of(chunk) + size);
+            }
             chunk.m = m_;
             const double top = chunk.top[chunk.count - 1];
             const double most = mlstm_max(m_, top);
             chunk.keep = std::exp(m_ - most);
             chunk.add = std::exp(top - most);
             m_ = chunk.forgotten + most;
-            if (chunk.left) { store_stabiliser(m_, states_of(chunk) + size); }
+            if (chunk.left) {
+                store_stabiliser(m_, states_of(chunk) + size);
+            }
         }
         constexpr std::ptrdiff_t least = 1024;
         const std::ptrdiff_t parts = std::clamp<std::ptrdiff_t>(size / least, 1, on_.threads());
@@ -248,11 +264,17 @@ private:
             Real* running = running_ + from;
             for (std::int64_t i = 0; i < count; ++i) {
                 const mlstm_chunk& chunk = chunks_[i];
-                if (chunk.empty_before) { std::fill_n(running, width, Real(0)); }
-                if (chunk.taken_up) { std::copy_n(states_of(chunk) + from, width, running); }
+                if (chunk.empty_before) {
+                    std::fill_n(running, width, Real(0));
+                }
+                if (chunk.taken_up) {
+                    std::copy_n(states_of(chunk) + from, width, running);
+                }
                 run_kernel<scan_kernel>(set_, static_cast<Real>(chunk.keep), static_cast<Real>(chunk.add),
                                         buffers_ + i * stride_ + layout_.state + from, running, width);
-                if (chunk.left) { std::copy_n(running, width, states_of(chunk) + from); }
+                if (chunk.left) {
+                    std::copy_n(running, width, states_of(chunk) + from);
+                }
             }
         });
     }
@@ -261,7 +283,9 @@ private:
     void read(const mlstm_chunk& chunk, Real* buffer) const {
         // Right after token first + l the token first + l - delay is read, where the stream has it.
         const std::int64_t skipped = chunk.begin + delay_ - chunk.first;
-        if (skipped >= chunk.count) { return; }
+        if (skipped >= chunk.count) {
+            return;
+        }
         const std::int32_t begin = skipped > 0 ? static_cast<std::int32_t>(skipped) : 0;
         const std::int32_t count = chunk.count - begin;
         const std::int64_t first = chunk.first + begin - delay_;
@@ -274,15 +298,16 @@ private:
         Real* q = buffer + layout_.q;
         Real* s = buffer + layout_.s;
         Real* h = buffer + layout_.h;
-        Real* old = buffer + layout_.weights;     // exp(m - M_l)
+        Real* old = buffer + layout_.weights;  // exp(m - M_l)
         Real* divisors = old + scorer_block;
         Real* weights = divisors + scorer_block;  // exp(s_j - M_l) of one l
         gather(chunk, first, count, x);
         map(of, of.w_q(), x, count, buffer + layout_.y, q);
 
         const Real* queries = q;
-        run_kernel<combine_kernel>(set_, queries, std::ptrdiff_t{of.features}, std::ptrdiff_t{1}, count, of.features, c,
-                                   std::ptrdiff_t{of.width}, of.width, h, std::ptrdiff_t{of.width}, false);
+        run_kernel<combine_kernel>(set_, queries, std::ptrdiff_t{of.features}, std::ptrdiff_t{1}, count,
+                                   of.features, c, std::ptrdiff_t{of.width}, of.width, h,
+                                   std::ptrdiff_t{of.width}, false);
         const float* no_bias = nullptr;
         run_kernel<project_kernel>(set_, queries, std::ptrdiff_t{of.features}, count, z, std::ptrdiff_t{0}, 1,
                                    of.features, no_bias, divisors, std::ptrdiff_t{1});
@@ -291,7 +316,9 @@ private:
             old[i] = static_cast<Real>(std::exp(chunk.m - most));
             divisors[i] *= old[i];
             Real* row = h + static_cast<std::ptrdiff_t>(i) * of.width;
-            for (std::int32_t e = 0; e < of.width; ++e) { row[e] *= old[i]; }
+            for (std::int32_t e = 0; e < of.width; ++e) {
+                row[e] *= old[i];
+            }
         }
         // q~ . k~_j for the j <= l that each block of queries needs.
         constexpr std::int32_t block = 4;
@@ -299,13 +326,15 @@ private:
             const std::int32_t rows = std::min(block, count - i);
             run_kernel<project_kernel>(set_, queries + static_cast<std::ptrdiff_t>(i) * of.features,
                                        std::ptrdiff_t{of.features}, rows, k, std::ptrdiff_t{of.features},
-                                       begin + i + rows, of.features, no_bias, s + std::ptrdiff_t{i} * scorer_block,
-                                       std::ptrdiff_t{scorer_block});
+                                       begin + i + rows, of.features, no_bias,
+                                       s + std::ptrdiff_t{i} * scorer_block, std::ptrdiff_t{scorer_block});
         }
         for (std::int32_t i = 0; i < count; ++i) {
             const double most = mlstm_max(chunk.m, chunk.top[begin + i]);
             const std::int32_t seen = begin + i + 1;
-            for (std::int32_t j = 0; j < seen; ++j) { weights[j] = static_cast<Real>(chunk.source[j] - most); }
+            for (std::int32_t j = 0; j < seen; ++j) {
+                weights[j] = static_cast<Real>(chunk.source[j] - most);
+            }
             run_kernel<exp_kernel>(set_, weights, seen);
             Real* row = s + std::ptrdiff_t{i} * scorer_block;
             Real sums[4] = {Real(0), Real(0), Real(0), Real(0)};
@@ -322,13 +351,15 @@ private:
             const std::int32_t shared = begin + i + 1;
             const Real* own = s + std::ptrdiff_t{i} * scorer_block;
             Real* out = h + static_cast<std::ptrdiff_t>(i) * of.width;
-            run_kernel<combine_kernel>(set_, own, std::ptrdiff_t{scorer_block}, std::ptrdiff_t{1}, rows, shared, v,
-                                       std::ptrdiff_t{of.width}, of.width, out, std::ptrdiff_t{of.width}, true);
+            run_kernel<combine_kernel>(set_, own, std::ptrdiff_t{scorer_block}, std::ptrdiff_t{1}, rows,
+                                       shared, v, std::ptrdiff_t{of.width}, of.width, out,
+                                       std::ptrdiff_t{of.width}, true);
             for (std::int32_t r = 1; r < rows; ++r) {
-                run_kernel<combine_kernel>(set_, own + std::ptrdiff_t{r} * scorer_block + shared, std::ptrdiff_t{0},
-                                           std::ptrdiff_t{1}, 1, r, v + static_cast<std::ptrdiff_t>(shared) * of.width,
-                                           std::ptrdiff_t{of.width}, of.width,
-                                           out + static_cast<std::ptrdiff_t>(r) * of.width, std::ptrdiff_t{0}, true);
+                run_kernel<combine_kernel>(
+                    set_, own + std::ptrdiff_t{r} * scorer_block + shared, std::ptrdiff_t{0},
+                    std::ptrdiff_t{1}, 1, r, v + static_cast<std::ptrdiff_t>(shared) * of.width,
+                    std::ptrdiff_t{of.width}, of.width, out + static_cast<std::ptrdiff_t>(r) * of.width,
+                    std::ptrdiff_t{0}, true);
             }
         }
         Real* scores = scores_.head(chunk.batch, chunk.head) + first;

@@ -1,13 +1,14 @@
 // Rows as the scorers read them, and the streams of tokens that a call is made of.
 #pragma once
 
+#include <kvpolicy/core/error.hpp>
+#include <kvpolicy/core/types.hpp>
+#include <kvpolicy/core/view.hpp>
+
 #include <algorithm>
 #include <cstdint>
 #include <string>
 #include <type_traits>
-
-#include <kvpolicy/core/types.hpp>
-#include <kvpolicy/core/view.hpp>
 
 namespace kvpolicy::host_backend {
 
@@ -22,7 +23,9 @@ void convert_row(const T* from, std::int32_t dim, Real* to) {
     if constexpr (std::is_same_v<T, Real>) {
         std::copy_n(from, dim, to);
     } else {
-        for (std::int32_t i = 0; i < dim; ++i) { to[i] = static_cast<Real>(from[i]); }
+        for (std::int32_t i = 0; i < dim; ++i) {
+            to[i] = static_cast<Real>(from[i]);
+        }
     }
 }
 
@@ -32,7 +35,9 @@ template <class T, class Real>
 const Real* dense_rows(const rows_view<const T>& rows, std::int64_t b, std::int64_t h, std::int64_t t,
                        std::int32_t count, Real* room) {
     if constexpr (std::is_same_v<T, Real>) {
-        if (count == 1 || rows.row_stride == rows.dim) { return rows.row(b, h, t); }
+        if (count == 1 || rows.row_stride == rows.dim) {
+            return rows.row(b, h, t);
+        }
     }
     for (std::int32_t i = 0; i < count; ++i) {
         convert_row(rows.row(b, h, t + i), rows.dim, room + static_cast<std::ptrdiff_t>(i) * rows.dim);
@@ -50,7 +55,9 @@ struct stream_range {
 inline stream_range segment_of(const Sequences& sequences, std::int64_t b, std::int64_t segment) {
     const std::int64_t start = sequences.start_of(b);
     const std::int64_t end = start + sequences.length_of(b);
-    if (sequences.cu_seqlens == nullptr) { return {0, start, end, start < end}; }
+    if (sequences.cu_seqlens == nullptr) {
+        return {0, start, end, start < end};
+    }
     const std::int64_t begin = std::min<std::int64_t>(sequences.cu_seqlens[segment], end);
     const std::int64_t stop = std::min<std::int64_t>(sequences.cu_seqlens[segment + 1], end);
     return {begin, begin, stop, begin < stop && stop == end};

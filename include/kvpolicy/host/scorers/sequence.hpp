@@ -1,16 +1,16 @@
 // Bodies of scorers/sequence.hpp on the host.
 #pragma once
 
-#include <algorithm>
-#include <atomic>
-#include <string>
-
 #include <kvpolicy/core/error.hpp>
 #include <kvpolicy/host/check.hpp>
 #include <kvpolicy/host/scorers/mlstm_chunkwise.hpp>
 #include <kvpolicy/host/scorers/rows.hpp>
 #include <kvpolicy/scorers/mlstm.hpp>
 #include <kvpolicy/scorers/sequence.hpp>
+
+#include <algorithm>
+#include <atomic>
+#include <string>
 
 namespace kvpolicy {
 
@@ -24,12 +24,13 @@ inline constexpr bool has_chunkwise<mLSTMScorer<D, Feature, Values>> = true;
 template <class S, class Real>
 concept computes_in = requires(const S& scorer, const Real* row, Real* state, Real* scratch) {
     requires(S::when == score_time::on_arrival && requires { scorer.score(0, row, row, scratch); }) ||
-                (S::when == score_time::on_leaving && requires { scorer.absorb(0, state, row, row, scratch); });
+        (S::when == score_time::on_leaving && requires { scorer.absorb(0, state, row, row, scratch); });
 };
 
 /// The library's scorers take the context's instruction set; a user's need not.
 template <class S, class Real>
-Real score_one(isa set, const S& scorer, std::int32_t head, const Real* key, const Real* value, Real* scratch) {
+Real score_one(isa set, const S& scorer, std::int32_t head, const Real* key, const Real* value,
+               Real* scratch) {
     if constexpr (requires { scorer.score(head, key, value, scratch, set); }) {
         return scorer.score(head, key, value, scratch, set);
     } else {
@@ -46,8 +47,8 @@ void absorb_one(isa set, const S& scorer, std::int32_t head, Real* state, const 
     }
 }
 template <class S, class Real>
-Real read_one(isa set, const S& scorer, std::int32_t head, const Real* state, const Real* key, const Real* value,
-              Real* scratch) {
+Real read_one(isa set, const S& scorer, std::int32_t head, const Real* state, const Real* key,
+              const Real* value, Real* scratch) {
     if constexpr (requires { scorer.read(head, state, key, value, scratch, set); }) {
         return scorer.read(head, state, key, value, scratch, set);
     } else {
@@ -57,7 +58,11 @@ Real read_one(isa set, const S& scorer, std::int32_t head, const Real* state, co
 
 template <class S>
 std::size_t block_scratch(const S& scorer) {
-    if constexpr (BlockScorer<S>) { return scorer.block_scratch_size(); } else { return scorer.scratch_size(); }
+    if constexpr (BlockScorer<S>) {
+        return scorer.block_scratch_size();
+    } else {
+        return scorer.scratch_size();
+    }
 }
 
 /// Work items are taken by as many slots as there are threads, each with memory of its own; results depend on neither.
@@ -65,7 +70,9 @@ template <class Body>
 void for_each_in_slots(const host& on, std::int64_t count, std::int64_t slots, Body&& body) {
     std::atomic<std::int64_t> next{0};
     on.parallel_for(slots, [&](std::int64_t slot) {
-        for (std::int64_t item; (item = next.fetch_add(1, std::memory_order_relaxed)) < count;) { body(slot, item); }
+        for (std::int64_t item; (item = next.fetch_add(1, std::memory_order_relaxed)) < count;) {
+            body(slot, item);
+        }
     });
 }
 
@@ -98,7 +105,9 @@ void score_stateless(const host& on, const S& scorer, rows_view<const T> k, rows
         const std::int64_t begin = item % blocks * scorer_block;
         const auto tokens =
             static_cast<std::int32_t>(std::min<std::int64_t>(scorer_block, sequences.length_of(b) - begin));
-        if (tokens <= 0) { return; }
+        if (tokens <= 0) {
+            return;
+        }
         const std::int64_t first = sequences.start_of(b) + begin;
         constexpr std::ptrdiff_t room = BlockScorer<S> ? scorer_block : 1;
         Real* keys = memory + slot * stride;
@@ -135,8 +144,13 @@ void score_recurrent(const host& on, const S& scorer, rows_view<const T> k, rows
         Real* key = state + size;
         Real* value = key + k.dim;
         Real* scratch = value + v.dim;
-        Real* lasting = states == nullptr ? nullptr : states + (b * k.heads + h) * static_cast<std::int64_t>(size);
-        if (range.first > range.begin) { std::copy_n(lasting, size, state); } else { scorer.reset(state); }
+        Real* lasting =
+            states == nullptr ? nullptr : states + (b * k.heads + h) * static_cast<std::int64_t>(size);
+        if (range.first > range.begin) {
+            std::copy_n(lasting, size, state);
+        } else {
+            scorer.reset(state);
+        }
         Real* out = scores.head(b, h);
         for (std::int64_t q = range.first; q < range.end; ++q) {
             absorb_one(on.instructions(), scorer, h, state, dense_rows(k, b, h, q, 1, key),
@@ -148,7 +162,9 @@ void score_recurrent(const host& on, const S& scorer, rows_view<const T> k, rows
                                   dense_rows(v, b, h, t, 1, value), scratch);
             }
         }
-        if (last && lasting != nullptr) { std::copy_n(static_cast<const Real*>(state), size, lasting); }
+        if (last && lasting != nullptr) {
+            std::copy_n(static_cast<const Real*>(state), size, lasting);
+        }
     });
 }
 
@@ -161,7 +177,9 @@ template <class Real, class S>
 std::size_t score_sequence_bytes(const host& on, const S& scorer, std::int32_t heads, std::int32_t dim_k,
                                  std::int32_t dim_v, const Sequences& sequences, form how) {
     const std::int64_t pairs = std::int64_t{sequences.batch} * heads;
-    if (pairs <= 0 || sequences.length <= 0) { return 0; }
+    if (pairs <= 0 || sequences.length <= 0) {
+        return 0;
+    }
     const std::int64_t segments = sequences.cu_seqlens == nullptr ? 1 : sequences.segments;
     std::int64_t items = 1;
     if constexpr (S::when == score_time::on_arrival) {
@@ -192,11 +210,15 @@ void check_score_call(const S& scorer, rows_view<const T> k, rows_view<const T> 
         const std::int32_t length = sequences.length_of(b);
         const std::int64_t start = sequences.start_of(b);
         any = any || length > 0;
-        if (sequences.starts == nullptr) { continue; }
+        if (sequences.starts == nullptr) {
+            continue;
+        }
         const std::string name = detail::text("sequences.starts[", b, "]");
         require(start >= 0 && start + length <= std::min(k.length, v.length), name.c_str(), start,
-                detail::text("0 or more, and with the length ", length, " at most the rows of k and v, ", std::min(k.length, v.length)));
-        require(start == 0 || sequences.cu_seqlens == nullptr, name.c_str(), start, "0 where cu_seqlens is given");
+                detail::text("0 or more, and with the length ", length, " at most the rows of k and v, ",
+                             std::min(k.length, v.length)));
+        require(start == 0 || sequences.cu_seqlens == nullptr, name.c_str(), start,
+                "0 where cu_seqlens is given");
         if constexpr (S::when == score_time::on_leaving) {
             require(start == 0 || options.states != nullptr, name.c_str(), start,
                     "0 without options.states, which holds what the scorer knows of earlier tokens");
@@ -218,47 +240,58 @@ void check_score_call(const S& scorer, rows_view<const T> k, rows_view<const T> 
     require(options.how <= form::chunkwise, "options.how", static_cast<int>(options.how), "a form");
     require(has_chunkwise<S> || options.how != form::chunkwise, "options.how", "form::chunkwise",
             "form::recurrent or form::fastest: only mLSTMScorer has a chunkwise form");
-    if constexpr (CheckedScorer<S>) { scorer.check(k.heads, k.dim, v.dim); }
+    if constexpr (CheckedScorer<S>) {
+        scorer.check(k.heads, k.dim, v.dim);
+    }
 }
 
 }  // namespace host_backend
 
 template <Scorer S, class K, class V>
-std::size_t score_sequence_workspace_bytes(const host& on, const S& scorer, rows_view<K> k, rows_view<V> v,
-                                           const Sequences& sequences,
-                                           const BasicScoreOptions<compute_t<std::remove_const_t<K>>>& options) {
+std::size_t score_sequence_workspace_bytes(
+    const host& on, const S& scorer, rows_view<K> k, rows_view<V> v, const Sequences& sequences,
+    const BasicScoreOptions<compute_t<std::remove_const_t<K>>>& options) {
     using Real = compute_t<std::remove_const_t<K>>;
-    return host_backend::score_sequence_bytes<Real>(on, scorer, k.heads, k.dim, v.dim, sequences, options.how);
+    return host_backend::score_sequence_bytes<Real>(on, scorer, k.heads, k.dim, v.dim, sequences,
+                                                    options.how);
 }
 
 template <Scorer S, class K, class V>
-void score_sequence(const host& on, const S& scorer, rows_view<K> k, rows_view<V> v, const Sequences& sequences,
-                    std::int32_t delay, plane_view<compute_t<std::remove_const_t<K>>> scores, workspace_view workspace,
+void score_sequence(const host& on, const S& scorer, rows_view<K> k, rows_view<V> v,
+                    const Sequences& sequences, std::int32_t delay,
+                    plane_view<compute_t<std::remove_const_t<K>>> scores, workspace_view workspace,
                     const BasicScoreOptions<compute_t<std::remove_const_t<K>>>& options) {
     using T = std::remove_const_t<K>;
     using Real = compute_t<T>;
-    static_assert(std::is_same_v<T, std::remove_const_t<V>>, "kvpolicy: score_sequence needs k and v of one type");
-    static_assert(S::when != score_time::given,
-                  "kvpolicy: score_sequence needs a scorer of keys and values; GivenScores has its scores already");
-    static_assert(S::when == score_time::given || host_backend::computes_in<S, Real>,
-                  "kvpolicy: this scorer computes in float only; double rows need members that are templates on Real");
+    static_assert(std::is_same_v<T, std::remove_const_t<V>>,
+                  "kvpolicy: score_sequence needs k and v of one type");
+    static_assert(
+        S::when != score_time::given,
+        "kvpolicy: score_sequence needs a scorer of keys and values; GivenScores has its scores already");
+    static_assert(
+        S::when == score_time::given || host_backend::computes_in<S, Real>,
+        "kvpolicy: this scorer computes in float only; double rows need members that are templates on Real");
     const rows_view<const T> keys = k;
     const rows_view<const T> values = v;
     host_backend::check_score_call<T>(scorer, keys, values, sequences, delay, scores, options);
-    const std::size_t needed = host_backend::score_sequence_bytes<Real>(on, scorer, k.heads, k.dim, v.dim, sequences,
-                                                                        options.how);
+    const std::size_t needed =
+        host_backend::score_sequence_bytes<Real>(on, scorer, k.heads, k.dim, v.dim, sequences, options.how);
     host_backend::check_workspace(workspace, needed);
     Real* states = options.states;
     if constexpr (S::when == score_time::on_leaving) {
         // A sequence that has not begun leaves the state of one that has not begun.
         for (std::int64_t b = 0; b < k.batch && states != nullptr; ++b) {
-            if (sequences.length_of(b) > 0 || sequences.start_of(b) > 0) { continue; }
+            if (sequences.length_of(b) > 0 || sequences.start_of(b) > 0) {
+                continue;
+            }
             for (std::int64_t h = 0; h < k.heads; ++h) {
                 scorer.reset(states + (b * k.heads + h) * static_cast<std::int64_t>(scorer.state_size()));
             }
         }
     }
-    if (needed == 0) { return; }
+    if (needed == 0) {
+        return;
+    }
     Real* memory = reinterpret_cast<Real*>(host_backend::aligned(workspace.data));
     if constexpr (S::when == score_time::on_arrival) {
         host_backend::score_stateless(on, scorer, keys, values, sequences, scores, memory);
@@ -274,13 +307,17 @@ void score_sequence(const host& on, const S& scorer, rows_view<K> k, rows_view<V
     }
 }
 
-inline std::int32_t budget_matching_state(std::int32_t budget, std::size_t state_bytes, std::size_t row_bytes) {
+inline std::int32_t budget_matching_state(std::int32_t budget, std::size_t state_bytes,
+                                          std::size_t row_bytes) {
     detail::require(budget >= 0, "budget", budget, "0 or more");
     detail::require(row_bytes >= 1, "row_bytes", row_bytes, "1 or more");
-    if (budget == unlimited) { return unlimited; }
+    if (budget == unlimited) {
+        return unlimited;
+    }
     const std::size_t rows = state_bytes / row_bytes + (state_bytes % row_bytes != 0 ? 1 : 0);
-    detail::require(rows <= static_cast<std::size_t>(budget), "budget", budget,
-                    detail::text("at least ", rows, ", since the scorer's state takes the memory of so many rows"));
+    detail::require(
+        rows <= static_cast<std::size_t>(budget), "budget", budget,
+        detail::text("at least ", rows, ", since the scorer's state takes the memory of so many rows"));
     return budget - static_cast<std::int32_t>(rows);
 }
 
