@@ -1,6 +1,14 @@
 // build_mask on CUDA: ranks, running cutoffs and expiries of a policy's whole mask, everything included. Scores are those
 // of benchmarks/baselines/masks.py, bit for bit. Every timed call finds cold caches: a buffer of several times the L2 cache
 // is overwritten before it, outside of the timing. Times are CUDA events on the stream; median_ms is the number to read.
+#include <kvpolicy/cuda.cuh>
+#include <kvpolicy/policies/compose.hpp>
+#include <kvpolicy/policies/decay.hpp>
+#include <kvpolicy/policies/sink.hpp>
+#include <kvpolicy/policies/threshold_gate.hpp>
+#include <kvpolicy/policies/topk_budget.hpp>
+#include <kvpolicy/policies/window.hpp>
+
 #include <benchmark/benchmark.h>
 #include <cuda_runtime.h>
 
@@ -11,14 +19,6 @@
 #include <string>
 #include <type_traits>
 #include <vector>
-
-#include <kvpolicy/cuda.cuh>
-#include <kvpolicy/policies/compose.hpp>
-#include <kvpolicy/policies/decay.hpp>
-#include <kvpolicy/policies/sink.hpp>
-#include <kvpolicy/policies/threshold_gate.hpp>
-#include <kvpolicy/policies/topk_budget.hpp>
-#include <kvpolicy/policies/window.hpp>
 
 namespace kvp = kvpolicy;
 
@@ -46,17 +46,30 @@ __device__ float hashed(std::uint32_t i) {
 
 __global__ void fill(float* scores, std::int64_t count, std::int32_t length, int kind, float log_gamma) {
     const std::int64_t i = std::int64_t{blockIdx.x} * blockDim.x + threadIdx.x;
-    if (i >= count) { return; }
+    if (i >= count) {
+        return;
+    }
     const auto t = static_cast<std::int32_t>(i % length);
     const auto step = static_cast<float>(t);
     float x = hashed(static_cast<std::uint32_t>(i));
     switch (static_cast<order>(kind)) {
-        case order::random: break;
-        case order::equal: x = 1.5f; break;
-        case order::improving: x = 0.25f * step; break;
-        case order::worsening: x = -0.25f * step; break;
-        case order::jump: x = t < length / 2 ? x : step; break;
-        case order::level: x = 1000.0f + step * log_gamma; break;  // priorities that fp32 cannot tell apart
+        case order::random:
+            break;
+        case order::equal:
+            x = 1.5f;
+            break;
+        case order::improving:
+            x = 0.25f * step;
+            break;
+        case order::worsening:
+            x = -0.25f * step;
+            break;
+        case order::jump:
+            x = t < length / 2 ? x : step;
+            break;
+        case order::level:
+            x = 1000.0f + step * log_gamma;
+            break;  // priorities that fp32 cannot tell apart
     }
     scores[i] = x;
 }
@@ -77,14 +90,18 @@ void measure(benchmark::State& state, cudaStream_t stream, const Call& call, std
     if (std::getenv("KVPOLICY_BENCH_PROFILE") != nullptr) {  // one call, for a profiler to look at
         call();
         ok(cudaStreamSynchronize(stream));
-        for (auto _ : state) { state.SetIterationTime(1e-9); }
+        for (auto _ : state) {
+            state.SetIterationTime(1e-9);
+        }
         return;
     }
     static void* const flushed = device<unsigned char>(flushed_bytes);
     cudaEvent_t begin = nullptr, end = nullptr;
     ok(cudaEventCreate(&begin));
     ok(cudaEventCreate(&end));
-    for (int i = 0; i < 3; ++i) { call(); }
+    for (int i = 0; i < 3; ++i) {
+        call();
+    }
     ok(cudaStreamSynchronize(stream));
     // One graph of the call, so that what the host needs to enqueue it is not in the time.
     cudaGraph_t graph = nullptr;
@@ -97,7 +114,11 @@ void measure(benchmark::State& state, cudaStream_t stream, const Call& call, std
     const auto once = [&](bool by_graph) {
         ok(cudaMemsetAsync(flushed, 1, flushed_bytes, stream));
         ok(cudaEventRecord(begin, stream));
-        if (by_graph) { ok(cudaGraphLaunch(ready, stream)); } else { call(); }
+        if (by_graph) {
+            ok(cudaGraphLaunch(ready, stream));
+        } else {
+            call();
+        }
         ok(cudaEventRecord(end, stream));
         ok(cudaEventSynchronize(end));
         float ms = 0.0f;
@@ -139,8 +160,8 @@ struct tensors {
         scores = device<float>(of.count());
         expiry = device<kvp::expiry_t>(of.count());
         ok(cudaMalloc(&workspace, bytes == 0 ? 1 : bytes));
-        fill<<<static_cast<unsigned>((of.count() + 255) / 256), 256>>>(scores, of.count(), of.length, static_cast<int>(kind),
-                                                                      log_gamma);
+        fill<<<static_cast<unsigned>((of.count() + 255) / 256), 256>>>(scores, of.count(), of.length,
+                                                                       static_cast<int>(kind), log_gamma);
         ok(cudaGetLastError());
         ok(cudaDeviceSynchronize());
     }
@@ -154,7 +175,7 @@ struct tensors {
 };
 
 class stream_of_calls {
-public:
+  public:
     stream_of_calls() { ok(cudaStreamCreateWithFlags(&stream, cudaStreamNonBlocking)); }
     stream_of_calls(const stream_of_calls&) = delete;
     stream_of_calls& operator=(const stream_of_calls&) = delete;
@@ -171,8 +192,10 @@ void mask(benchmark::State& state, const P& policy, const shape& of, order kind,
     measure(
         state, calls.stream,
         [&] {
-            kvp::build_mask(on, policy, kvp::view_bhs<const float>(data.scores, of.batch, of.heads, of.length), sequences,
-                            kvp::view_bhs(data.expiry, of.batch, of.heads, of.length), {data.workspace, data.workspace_bytes});
+            kvp::build_mask(on, policy,
+                            kvp::view_bhs<const float>(data.scores, of.batch, of.heads, of.length), sequences,
+                            kvp::view_bhs(data.expiry, of.batch, of.heads, of.length),
+                            {data.workspace, data.workspace_bytes});
         },
         data.workspace_bytes);
 }
@@ -193,8 +216,10 @@ void sort_variant(benchmark::State& state, const shape& of, float log_gamma) {
     problem.rules.common = {4, 256, 3836, 1, log_gamma, 0.0f};
     const std::int64_t planes = std::int64_t{of.batch} * of.heads;
     const ranking<std::uint16_t> ranks{device<std::uint16_t>(of.count()), device<std::uint16_t>(of.count()),
-                                       device<cutoff_anchor>(planes * problem.slots), device<std::int32_t>(planes)};
-    measure(state, calls.stream, [&] { launch_rank_block<Threads, Items, Bits>(on, problem, ranks, false); }, 0);
+                                       device<cutoff_anchor>(planes * problem.slots),
+                                       device<std::int32_t>(planes)};
+    measure(
+        state, calls.stream, [&] { launch_rank_block<Threads, Items, Bits>(on, problem, ranks, false); }, 0);
     ok(cudaFree(ranks.rank));
     ok(cudaFree(ranks.order));
     ok(cudaFree(ranks.anchors));
@@ -203,14 +228,18 @@ void sort_variant(benchmark::State& state, const shape& of, float log_gamma) {
 
 template <class Body>
 void add(const std::string& name, const Body& body) {
-    benchmark::RegisterBenchmark(name.c_str(), body)->UseManualTime()->Iterations(40)->Unit(benchmark::kMillisecond);
+    benchmark::RegisterBenchmark(name.c_str(), body)
+        ->UseManualTime()
+        ->Iterations(40)
+        ->Unit(benchmark::kMillisecond);
 }
 
 }  // namespace
 
 int main(int argc, char** argv) {
     using Budget = kvp::Policy<kvp::Sink<4>, kvp::Window<256>, kvp::TopKBudget<>, kvp::Decay<1>>;
-    using Capped = kvp::Policy<kvp::Sink<4>, kvp::Window<256>, kvp::ThresholdGate<kvp::above>, kvp::TopKBudget<>>;
+    using Capped =
+        kvp::Policy<kvp::Sink<4>, kvp::Window<256>, kvp::ThresholdGate<kvp::above>, kvp::TopKBudget<>>;
     using Gated = kvp::Policy<kvp::Window<256>, kvp::ThresholdGate<kvp::at_least>>;
     const auto budget = [](std::int32_t k, float log_gamma) {
         return Budget(kvp::Sink<4>{}, kvp::Window<256>{}, kvp::TopKBudget<>{k}, kvp::Decay<1>(log_gamma));
@@ -222,16 +251,21 @@ int main(int argc, char** argv) {
     for (const auto& [name, of] : shapes) {
         const shape s = of;
         const std::string prefix = std::string("mask/") + name + "/";
-        add(prefix + "random", [=](benchmark::State& state) { mask(state, budget(3836, 0.0f), s, order::random, 0.0f); });
-        add(prefix + "random, decay", [=](benchmark::State& state) { mask(state, budget(3836, -1e-3f), s, order::random, -1e-3f); });
+        add(prefix + "random",
+            [=](benchmark::State& state) { mask(state, budget(3836, 0.0f), s, order::random, 0.0f); });
+        add(prefix + "random, decay",
+            [=](benchmark::State& state) { mask(state, budget(3836, -1e-3f), s, order::random, -1e-3f); });
         const struct {
             const char* text;
             order kind;
             std::int32_t k;
             float log_gamma;
-        } hard[] = {{"equal", order::equal, 3836, 0.0f},         {"improving", order::improving, 3836, 0.0f},
-                    {"worsening", order::worsening, 3836, 0.0f}, {"jump", order::jump, 3836, 0.0f},
-                    {"improving, k 100", order::improving, 100, 0.0f}, {"jump, k 100", order::jump, 100, 0.0f},
+        } hard[] = {{"equal", order::equal, 3836, 0.0f},
+                    {"improving", order::improving, 3836, 0.0f},
+                    {"worsening", order::worsening, 3836, 0.0f},
+                    {"jump", order::jump, 3836, 0.0f},
+                    {"improving, k 100", order::improving, 100, 0.0f},
+                    {"jump, k 100", order::jump, 100, 0.0f},
                     {"equal, decay", order::equal, 3836, -1e-3f},
                     {"priorities level beyond fp32, decay", order::level, 3836, -1e-3f}};
         for (const auto& [text, kind, k, log_gamma] : hard) {
@@ -241,16 +275,20 @@ int main(int argc, char** argv) {
             add(prefix + text, [=](benchmark::State& state) { mask(state, policy, s, which, decay); });
         }
         add(prefix + "capped gate", [=](benchmark::State& state) {
-            mask(state, Capped(kvp::Sink<4>{}, kvp::Window<256>{}, kvp::ThresholdGate<kvp::above>(2.0f), kvp::TopKBudget<>{512}), s,
-                 order::random, 0.0f);
+            mask(state,
+                 Capped(kvp::Sink<4>{}, kvp::Window<256>{}, kvp::ThresholdGate<kvp::above>(2.0f),
+                        kvp::TopKBudget<>{512}),
+                 s, order::random, 0.0f);
         });
         add(prefix + "gate", [=](benchmark::State& state) {
-            mask(state, Gated(kvp::Window<256>{}, kvp::ThresholdGate<kvp::at_least>(2.0f)), s, order::random, 0.0f);
+            mask(state, Gated(kvp::Window<256>{}, kvp::ThresholdGate<kvp::at_least>(2.0f)), s, order::random,
+                 0.0f);
         });
     }
     add("mask/16k x 1/decay step 64", [=](benchmark::State& state) {
-        mask(state, kvp::Policy<kvp::Window<256>, kvp::TopKBudget<>, kvp::Decay<64>>(kvp::Window<256>{}, kvp::TopKBudget<>{3836},
-                                                                                   kvp::Decay<64>(-1e-2f)),
+        mask(state,
+             kvp::Policy<kvp::Window<256>, kvp::TopKBudget<>, kvp::Decay<64>>(
+                 kvp::Window<256>{}, kvp::TopKBudget<>{3836}, kvp::Decay<64>(-1e-2f)),
              shape{1, 1, 16384}, order::random, 0.0f);
     });
     for (const std::int32_t batch : {1, 128}) {
@@ -258,17 +296,24 @@ int main(int argc, char** argv) {
         const std::string prefix = "block sort/16k x " + std::to_string(8 * batch) + "/";
         for (const float g : {0.0f, -1e-3f}) {
             const std::string end = g == 0.0f ? "" : ", decay";
-            add(prefix + "1024 x 16, 4 bits" + end, [=](benchmark::State& state) { sort_variant<1024, 16, 4>(state, s, g); });
-            add(prefix + "1024 x 16, 5 bits" + end, [=](benchmark::State& state) { sort_variant<1024, 16, 5>(state, s, g); });
-            add(prefix + "1024 x 16, 6 bits" + end, [=](benchmark::State& state) { sort_variant<1024, 16, 6>(state, s, g); });
-            add(prefix + "512 x 32, 4 bits" + end, [=](benchmark::State& state) { sort_variant<512, 32, 4>(state, s, g); });
-            add(prefix + "512 x 32, 6 bits" + end, [=](benchmark::State& state) { sort_variant<512, 32, 6>(state, s, g); });
+            add(prefix + "1024 x 16, 4 bits" + end,
+                [=](benchmark::State& state) { sort_variant<1024, 16, 4>(state, s, g); });
+            add(prefix + "1024 x 16, 5 bits" + end,
+                [=](benchmark::State& state) { sort_variant<1024, 16, 5>(state, s, g); });
+            add(prefix + "1024 x 16, 6 bits" + end,
+                [=](benchmark::State& state) { sort_variant<1024, 16, 6>(state, s, g); });
+            add(prefix + "512 x 32, 4 bits" + end,
+                [=](benchmark::State& state) { sort_variant<512, 32, 4>(state, s, g); });
+            add(prefix + "512 x 32, 6 bits" + end,
+                [=](benchmark::State& state) { sort_variant<512, 32, 6>(state, s, g); });
         }
     }
     benchmark::Initialize(&argc, argv);
     benchmark::AddCustomContext("caches", "cold: 256 MB are written before every timed call");
     cudaDeviceProp card{};
-    if (cudaGetDeviceProperties(&card, 0) == cudaSuccess) { benchmark::AddCustomContext("card", card.name); }
+    if (cudaGetDeviceProperties(&card, 0) == cudaSuccess) {
+        benchmark::AddCustomContext("card", card.name);
+    }
     benchmark::RunSpecifiedBenchmarks();
     benchmark::Shutdown();
     return 0;

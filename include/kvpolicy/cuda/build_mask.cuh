@@ -2,13 +2,6 @@
 // rules' numbers and the card, never on what is in device memory.
 #pragma once
 
-#include <cub/device/device_radix_sort.cuh>
-
-#include <algorithm>
-#include <bit>
-#include <cstdint>
-#include <string>
-
 #include <kvpolicy/cuda/config.cuh>
 #include <kvpolicy/cuda/dispatch.cuh>
 #include <kvpolicy/cuda/kernels/cutoffs.cuh>
@@ -20,29 +13,37 @@
 #include <kvpolicy/cuda/tuning.cuh>
 #include <kvpolicy/masks/build.cuh>
 
+#include <cub/device/device_radix_sort.cuh>
+
+#include <algorithm>
+#include <bit>
+#include <cstdint>
+#include <string>
+
 namespace kvpolicy {
 inline namespace KVPOLICY_CUDA_NAMESPACE KVPOLICY_HIDDEN {
 namespace cuda_backend {
 
 /// Which of the ways a call's budgets take. Decided on the host from rules and shapes.
 struct mask_plan {
-    bool ranked = false;     // some head's contest is static: ranks and the expiry kernel
-    bool decayed = false;    // some of those have gamma < 1: 32-bit keys may need repair
-    bool survivors = false;  // some head's is not
-    bool by_block = false;   // ranks by one block a segment, not by a sort over the device
+    bool ranked = false;           // some head's contest is static: ranks and the expiry kernel
+    bool decayed = false;          // some of those have gamma < 1: 32-bit keys may need repair
+    bool survivors = false;        // some head's is not
+    bool by_block = false;         // ranks by one block a segment, not by a sort over the device
     std::int64_t most_places = 0;  // of a head that contests survivors
 };
 
 template <class P>
 mask_plan plan_mask(const P& policy, const Sequences& sequences, std::int32_t heads, std::int32_t layer,
-                                    position_t limit, const mask_tuning& tuning) {
+                    position_t limit, const mask_tuning& tuning) {
     using problem = mask_problem<typename P::gate_type, decltype(policy.keep_set())>;
     mask_plan plan;
     for (std::int32_t h = 0; h < heads; ++h) {
         const HeadRule rule = policy.rule(layer, h);
         if (problem::contest_needs_survivors(rule, sequences.length, limit)) {
             plan.survivors = true;
-            const std::int64_t leaving = std::max<std::int64_t>(0, std::int64_t{sequences.length} - rule.sinks - rule.window);
+            const std::int64_t leaving =
+                std::max<std::int64_t>(0, std::int64_t{sequences.length} - rule.sinks - rule.window);
             plan.most_places = std::max(plan.most_places, std::min<std::int64_t>(rule.budget, leaving));
         } else {
             plan.ranked = true;
@@ -102,7 +103,8 @@ struct ranking_memory {
         memory.counts.before = parts.take<std::int32_t>(planes * memory.counts.buckets * slots);
         cub::DoubleBuffer<std::uint64_t> keys(nullptr, nullptr);
         cub::DoubleBuffer<std::int32_t> tokens(nullptr, nullptr);
-        check(cub::DeviceRadixSort::SortPairs(nullptr, memory.cub_bytes, keys, tokens, static_cast<std::int32_t>(count), 0,
+        check(cub::DeviceRadixSort::SortPairs(nullptr, memory.cub_bytes, keys, tokens,
+                                              static_cast<std::int32_t>(count), 0,
                                               key_bits(planes * segments), on.stream),
               "cub::DeviceRadixSort::SortPairs");
         memory.cub = parts.take<unsigned char>(static_cast<std::int64_t>(memory.cub_bytes));
@@ -116,7 +118,7 @@ struct ranking_memory {
 
 template <int Threads, int Items, int Bits = 4, class Gate, class Keep>
 void launch_rank_block(const cuda& on, const mask_problem<Gate, Keep>& problem,
-                                       const ranking<std::uint16_t>& out, bool wants_ranks) {
+                       const ranking<std::uint16_t>& out, bool wants_ranks) {
     const std::int64_t blocks = std::int64_t{problem.batch} * problem.heads * problem.segments;
     launch("rank_block_kernel", rank_block_kernel<Threads, Items, Bits, Gate, Keep>, blocks, Threads,
            sizeof(typename rank_block<Threads, Items, Bits>::shared), on, problem, out, wants_ranks);
@@ -124,7 +126,7 @@ void launch_rank_block(const cuda& on, const mask_problem<Gate, Keep>& problem,
 
 template <class Index, class Gate, class Keep>
 void launch_expire(const cuda& on, const mask_problem<Gate, Keep>& problem, const ranking<Index>& ranks,
-                                   const mask_output& out) {
+                   const mask_output& out) {
     const std::int64_t blocks = std::int64_t{problem.batch} * problem.heads * problem.slots;
     launch("expire_kernel", expire_kernel<Index, Gate, Keep>, blocks, mask_chunk,
            sizeof(typename expire_block<Index>::shared), on, problem, ranks, out);
@@ -133,11 +135,12 @@ void launch_expire(const cuda& on, const mask_problem<Gate, Keep>& problem, cons
 /// Ranks and what follows from them, for the heads whose ranks are static.
 template <class Gate, class Keep>
 void rank_and_expire(const cuda& on, const device_scope& device, const mask_plan& plan,
-                                     const mask_problem<Gate, Keep>& problem, const ranking_memory& memory,
-                                     const mask_output& out, bool wants_ranks, const mask_tuning& tuning) {
+                     const mask_problem<Gate, Keep>& problem, const ranking_memory& memory,
+                     const mask_output& out, bool wants_ranks, const mask_tuning& tuning) {
     if (plan.by_block) {
         const ranking<std::uint16_t> ranks{static_cast<std::uint16_t*>(memory.rank),
-                                           static_cast<std::uint16_t*>(memory.order), memory.anchors, memory.competitors};
+                                           static_cast<std::uint16_t*>(memory.order), memory.anchors,
+                                           memory.competitors};
         if (problem.length <= 2048) {
             launch_rank_block<256, 8>(on, problem, ranks, wants_ranks);
         } else if (problem.length <= 4096) {
@@ -156,40 +159,45 @@ void rank_and_expire(const cuda& on, const device_scope& device, const mask_plan
     cub::DoubleBuffer<std::uint64_t> keys(memory.sort[0].keys, memory.sort[1].keys);
     cub::DoubleBuffer<std::int32_t> tokens(memory.sort[0].tokens, memory.sort[1].tokens);
     std::size_t cub_bytes = memory.cub_bytes;
-    check(cub::DeviceRadixSort::SortPairs(memory.cub, cub_bytes, keys, tokens, static_cast<std::int32_t>(count), 0,
-                                          ranking_memory::key_bits(planes * problem.segments), on.stream),
-          "cub::DeviceRadixSort::SortPairs");
+    check(
+        cub::DeviceRadixSort::SortPairs(memory.cub, cub_bytes, keys, tokens, static_cast<std::int32_t>(count),
+                                        0, ranking_memory::key_bits(planes * problem.segments), on.stream),
+        "cub::DeviceRadixSort::SortPairs");
     const sorted_keys sorted{keys.Current(), tokens.Current()};
     const sorted_keys spare{keys.Alternate(), tokens.Alternate()};
     if (plan.decayed) {
         check(cudaMemsetAsync(memory.runs.count, 0, sizeof(std::int32_t), on.stream), "cudaMemsetAsync");
-        launch("settle_runs_kernel", settle_runs_kernel<Gate, Keep>, (count + device_threads - 1) / device_threads,
-               device_threads, 0, on, problem, sorted, memory.runs);
+        launch("settle_runs_kernel", settle_runs_kernel<Gate, Keep>,
+               (count + device_threads - 1) / device_threads, device_threads, 0, on, problem, sorted,
+               memory.runs);
         const std::int64_t workers =
             std::int64_t{tuning.list_blocks} * device.attribute(cudaDevAttrMultiProcessorCount);
         launch("sort_long_runs_kernel", sort_long_runs_kernel<Gate, Keep>,
-               std::min<std::int64_t>(workers, longest_run_list(count)), device_threads, sizeof(long_run_shared), on,
-               problem, sorted, spare, memory.runs);
+               std::min<std::int64_t>(workers, longest_run_list(count)), device_threads,
+               sizeof(long_run_shared), on, problem, sorted, spare, memory.runs);
     }
     // From here on the sort's other half is free.
     const ranking<std::int32_t> ranks{reinterpret_cast<std::int32_t*>(spare.keys),
                                       problem.edges == nullptr ? sorted.tokens : spare.tokens, memory.anchors,
                                       memory.competitors};
-    launch("invert_and_count_kernel", invert_and_count_kernel<Gate, Keep>, planes * memory.counts.buckets, device_threads,
-           (32 + static_cast<std::size_t>(std::min(problem.slots, counted_slots))) * sizeof(std::int32_t), on, problem,
-           sorted, ranks, memory.counts);
+    launch("invert_and_count_kernel", invert_and_count_kernel<Gate, Keep>, planes * memory.counts.buckets,
+           device_threads,
+           (32 + static_cast<std::size_t>(std::min(problem.slots, counted_slots))) * sizeof(std::int32_t), on,
+           problem, sorted, ranks, memory.counts);
     launch("anchors_kernel", anchors_kernel<Gate, Keep>,
-           (planes * problem.slots + device_threads / 32 - 1) / (device_threads / 32), device_threads, 0, on, problem,
-           ranks, memory.counts);
+           (planes * problem.slots + device_threads / 32 - 1) / (device_threads / 32), device_threads, 0, on,
+           problem, ranks, memory.counts);
     launch_expire(on, problem, ranks, out);
 }
 
 template <class P>
 void check_mask_call(const P& policy, plane_view<const float> scores, const Sequences& sequences,
-                                     std::int32_t batch, std::int32_t heads, std::int32_t length, std::int32_t layer) {
+                     std::int32_t batch, std::int32_t heads, std::int32_t length, std::int32_t layer) {
     policy.check_layer(layer, heads);
     check_sequences(sequences, batch, length);
-    if constexpr (P::ranked) { check_plane("scores", scores, batch, heads, sequences.length); }
+    if constexpr (P::ranked) {
+        check_plane("scores", scores, batch, heads, sequences.length);
+    }
 }
 
 /// The tuning for a context's card.
@@ -202,17 +210,20 @@ inline mask_tuning mask_tuning_of(const cuda& on) {
 
 template <class P>
 std::size_t mask_workspace_bytes(const cuda& on, const P& policy, const Sequences& sequences,
-                                                 std::int32_t heads, const MaskOptions& options,
-                                                 const mask_tuning& tuning) {
+                                 std::int32_t heads, const MaskOptions& options, const mask_tuning& tuning) {
     workspace_parts parts(nullptr);
     static_cast<void>(small_numbers::take(parts, sequences, heads));
     if constexpr (P::has_budget) {
         const device_scope device(on);
-        const mask_plan plan = plan_mask(policy, sequences, heads, options.layer, options.rebase_limit, tuning);
-        if (plan.ranked) { static_cast<void>(ranking_memory::take(parts, plan, sequences, heads, on)); }
+        const mask_plan plan =
+            plan_mask(policy, sequences, heads, options.layer, options.rebase_limit, tuning);
+        if (plan.ranked) {
+            static_cast<void>(ranking_memory::take(parts, plan, sequences, heads, on));
+        }
         if (plan.survivors) {
             const std::int64_t segments = sequences.cu_seqlens == nullptr ? 1 : sequences.segments;
-            static_cast<void>(parts.take<survivor>(std::int64_t{sequences.batch} * heads * segments * plan.most_places));
+            static_cast<void>(
+                parts.take<survivor>(std::int64_t{sequences.batch} * heads * segments * plan.most_places));
         }
     }
     return parts.bytes();
@@ -220,15 +231,17 @@ std::size_t mask_workspace_bytes(const cuda& on, const P& policy, const Sequence
 
 template <class P>
 void build_mask_tuned(const cuda& on, const P& policy, plane_view<const float> scores,
-                                      const Sequences& sequences, plane_view<expiry_t> expiry, workspace_view workspace,
-                                      const MaskOptions& options, std::uint32_t* status, const mask_tuning& tuning) {
+                      const Sequences& sequences, plane_view<expiry_t> expiry, workspace_view workspace,
+                      const MaskOptions& options, std::uint32_t* status, const mask_tuning& tuning) {
     const std::int32_t heads = expiry.heads;
     check_mask_call(policy, scores, sequences, expiry.batch, heads, expiry.length, options.layer);
     check_plane("expiry", expiry, sequences.batch, heads, sequences.length);
     detail::require(options.rebase_limit >= 1 && options.rebase_limit <= rebase_limit, "rebase_limit",
                     options.rebase_limit, "1 to 2^29");
     check_workspace(workspace, mask_workspace_bytes(on, policy, sequences, heads, options, tuning));
-    if (sequences.batch == 0 || heads == 0 || sequences.length == 0) { return; }
+    if (sequences.batch == 0 || heads == 0 || sequences.length == 0) {
+        return;
+    }
 
     const device_scope device(on);
     workspace_parts parts(workspace.data);
@@ -239,18 +252,20 @@ void build_mask_tuned(const cuda& on, const P& policy, plane_view<const float> s
     using Keep = decltype(problem.keep);
     const std::int64_t planes = std::int64_t{problem.batch} * heads;
     if constexpr (!P::has_budget) {
-        launch("expire_alone_kernel", expire_alone_kernel<P::ranked, Gate, Keep>, planes * problem.slots, mask_chunk, 0, on,
-               problem, expiry);
+        launch("expire_alone_kernel", expire_alone_kernel<P::ranked, Gate, Keep>, planes * problem.slots,
+               mask_chunk, 0, on, problem, expiry);
     } else {
-        const mask_plan plan = plan_mask(policy, sequences, heads, options.layer, options.rebase_limit, tuning);
+        const mask_plan plan =
+            plan_mask(policy, sequences, heads, options.layer, options.rebase_limit, tuning);
         if (plan.ranked) {
             const ranking_memory memory = ranking_memory::take(parts, plan, sequences, heads, on);
             rank_and_expire(on, device, plan, problem, memory, {expiry, {}, {}}, false, tuning);
         }
         if (plan.survivors) {
             const std::int64_t tasks = planes * problem.segments;
-            launch("survivors_kernel", survivors_kernel<Gate, Keep>, tasks, survivor_threads, sizeof(survivors_shared), on,
-                   problem, expiry, parts.take<survivor>(tasks * plan.most_places), plan.most_places);
+            launch("survivors_kernel", survivors_kernel<Gate, Keep>, tasks, survivor_threads,
+                   sizeof(survivors_shared), on, problem, expiry,
+                   parts.take<survivor>(tasks * plan.most_places), plan.most_places);
         }
     }
 }
@@ -258,9 +273,10 @@ void build_mask_tuned(const cuda& on, const P& policy, plane_view<const float> s
 }  // namespace cuda_backend
 
 template <AnyPolicy P>
-std::size_t build_mask_workspace_bytes(const cuda& on, const P& policy, const Sequences& sequences, std::int32_t heads,
-                                       const MaskOptions& options) {
-    return cuda_backend::mask_workspace_bytes(on, policy, sequences, heads, options, cuda_backend::mask_tuning_of(on));
+std::size_t build_mask_workspace_bytes(const cuda& on, const P& policy, const Sequences& sequences,
+                                       std::int32_t heads, const MaskOptions& options) {
+    return cuda_backend::mask_workspace_bytes(on, policy, sequences, heads, options,
+                                              cuda_backend::mask_tuning_of(on));
 }
 
 template <AnyPolicy P>
@@ -273,7 +289,7 @@ void build_mask(const cuda& on, const P& policy, plane_view<const float> scores,
 
 template <Cutoff C, AnyPolicy P>
 std::size_t build_cutoffs_workspace_bytes(const cuda& on, const P& policy, const Sequences& sequences,
-                                                          std::int32_t heads) {
+                                          std::int32_t heads) {
     using namespace cuda_backend;
     static_assert(P::has_budget, "kvpolicy: build_cutoffs needs a policy with a TopKBudget");
     const device_scope device(on);
@@ -285,16 +301,16 @@ std::size_t build_cutoffs_workspace_bytes(const cuda& on, const P& policy, const
     if constexpr (!std::is_same_v<C, ParallelCutoff>) {
         constexpr std::size_t unit = workspace_parts::alignment;
         const std::size_t each = (C::scratch_bytes(sequences.length) + unit - 1) / unit * unit;
-        static_cast<void>(parts.take<unsigned char>(std::int64_t{sequences.batch} * heads * static_cast<std::int64_t>(each)));
+        static_cast<void>(parts.take<unsigned char>(std::int64_t{sequences.batch} * heads *
+                                                    static_cast<std::int64_t>(each)));
     }
     return parts.bytes();
 }
 
 template <Cutoff C, AnyPolicy P>
 void build_cutoffs(const cuda& on, const P& policy, plane_view<const float> scores,
-                                   const Sequences& sequences, plane_view<std::int32_t> rank,
-                                   plane_view<std::int32_t> cutoff, workspace_view workspace, std::int32_t layer,
-                                   std::uint32_t* status) {
+                   const Sequences& sequences, plane_view<std::int32_t> rank, plane_view<std::int32_t> cutoff,
+                   workspace_view workspace, std::int32_t layer, std::uint32_t* status) {
     using namespace cuda_backend;
     static_assert(P::has_budget, "kvpolicy: build_cutoffs needs a policy with a TopKBudget");
     const std::int32_t heads = rank.heads;
@@ -309,7 +325,9 @@ void build_cutoffs(const cuda& on, const P& policy, plane_view<const float> scor
         detail::require(step == 1, "decay step n", step, "1, since ranks are static only then");
     }
     cuda_backend::check_workspace(workspace, build_cutoffs_workspace_bytes<C>(on, policy, sequences, heads));
-    if (sequences.batch == 0 || heads == 0 || sequences.length == 0) { return; }
+    if (sequences.batch == 0 || heads == 0 || sequences.length == 0) {
+        return;
+    }
 
     const device_scope device(on);
     const mask_tuning tuning = select_mask_tuning(device.capability());
@@ -319,8 +337,8 @@ void build_cutoffs(const cuda& on, const P& policy, plane_view<const float> scor
     const mask_plan plan = plan_mask(policy, sequences, heads, layer, rebase_limit, tuning);
     const ranking_memory memory = ranking_memory::take(parts, plan, sequences, heads, on);
     constexpr bool parallel = std::is_same_v<C, ParallelCutoff>;
-    rank_and_expire(on, device, plan, problem, memory, {{}, rank, parallel ? cutoff : plane_view<std::int32_t>{}}, true,
-                    tuning);
+    rank_and_expire(on, device, plan, problem, memory,
+                    {{}, rank, parallel ? cutoff : plane_view<std::int32_t>{}}, true, tuning);
     if constexpr (!parallel) {
         using Gate = std::remove_cvref_t<decltype(problem.gate)>;
         using Keep = std::remove_cvref_t<decltype(problem.keep)>;
@@ -336,7 +354,7 @@ void build_cutoffs(const cuda& on, const P& policy, plane_view<const float> scor
 
 template <AnyPolicy P>
 std::size_t expiry_from_cutoffs_workspace_bytes(const cuda&, const P&, const Sequences& sequences,
-                                                                std::int32_t heads) {
+                                                std::int32_t heads) {
     using namespace cuda_backend;
     workspace_parts parts(nullptr);
     static_cast<void>(small_numbers::take(parts, sequences, heads));
@@ -345,8 +363,8 @@ std::size_t expiry_from_cutoffs_workspace_bytes(const cuda&, const P&, const Seq
 
 template <AnyPolicy P>
 void expiry_from_cutoffs(const cuda& on, const P& policy, plane_view<const std::int32_t> rank,
-                                         plane_view<const std::int32_t> cutoff, const Sequences& sequences,
-                                         plane_view<expiry_t> expiry, workspace_view workspace, std::int32_t layer) {
+                         plane_view<const std::int32_t> cutoff, const Sequences& sequences,
+                         plane_view<expiry_t> expiry, workspace_view workspace, std::int32_t layer) {
     using namespace cuda_backend;
     const std::int32_t heads = expiry.heads;
     policy.check_layer(layer, heads);
@@ -356,8 +374,11 @@ void expiry_from_cutoffs(const cuda& on, const P& policy, plane_view<const std::
     check_plane("expiry", expiry, sequences.batch, heads, sequences.length);
     detail::require(sequences.cu_seqlens == nullptr, "sequences.cu_seqlens", "given",
                     "null (build_mask takes packed segments)");
-    cuda_backend::check_workspace(workspace, expiry_from_cutoffs_workspace_bytes(on, policy, sequences, heads));
-    if (sequences.batch == 0 || heads == 0 || sequences.length == 0) { return; }
+    cuda_backend::check_workspace(workspace,
+                                  expiry_from_cutoffs_workspace_bytes(on, policy, sequences, heads));
+    if (sequences.batch == 0 || heads == 0 || sequences.length == 0) {
+        return;
+    }
 
     const device_scope device(on);
     workspace_parts parts(workspace.data);
@@ -366,8 +387,9 @@ void expiry_from_cutoffs(const cuda& on, const P& policy, plane_view<const std::
     using Gate = std::remove_cvref_t<decltype(problem.gate)>;
     using Keep = std::remove_cvref_t<decltype(problem.keep)>;
     launch("expiry_from_cutoffs_kernel", expiry_from_cutoffs_kernel<Gate, Keep>,
-           std::int64_t{problem.batch} * heads * problem.slots, mask_chunk, 0, on, problem, rank, cutoff, expiry);
+           std::int64_t{problem.batch} * heads * problem.slots, mask_chunk, 0, on, problem, rank, cutoff,
+           expiry);
 }
 
-}  // namespace KVPOLICY_CUDA_NAMESPACE
+}  // namespace KVPOLICY_HIDDEN
 }  // namespace kvpolicy

@@ -25,11 +25,12 @@
 #define KVPOLICY_DETAIL_JOIN_11(p, a, ...) KVPOLICY_DETAIL_JOIN_10(KVPOLICY_DETAIL_PASTE(p, a), __VA_ARGS__)
 #define KVPOLICY_DETAIL_JOIN_12(p, a, ...) KVPOLICY_DETAIL_JOIN_11(KVPOLICY_DETAIL_PASTE(p, a), __VA_ARGS__)
 #define KVPOLICY_DETAIL_PICK(_1, _2, _3, _4, _5, _6, _7, _8, _9, _10, _11, _12, name, ...) name
-#define KVPOLICY_DETAIL_JOIN(p, ...)                                                                                \
-    KVPOLICY_DETAIL_PICK(__VA_ARGS__, KVPOLICY_DETAIL_JOIN_12, KVPOLICY_DETAIL_JOIN_11, KVPOLICY_DETAIL_JOIN_10,    \
-                         KVPOLICY_DETAIL_JOIN_9, KVPOLICY_DETAIL_JOIN_8, KVPOLICY_DETAIL_JOIN_7,                    \
-                         KVPOLICY_DETAIL_JOIN_6, KVPOLICY_DETAIL_JOIN_5, KVPOLICY_DETAIL_JOIN_4,                    \
-                         KVPOLICY_DETAIL_JOIN_3, KVPOLICY_DETAIL_JOIN_2, KVPOLICY_DETAIL_JOIN_1, unused)            \
+#define KVPOLICY_DETAIL_JOIN(p, ...)                                                              \
+    KVPOLICY_DETAIL_PICK(__VA_ARGS__, KVPOLICY_DETAIL_JOIN_12, KVPOLICY_DETAIL_JOIN_11,           \
+                         KVPOLICY_DETAIL_JOIN_10, KVPOLICY_DETAIL_JOIN_9, KVPOLICY_DETAIL_JOIN_8, \
+                         KVPOLICY_DETAIL_JOIN_7, KVPOLICY_DETAIL_JOIN_6, KVPOLICY_DETAIL_JOIN_5,  \
+                         KVPOLICY_DETAIL_JOIN_4, KVPOLICY_DETAIL_JOIN_3, KVPOLICY_DETAIL_JOIN_2,  \
+                         KVPOLICY_DETAIL_JOIN_1, unused)                                          \
     (p, __VA_ARGS__)
 #define KVPOLICY_DETAIL_VERSIONED_(a, b, c) v##a##_##b##_##c
 #define KVPOLICY_DETAIL_VERSIONED(a, b, c) KVPOLICY_DETAIL_VERSIONED_(a, b, c)

@@ -1,10 +1,6 @@
 // What the dispatches of several operations share: rules and sequences as kernels take them, and argument checks.
 #pragma once
 
-#include <algorithm>
-#include <cstdint>
-#include <string>
-
 #include <kvpolicy/core/cuda_context.hpp>
 #include <kvpolicy/core/error.hpp>
 #include <kvpolicy/core/view.hpp>
@@ -13,6 +9,10 @@
 #include <kvpolicy/cuda/kernels/prepare.cuh>
 #include <kvpolicy/cuda/launch.cuh>
 #include <kvpolicy/policies/compose.hpp>
+
+#include <algorithm>
+#include <cstdint>
+#include <string>
 
 namespace kvpolicy {
 inline namespace KVPOLICY_CUDA_NAMESPACE KVPOLICY_HIDDEN {
@@ -24,8 +24,8 @@ inline void check_sequences(const Sequences& sequences, std::int32_t batch, std:
                     "the views' batch, " + std::to_string(batch));
     detail::require(sequences.length >= 0 && sequences.length <= length, "sequences.length", sequences.length,
                     "0 to the views' length, " + std::to_string(length));
-    detail::require(sequences.cu_seqlens == nullptr || sequences.segments >= 1, "sequences.segments", sequences.segments,
-                    "1 or more where cu_seqlens is given");
+    detail::require(sequences.cu_seqlens == nullptr || sequences.segments >= 1, "sequences.segments",
+                    sequences.segments, "1 or more where cu_seqlens is given");
 }
 
 inline void check_workspace(workspace_view workspace, std::size_t needed) {
@@ -37,12 +37,14 @@ inline void check_workspace(workspace_view workspace, std::size_t needed) {
 
 template <class T>
 void check_plane(const char* name, const plane_view<T>& plane, std::int32_t batch, std::int32_t heads,
-                                 std::int32_t length) {
+                 std::int32_t length) {
     const std::string shape = std::to_string(plane.batch) + " x " + std::to_string(plane.heads) + " x " +
                               std::to_string(plane.length);
-    detail::require(plane.batch == batch && plane.heads == heads && plane.length >= length, name, shape,
-                    std::to_string(batch) + " x " + std::to_string(heads) + " x at least " + std::to_string(length));
-    detail::require(plane.data != nullptr || batch == 0 || heads == 0 || length == 0, name, "null", "device memory");
+    detail::require(
+        plane.batch == batch && plane.heads == heads && plane.length >= length, name, shape,
+        std::to_string(batch) + " x " + std::to_string(heads) + " x at least " + std::to_string(length));
+    detail::require(plane.data != nullptr || batch == 0 || heads == 0 || length == 0, name, "null",
+                    "device memory");
 }
 
 /// Whether all heads of a layer have one rule.
@@ -68,15 +70,16 @@ struct small_numbers {
 
     static small_numbers take(workspace_parts& parts, const Sequences& sequences, std::int32_t heads) {
         return {parts.take<HeadRule>(heads),
-                parts.take<std::int32_t>(sequences.cu_seqlens == nullptr ? 0 : std::int64_t{sequences.segments} + 1)};
+                parts.take<std::int32_t>(
+                    sequences.cu_seqlens == nullptr ? 0 : std::int64_t{sequences.segments} + 1)};
     }
 };
 
 /// The problem of a call, with whatever has to be in device memory first already enqueued.
 template <class P>
-auto make_problem(const cuda& on, const P& policy, plane_view<const float> scores,
-                                  const Sequences& sequences, std::int32_t heads, std::int32_t layer,
-                                  const small_numbers& memory, std::uint32_t* status) {
+auto make_problem(const cuda& on, const P& policy, plane_view<const float> scores, const Sequences& sequences,
+                  std::int32_t heads, std::int32_t layer, const small_numbers& memory,
+                  std::uint32_t* status) {
     using Gate = typename P::gate_type;
     using Keep = decltype(policy.keep_set());
     mask_problem<Gate, Keep> problem{};
@@ -103,13 +106,16 @@ auto make_problem(const cuda& on, const P& policy, plane_view<const float> score
             rule_batch batch;
             batch.first = first;
             batch.count = std::min(heads - first, rule_batch::capacity);
-            for (std::int32_t i = 0; i < batch.count; ++i) { batch.rules[i] = policy.rule(layer, first + i); }
-            launch("write_rules_kernel", write_rules_kernel<HeadRule>, 1, rule_batch::capacity, 0, on, batch, memory.rules);
+            for (std::int32_t i = 0; i < batch.count; ++i) {
+                batch.rules[i] = policy.rule(layer, first + i);
+            }
+            launch("write_rules_kernel", write_rules_kernel<HeadRule>, 1, rule_batch::capacity, 0, on, batch,
+                   memory.rules);
         }
     }
     return problem;
 }
 
 }  // namespace cuda_backend
-}  // namespace KVPOLICY_CUDA_NAMESPACE
+}  // namespace KVPOLICY_HIDDEN
 }  // namespace kvpolicy

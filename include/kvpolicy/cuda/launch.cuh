@@ -1,18 +1,18 @@
 // From a dispatch to a kernel: error checks, the device of a context, launches, and the caller's workspace in parts.
 #pragma once
 
+#include <kvpolicy/core/cuda_context.hpp>
+#include <kvpolicy/core/cuda_error.hpp>
+#include <kvpolicy/core/error.hpp>
+#include <kvpolicy/core/view.hpp>
+#include <kvpolicy/cuda/config.cuh>
+
 #include <cuda_runtime.h>
 
 #include <cstddef>
 #include <cstdint>
 #include <source_location>
 #include <string>
-
-#include <kvpolicy/core/cuda_context.hpp>
-#include <kvpolicy/core/cuda_error.hpp>
-#include <kvpolicy/core/error.hpp>
-#include <kvpolicy/core/view.hpp>
-#include <kvpolicy/cuda/config.cuh>
 
 namespace kvpolicy {
 inline namespace KVPOLICY_CUDA_NAMESPACE KVPOLICY_HIDDEN {
@@ -21,9 +21,12 @@ namespace cuda_backend {
 /// Reports a failed call with its name and the place of this check. A binary without code for the card is named as such,
 /// since CUDA's own text for it is easily misread.
 inline void check(cudaError_t error, const char* call,
-                                  std::source_location where = std::source_location::current()) {
-    if (error == cudaSuccess) [[likely]] { return; }
-    static_cast<void>(cudaGetLastError());  // the error is reported here, so the next call must not see it again
+                  std::source_location where = std::source_location::current()) {
+    if (error == cudaSuccess) [[likely]] {
+        return;
+    }
+    static_cast<void>(
+        cudaGetLastError());  // the error is reported here, so the next call must not see it again
     std::string text = std::string(cudaGetErrorName(error)) + ", " + cudaGetErrorString(error);
     if (error == cudaErrorNoKernelImageForDevice || error == cudaErrorInvalidDeviceFunction ||
         error == cudaErrorUnsupportedPtxVersion) {
@@ -45,7 +48,9 @@ inline void check(cudaError_t error, const char* call,
 /// The device that a context's work runs on. (A stream may not be asked for its device while it is capturing, and work can
 /// be enqueued only where the stream's device is current, so the current one is the answer.)
 inline int device_of(const cuda& on) {
-    if (on.device >= 0) { return on.device; }
+    if (on.device >= 0) {
+        return on.device;
+    }
     int device = 0;
     check(cudaGetDevice(&device), "cudaGetDevice");
     return device;
@@ -53,15 +58,19 @@ inline int device_of(const cuda& on) {
 
 /// Makes a context's device current for the length of a call, and gives the caller's back.
 class device_scope {
-public:
+  public:
     explicit device_scope(const cuda& on) : device_(device_of(on)) {
         check(cudaGetDevice(&before_), "cudaGetDevice");
-        if (device_ != before_) { check(cudaSetDevice(device_), "cudaSetDevice"); }
+        if (device_ != before_) {
+            check(cudaSetDevice(device_), "cudaSetDevice");
+        }
     }
     device_scope(const device_scope&) = delete;
     device_scope& operator=(const device_scope&) = delete;
     ~device_scope() {
-        if (device_ != before_) { static_cast<void>(cudaSetDevice(before_)); }
+        if (device_ != before_) {
+            static_cast<void>(cudaSetDevice(before_));
+        }
     }
 
     [[nodiscard]] int attribute(cudaDeviceAttr which) const {
@@ -71,10 +80,11 @@ public:
     }
     /// Compute capability as 10 * major + minor.
     [[nodiscard]] int capability() const {
-        return 10 * attribute(cudaDevAttrComputeCapabilityMajor) + attribute(cudaDevAttrComputeCapabilityMinor);
+        return 10 * attribute(cudaDevAttrComputeCapabilityMajor) +
+               attribute(cudaDevAttrComputeCapabilityMinor);
     }
 
-private:
+  private:
     int device_ = 0;
     int before_ = 0;
 };
@@ -82,15 +92,18 @@ private:
 /// Enqueues a kernel on a 1-D grid; nothing where the grid is empty. `name` is a literal and names it in errors.
 template <class... Parameters, class... Arguments>
 void launch(const char* name, void (*kernel)(Parameters...), std::int64_t blocks, int threads,
-                            std::size_t shared_bytes, const cuda& on, Arguments... arguments) {
-    if (blocks == 0) { return; }
+            std::size_t shared_bytes, const cuda& on, Arguments... arguments) {
+    if (blocks == 0) {
+        return;
+    }
     detail::require(blocks > 0 && blocks <= 0x7fffffff, "blocks of a launch", blocks,
                     "at most 2^31 - 1: split the batch");
     constexpr std::size_t without_asking = 48 * 1024;
     if (shared_bytes > without_asking) {
-        check(cudaFuncSetAttribute(reinterpret_cast<const void*>(kernel), cudaFuncAttributeMaxDynamicSharedMemorySize,
-                                   static_cast<int>(shared_bytes)),
-              name);
+        check(
+            cudaFuncSetAttribute(reinterpret_cast<const void*>(kernel),
+                                 cudaFuncAttributeMaxDynamicSharedMemorySize, static_cast<int>(shared_bytes)),
+            name);
     }
     cudaLaunchConfig_t config{};
     config.gridDim = dim3(static_cast<unsigned>(blocks));
@@ -108,7 +121,7 @@ __device__ inline unsigned char* dynamic_shared() {
 
 /// Parts of the caller's workspace, in the order in which they are asked for. With no memory it only measures.
 class workspace_parts {
-public:
+  public:
     static constexpr std::size_t alignment = 256;
 
     explicit workspace_parts(void* memory) : memory_(static_cast<unsigned char*>(memory)) {
@@ -128,11 +141,11 @@ public:
     /// What a workspace must have, wherever it begins; 0 where nothing was asked for.
     [[nodiscard]] std::size_t bytes() const { return used_ == 0 ? 0 : used_ + alignment; }
 
-private:
+  private:
     unsigned char* memory_;
     std::size_t used_ = 0;
 };
 
 }  // namespace cuda_backend
-}  // namespace KVPOLICY_CUDA_NAMESPACE
+}  // namespace KVPOLICY_HIDDEN
 }  // namespace kvpolicy

@@ -2,9 +2,9 @@
 // them.
 #pragma once
 
-#include <cstdint>
-
 #include <kvpolicy/cuda/config.cuh>
+
+#include <cstdint>
 
 namespace kvpolicy {
 inline namespace KVPOLICY_CUDA_NAMESPACE KVPOLICY_HIDDEN {
@@ -22,7 +22,9 @@ struct mask_tuning {
 /// `capability` is 10 * major + minor.
 constexpr mask_tuning select_mask_tuning(int capability) {
     // 16k tokens a block take about 130 KB of shared memory. Cards of 8.6 and 8.9 (and 12.x) lend a block 99 KB.
-    if (capability == 80 || capability == 87 || (capability >= 90 && capability < 120)) { return {16384, 2}; }
+    if (capability == 80 || capability == 87 || (capability >= 90 && capability < 120)) {
+        return {16384, 2};
+    }
     return {4096, 2};
 }
 
@@ -32,5 +34,5 @@ static_assert(select_mask_tuning(90).longest_block_sort == 16384);
 inline constexpr std::int32_t mask_chunk = 512;
 
 }  // namespace cuda_backend
-}  // namespace KVPOLICY_CUDA_NAMESPACE
+}  // namespace KVPOLICY_HIDDEN
 }  // namespace kvpolicy

@@ -1,12 +1,12 @@
 // build_mask and its kin on CUDA: declarations. kvpolicy/cuda.cuh has the bodies; include it where they are instantiated.
 #pragma once
 
-#include <cstddef>
-#include <cstdint>
-
 #include <kvpolicy/core/cuda_context.hpp>
 #include <kvpolicy/cuda/config.cuh>
 #include <kvpolicy/masks/build.hpp>
+
+#include <cstddef>
+#include <cstdint>
 
 namespace kvpolicy {
 inline namespace KVPOLICY_CUDA_NAMESPACE KVPOLICY_HIDDEN {
@@ -26,8 +26,8 @@ inline namespace KVPOLICY_CUDA_NAMESPACE KVPOLICY_HIDDEN {
 
 /// Bytes of device workspace that build_mask needs for `heads` KV heads.
 template <AnyPolicy P>
-std::size_t build_mask_workspace_bytes(const cuda& on, const P& policy, const Sequences& sequences, std::int32_t heads,
-                                       const MaskOptions& options = {});
+std::size_t build_mask_workspace_bytes(const cuda& on, const P& policy, const Sequences& sequences,
+                                       std::int32_t heads, const MaskOptions& options = {});
 
 /// expiry [B, Hkv, S] (int32) from scores [B, Hkv, S] (fp32), the same integers as the host's build_mask with
 /// nan_ranks_last. Overwrites expiry[b][h][t] for t < the sequence's length and nothing else.
@@ -49,9 +49,9 @@ std::size_t build_cutoffs_workspace_bytes(const cuda& on, const P& policy, const
 /// Cutoff than ParallelCutoff runs on one thread a head, and must be KVPOLICY_HOST_DEVICE (FenwickCutoff and
 /// LinkedCutoff are).
 template <Cutoff C = ParallelCutoff, AnyPolicy P>
-void build_cutoffs(const cuda& on, const P& policy, plane_view<const float> scores, const Sequences& sequences,
-                   plane_view<std::int32_t> rank, plane_view<std::int32_t> cutoff, workspace_view workspace,
-                   std::int32_t layer = 0, std::uint32_t* status = nullptr);
+void build_cutoffs(const cuda& on, const P& policy, plane_view<const float> scores,
+                   const Sequences& sequences, plane_view<std::int32_t> rank, plane_view<std::int32_t> cutoff,
+                   workspace_view workspace, std::int32_t layer = 0, std::uint32_t* status = nullptr);
 
 /// Bytes of device workspace that expiry_from_cutoffs needs.
 template <AnyPolicy P>
@@ -61,8 +61,8 @@ std::size_t expiry_from_cutoffs_workspace_bytes(const cuda& on, const P& policy,
 /// Expiry from what build_cutoffs wrote, by binary search. The same integers as build_mask.
 template <AnyPolicy P>
 void expiry_from_cutoffs(const cuda& on, const P& policy, plane_view<const std::int32_t> rank,
-                         plane_view<const std::int32_t> cutoff, const Sequences& sequences, plane_view<expiry_t> expiry,
-                         workspace_view workspace, std::int32_t layer = 0);
+                         plane_view<const std::int32_t> cutoff, const Sequences& sequences,
+                         plane_view<expiry_t> expiry, workspace_view workspace, std::int32_t layer = 0);
 
-}  // namespace KVPOLICY_CUDA_NAMESPACE
+}  // namespace KVPOLICY_HIDDEN
 }  // namespace kvpolicy

@@ -1,12 +1,4 @@
 // What every CUDA operation promises: errors that say what failed, no hidden work, graphs.
-#include <doctest/doctest.h>
-
-#include <cstdint>
-#include <random>
-#include <string>
-#include <type_traits>
-#include <vector>
-
 #include <kvpolicy/policies/compose.hpp>
 #include <kvpolicy/policies/decay.hpp>
 #include <kvpolicy/policies/sink.hpp>
@@ -16,6 +8,14 @@
 #include "../../support/refusal.hpp"
 #include "../support/mask_check.hpp"
 
+#include <doctest/doctest.h>
+
+#include <cstdint>
+#include <random>
+#include <string>
+#include <type_traits>
+#include <vector>
+
 using namespace kvpolicy;
 using namespace test;
 
@@ -24,14 +24,14 @@ namespace {
 using Budget = Policy<Sink<>, Window<>, TopKBudget<>, Decay<dynamic>>;
 
 class Stream {
-public:
+  public:
     Stream() { ok(cudaStreamCreateWithFlags(&stream_, cudaStreamNonBlocking)); }
     Stream(const Stream&) = delete;
     Stream& operator=(const Stream&) = delete;
     ~Stream() { static_cast<void>(cudaStreamDestroy(stream_)); }
     [[nodiscard]] cudaStream_t get() const { return stream_; }
 
-private:
+  private:
     cudaStream_t stream_ = nullptr;
 };
 
@@ -73,11 +73,14 @@ TEST_CASE("a failed call throws its name, CUDA's text, file and line, and leaves
     // A failure that CUDA itself reports: more shared memory than any card has.
     try {
         const cuda_backend::mask_problem<detail::no_gate, detail::keep_set<>> problem{};
-        cuda_backend::launch("expire_kernel", cuda_backend::expire_kernel<std::uint16_t, detail::no_gate, detail::keep_set<>>, 1,
-                             512, std::size_t{1} << 20, kvpolicy::cuda{}, problem, cuda_backend::ranking<std::uint16_t>{},
-                             cuda_backend::mask_output{});
+        cuda_backend::launch("expire_kernel",
+                             cuda_backend::expire_kernel<std::uint16_t, detail::no_gate, detail::keep_set<>>,
+                             1, 512, std::size_t{1} << 20, kvpolicy::cuda{}, problem,
+                             cuda_backend::ranking<std::uint16_t>{}, cuda_backend::mask_output{});
         FAIL("not thrown");
-    } catch (const cuda_error& error) { CHECK(std::string(error.what()).find("expire_kernel failed") == 0); }
+    } catch (const cuda_error& error) {
+        CHECK(std::string(error.what()).find("expire_kernel failed") == 0);
+    }
     CHECK(cudaGetLastError() == cudaSuccess);
 }
 
@@ -88,25 +91,29 @@ TEST_CASE("bad arguments are refused before anything is enqueued") {
     Sequences sequences{2, 100};
     const kvpolicy::cuda on{};
     const Device<unsigned char> workspace(build_mask_workspace_bytes(on, policy, sequences, 3));
-    const auto call = [&](const Budget& with, plane_view<const float> in, const Sequences& of, plane_view<expiry_t> out,
-                          workspace_view memory, const MaskOptions& options = {}) {
+    const auto call = [&](const Budget& with, plane_view<const float> in, const Sequences& of,
+                          plane_view<expiry_t> out, workspace_view memory, const MaskOptions& options = {}) {
         build_mask(on, with, in, of, out, memory, options);
     };
     const auto in = view_bhs<const float>(scores.data(), 2, 3, 100);
     const auto out = view_bhs(expiry.data(), 2, 3, 100);
-    CHECK_REFUSED(call(policy, in, sequences, out, {workspace.data(), workspace.bytes() - 1}), "workspace.bytes");
+    CHECK_REFUSED(call(policy, in, sequences, out, {workspace.data(), workspace.bytes() - 1}),
+                  "workspace.bytes");
     CHECK_REFUSED(call(policy, in, sequences, out, {}), "workspace.bytes");
     CHECK_REFUSED(call(policy, {}, sequences, out, workspace), "scores");
-    CHECK_REFUSED(call(policy, view_bhs<const float>(scores.data(), 2, 2, 100), sequences, out, workspace), "2 x 3");
+    CHECK_REFUSED(call(policy, view_bhs<const float>(scores.data(), 2, 2, 100), sequences, out, workspace),
+                  "2 x 3");
     CHECK_REFUSED(call(policy, in, {3, 100}, out, workspace), "sequences.batch");
     CHECK_REFUSED(call(policy, in, {2, 101}, out, workspace), "sequences.length");
     CHECK_REFUSED(call(policy, in, {2, -1}, out, workspace), "sequences.length");
     MaskOptions options;
     options.rebase_limit = 0;
     CHECK_REFUSED(call(policy, in, sequences, out, workspace, options), "rebase_limit");
-    CHECK_REFUSED(call(Budget(Sink<>{4}, Window<>{0}, TopKBudget<>{32}, Decay<dynamic>{0.0f, 1}), in, sequences, out, workspace),
+    CHECK_REFUSED(call(Budget(Sink<>{4}, Window<>{0}, TopKBudget<>{32}, Decay<dynamic>{0.0f, 1}), in,
+                       sequences, out, workspace),
                   "window of layer 0, head 0");
-    CHECK_REFUSED(call(Budget(Sink<>{-1}, Window<>{1}, TopKBudget<>{32}, Decay<dynamic>{0.0f, 1}), in, sequences, out, workspace),
+    CHECK_REFUSED(call(Budget(Sink<>{-1}, Window<>{1}, TopKBudget<>{32}, Decay<dynamic>{0.0f, 1}), in,
+                       sequences, out, workspace),
                   "sinks");
     CHECK(expiry.read() == std::vector<expiry_t>(2 * 3 * 100, untouched));
 }
@@ -146,7 +153,8 @@ TEST_CASE("calls are captured in a graph that serves later inputs") {
                 std::mt19937 generator(run);
                 fill_scores(input.scores, run == 1 ? Scores::improving : Scores::random, generator);
                 input.lengths[0] = run == 2 ? length / 2 : length;  // read from device memory by the replay
-                ok(cudaMemcpy(scores.data(), input.scores.data.data(), scores.bytes(), cudaMemcpyHostToDevice));
+                ok(cudaMemcpy(scores.data(), input.scores.data.data(), scores.bytes(),
+                              cudaMemcpyHostToDevice));
                 ok(cudaMemcpy(lengths.data(), input.lengths.data(), lengths.bytes(), cudaMemcpyHostToDevice));
                 ok(cudaMemset(workspace.data(), 0x5a + static_cast<int>(run), workspace.bytes()));
                 const std::vector<expiry_t> sentinel(input.scores.data.size(), untouched);
@@ -154,7 +162,8 @@ TEST_CASE("calls are captured in a graph that serves later inputs") {
                 ok(cudaGraphLaunch(ready, stream.get()));
                 ok(cudaStreamSynchronize(stream.get()));
                 same(expiry.read(), host_mask(policy, input).expiry, length,
-                     "replay " + std::to_string(run) + ", length " + std::to_string(length) + ", step " + std::to_string(step));
+                     "replay " + std::to_string(run) + ", length " + std::to_string(length) + ", step " +
+                         std::to_string(step));
             }
             ok(cudaGraphExecDestroy(ready));
             ok(cudaGraphDestroy(graph));

@@ -1,11 +1,4 @@
 // Masks of a million tokens against the host, and a hundred runs that must agree bit for bit.
-#include <doctest/doctest.h>
-
-#include <cstdint>
-#include <random>
-#include <string>
-#include <vector>
-
 #include <kvpolicy/policies/compose.hpp>
 #include <kvpolicy/policies/decay.hpp>
 #include <kvpolicy/policies/sink.hpp>
@@ -13,6 +6,13 @@
 #include <kvpolicy/policies/window.hpp>
 
 #include "../support/mask_check.hpp"
+
+#include <doctest/doctest.h>
+
+#include <cstdint>
+#include <random>
+#include <string>
+#include <vector>
 
 using namespace kvpolicy;
 using namespace test;
@@ -34,11 +34,13 @@ TEST_CASE("a million tokens") {
         for (const std::int32_t k : {3836, 100, 500000}) {
             const Budget policy(Sink<>{4}, Window<>{256}, TopKBudget<>{k}, Decay<1>(log_gamma));
             const std::string end = ", k " + std::to_string(k) + ", log gamma " + std::to_string(log_gamma);
-            for (const Scores kind : {Scores::random, Scores::equal, Scores::improving, Scores::worsening, Scores::few_values}) {
+            for (const Scores kind :
+                 {Scores::random, Scores::equal, Scores::improving, Scores::worsening, Scores::few_values}) {
                 fill_scores(input.scores, kind, generator);
                 check_mask(policy, input, name(kind) + end);
             }
-            for (const HardScores kind : {HardScores::masked, HardScores::level, HardScores::nearly_level, HardScores::jump}) {
+            for (const HardScores kind :
+                 {HardScores::masked, HardScores::level, HardScores::nearly_level, HardScores::jump}) {
                 fill_scores(input.scores, kind, log_gamma, generator);
                 check_mask(policy, input, name(kind) + end);
             }
@@ -54,7 +56,8 @@ TEST_CASE("lengths around 2^14 with many heads") {
             fill_scores(input.scores, kind, generator);
             for (const float log_gamma : {0.0f, -1e-3f}) {
                 check_mask(Budget(Sink<>{4}, Window<>{256}, TopKBudget<>{3836}, Decay<1>(log_gamma)), input,
-                           name(kind) + ", length " + std::to_string(length) + ", log gamma " + std::to_string(log_gamma));
+                           name(kind) + ", length " + std::to_string(length) + ", log gamma " +
+                               std::to_string(log_gamma));
             }
         }
     }
@@ -69,7 +72,9 @@ TEST_CASE("a hundred runs give the same integers") {
         for (const cuda_backend::mask_tuning& tuning : all_tunings()) {
             const MaskResult first = device_mask(policy, input, tuning);
             int different = 0;
-            for (int run = 1; run < 100; ++run) { different += device_mask(policy, input, tuning).expiry == first.expiry ? 0 : 1; }
+            for (int run = 1; run < 100; ++run) {
+                different += device_mask(policy, input, tuning).expiry == first.expiry ? 0 : 1;
+            }
             CHECK(different == 0);
         }
     }

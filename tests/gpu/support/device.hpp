@@ -1,6 +1,8 @@
 // Device memory for tests: allocated, filled and read back with every call checked.
 #pragma once
 
+#include <kvpolicy/core/view.hpp>
+
 #include <cuda_runtime.h>
 #include <doctest/doctest.h>
 
@@ -9,23 +11,25 @@
 #include <cstdlib>
 #include <vector>
 
-#include <kvpolicy/core/view.hpp>
-
 namespace test {
 
 inline void ok(cudaError_t error) {
-    if (error != cudaSuccess) { FAIL(cudaGetErrorName(error), ": ", cudaGetErrorString(error)); }
+    if (error != cudaSuccess) {
+        FAIL(cudaGetErrorName(error), ": ", cudaGetErrorString(error));
+    }
 }
 
 /// Device memory of `count` elements, poisoned with 0xa5 unless it is copied from the host. KVPOLICY_TEST_NO_POISON in the
 /// environment leaves it as it is, for a tool that looks for reads of memory that nobody wrote.
 template <class T>
 class Device {
-public:
+  public:
     explicit Device(std::size_t count) : count_(count) {
         ok(cudaMalloc(&data_, bytes() == 0 ? 1 : bytes()));
         static const bool poison = std::getenv("KVPOLICY_TEST_NO_POISON") == nullptr;
-        if (poison) { ok(cudaMemset(data_, 0xa5, bytes())); }
+        if (poison) {
+            ok(cudaMemset(data_, 0xa5, bytes()));
+        }
     }
     explicit Device(const std::vector<T>& values) : count_(values.size()) {
         ok(cudaMalloc(&data_, bytes() == 0 ? 1 : bytes()));
@@ -46,7 +50,7 @@ public:
     }
     operator kvpolicy::workspace_view() const { return {data_, bytes()}; }
 
-private:
+  private:
     T* data_ = nullptr;
     std::size_t count_;
 };

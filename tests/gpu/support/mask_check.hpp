@@ -1,6 +1,13 @@
 // The host's masks are the oracle of the device's: one call of each, and the first difference named.
 #pragma once
 
+#include <kvpolicy/cuda.cuh>
+#include <kvpolicy/masks/build.hpp>
+#include <kvpolicy/policies/compose.hpp>
+
+#include "../../support/cases.hpp"
+#include "device.hpp"
+
 #include <doctest/doctest.h>
 
 #include <cmath>
@@ -9,13 +16,6 @@
 #include <random>
 #include <string>
 #include <vector>
-
-#include <kvpolicy/cuda.cuh>
-#include <kvpolicy/masks/build.hpp>
-#include <kvpolicy/policies/compose.hpp>
-
-#include "../../support/cases.hpp"
-#include "device.hpp"
 
 namespace test {
 
@@ -58,9 +58,11 @@ MaskResult host_mask(const P& policy, MaskCase& input) {
     Plane<expiry_t> out(input.scores.batch, input.scores.heads, input.scores.length, untouched);
     std::vector<std::uint32_t> status(static_cast<std::size_t>(input.scores.batch), 0);
     const Sequences sequences = input.sequences(input.lengths.data(), input.cu_seqlens.data());
-    Workspace workspace(build_mask_workspace_bytes(oracle_context(), policy, sequences, input.scores.heads, options));
+    Workspace workspace(
+        build_mask_workspace_bytes(oracle_context(), policy, sequences, input.scores.heads, options));
     const Plane<float>& scores = input.scores;
-    build_mask(oracle_context(), policy, scores.view(), sequences, out.view(), workspace, options, status.data());
+    build_mask(oracle_context(), policy, scores.view(), sequences, out.view(), workspace, options,
+               status.data());
     return {out.data, status};
 }
 
@@ -76,9 +78,9 @@ MaskResult device_mask(const P& policy, const MaskCase& input, const cuda_backen
     const kvpolicy::cuda on{};
     const Device<unsigned char> workspace(
         cuda_backend::mask_workspace_bytes(on, policy, sequences, heads, input.options, tuning));
-    cuda_backend::build_mask_tuned(on, policy, view_bhs<const float>(scores.data(), batch, heads, length), sequences,
-                                   view_bhs(out.data(), batch, heads, length), workspace, input.options, status.data(),
-                                   tuning);
+    cuda_backend::build_mask_tuned(on, policy, view_bhs<const float>(scores.data(), batch, heads, length),
+                                   sequences, view_bhs(out.data(), batch, heads, length), workspace,
+                                   input.options, status.data(), tuning);
     return {out.read(), status.read()};
 }
 
@@ -91,8 +93,8 @@ inline std::vector<cuda_backend::mask_tuning> all_tunings() {
     return all;
 }
 
-inline void same(const std::vector<std::int32_t>& got, const std::vector<std::int32_t>& wanted, std::int32_t length,
-                 const std::string& what) {
+inline void same(const std::vector<std::int32_t>& got, const std::vector<std::int32_t>& wanted,
+                 std::int32_t length, const std::string& what) {
     std::int64_t wrong = 0;
     std::size_t first = 0;
     for (std::size_t i = got.size(); i-- > 0;) {
@@ -102,8 +104,9 @@ inline void same(const std::vector<std::int32_t>& got, const std::vector<std::in
         }
     }
     const std::size_t row = length == 0 ? 1 : static_cast<std::size_t>(length);
-    CHECK_MESSAGE(wrong == 0, what, ": ", wrong, " of ", got.size(), " differ; the first in plane ", first / row,
-                  " at token ", first % row, ": ", wrong == 0 ? 0 : got[first], " instead of ", wrong == 0 ? 0 : wanted[first]);
+    CHECK_MESSAGE(wrong == 0, what, ": ", wrong, " of ", got.size(), " differ; the first in plane ",
+                  first / row, " at token ", first % row, ": ", wrong == 0 ? 0 : got[first], " instead of ",
+                  wrong == 0 ? 0 : wanted[first]);
 }
 
 /// Device against host, every way. Returns the host's result.
@@ -122,11 +125,12 @@ MaskResult check_mask(const P& policy, MaskCase& input, const std::string& what)
 
 /// Orders of scores that break careless rankings on a device, besides those of cases.hpp. `log_gamma` is the decay.
 enum class HardScores { nan, minus_infinity, masked, level, nearly_level, jump, bf16 };
-inline constexpr HardScores all_hard_scores[] = {HardScores::nan,          HardScores::minus_infinity, HardScores::masked,
-                                                 HardScores::level,        HardScores::nearly_level,   HardScores::jump,
-                                                 HardScores::bf16};
+inline constexpr HardScores all_hard_scores[] = {
+    HardScores::nan,          HardScores::minus_infinity, HardScores::masked, HardScores::level,
+    HardScores::nearly_level, HardScores::jump,           HardScores::bf16};
 inline std::string name(HardScores kind) {
-    static const char* const names[] = {"NaN", "-inf", "masked by -1e9", "level", "nearly level", "jump", "bf16"};
+    static const char* const names[] = {"NaN",  "-inf", "masked by -1e9", "level", "nearly level",
+                                        "jump", "bf16"};
     return names[static_cast<int>(kind)];
 }
 
@@ -138,16 +142,26 @@ inline void fill_scores(Plane<float>& plane, HardScores kind, float log_gamma, s
             case HardScores::nan:
                 x = generator() % 4 == 0 ? std::numeric_limits<float>::quiet_NaN() : normal(generator);
                 break;
-            case HardScores::minus_infinity: x = -std::numeric_limits<float>::infinity(); break;
-            case HardScores::masked: x = generator() % 2 == 0 ? -1e9f : normal(generator); break;
+            case HardScores::minus_infinity:
+                x = -std::numeric_limits<float>::infinity();
+                break;
+            case HardScores::masked:
+                x = generator() % 2 == 0 ? -1e9f : normal(generator);
+                break;
             // Priorities r - t log_gamma that are all nearly the same: only the bits beyond fp32 tell them apart.
-            case HardScores::level: x = 1000.0f + static_cast<float>(t) * log_gamma; break;
+            case HardScores::level:
+                x = 1000.0f + static_cast<float>(t) * log_gamma;
+                break;
             case HardScores::nearly_level:
                 x = 1000.0f + static_cast<float>(t) * log_gamma + 1e-4f * static_cast<float>(generator() % 5);
                 break;
             // Bad keys first, then better and better ones that arrive after a long time: the cutoff leaps.
-            case HardScores::jump: x = t < plane.length / 2 ? -static_cast<float>(generator() % 1000) : static_cast<float>(t); break;
-            case HardScores::bf16: x = static_cast<float>(bf16(normal(generator))); break;
+            case HardScores::jump:
+                x = t < plane.length / 2 ? -static_cast<float>(generator() % 1000) : static_cast<float>(t);
+                break;
+            case HardScores::bf16:
+                x = static_cast<float>(bf16(normal(generator)));
+                break;
         }
         t = t + 1 == plane.length ? 0 : t + 1;
     }

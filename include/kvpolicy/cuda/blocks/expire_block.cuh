@@ -10,13 +10,13 @@
 // windows of all chunks together are no longer than the number of keys.
 #pragma once
 
-#include <cstdint>
-
 #include <kvpolicy/core/types.hpp>
 #include <kvpolicy/cuda/blocks/mask_problem.cuh>
 #include <kvpolicy/cuda/blocks/warp.cuh>
 #include <kvpolicy/cuda/config.cuh>
 #include <kvpolicy/policies/cutoff.hpp>
+
+#include <cstdint>
 
 namespace kvpolicy {
 inline namespace KVPOLICY_CUDA_NAMESPACE KVPOLICY_HIDDEN {
@@ -33,10 +33,11 @@ template <class Index>
 struct expire_block {
     static constexpr int chunk = mask_chunk;
     static constexpr int warps = chunk / 32;
-    static constexpr int listed = 2 * chunk;  // at most `chunk` evicted keys are old, and as many are the chunk's
+    static constexpr int listed =
+        2 * chunk;  // at most `chunk` evicted keys are old, and as many are the chunk's
 
     struct shared {
-        Index list[listed];            // tokens with ranks in (c1, c0] that came before the chunk's end, best first
+        Index list[listed];  // tokens with ranks in (c1, c0] that came before the chunk's end, best first
         std::uint16_t place[chunk];    // a token of the chunk -> its place in the list
         std::uint16_t winner[chunk];   // the j-th winner, as an offset into the chunk
         std::int32_t evicted[listed];  // the ranks of evicted keys, worst first (for cutoffs)
@@ -47,8 +48,9 @@ struct expire_block {
     };
 
     template <class Gate, class Keep>
-    __device__ static void run(const mask_problem<Gate, Keep>& problem, const ranking<Index>& ranks, const mask_output& out,
-                               std::int64_t plane, const segment_range& segment, std::int32_t first, shared& memory) {
+    __device__ static void run(const mask_problem<Gate, Keep>& problem, const ranking<Index>& ranks,
+                               const mask_output& out, std::int64_t plane, const segment_range& segment,
+                               std::int32_t first, shared& memory) {
         const auto b = static_cast<std::int32_t>(plane / problem.heads);
         const auto h = static_cast<std::int32_t>(plane % problem.heads);
         const std::int32_t n = segment.length();
@@ -67,26 +69,45 @@ struct expire_block {
         const auto rank = static_cast<std::int32_t>(stored);  // where it competes
 
         const auto expire = [&](std::int32_t token, expiry_t value) {
-            if (out.expiry) { out.expiry.head(b, h)[segment.begin + token] = in_sequence(value, segment, packed); }
+            if (out.expiry) {
+                out.expiry.head(b, h)[segment.begin + token] = in_sequence(value, segment, packed);
+            }
         };
         const auto cut = [&](std::int32_t value) {
-            if (inside && t + std::int64_t{rule.window} < n) { out.cutoff.head(b, h)[t + rule.window] = value; }
+            if (inside && t + std::int64_t{rule.window} < n) {
+                out.cutoff.head(b, h)[t + rule.window] = value;
+            }
         };
 
-        if (out.rank && inside) { out.rank.head(b, h)[segment.begin + t] = competes ? rank : no_rank; }
-        if (out.cutoff && inside && t < rule.window) { out.cutoff.head(b, h)[t] = rule.budget == 0 ? -1 : open_cutoff; }
-        if (inside && !competes) { expire(t, problem.forever(rule, t) ? never : window_expiry(t, rule.window)); }
+        if (out.rank && inside) {
+            out.rank.head(b, h)[segment.begin + t] = competes ? rank : no_rank;
+        }
+        if (out.cutoff && inside && t < rule.window) {
+            out.cutoff.head(b, h)[t] = rule.budget == 0 ? -1 : open_cutoff;
+        }
+        if (inside && !competes) {
+            expire(t, problem.forever(rule, t) ? never : window_expiry(t, rule.window));
+        }
 
         const std::int32_t competitors = ranks.competitors[plane * problem.segments + segment.index];
         if (rule.budget == 0) {
-            if (competes) { expire(t, window_expiry(t, rule.window)); }
-            if (out.cutoff) { cut(-1); }
+            if (competes) {
+                expire(t, window_expiry(t, rule.window));
+            }
+            if (out.cutoff) {
+                cut(-1);
+            }
             return;
         }
-        if (competes && (rule.budget >= competitors || rank < rule.budget)) { expire(t, never); }
-        if (rule.budget >= competitors && !out.cutoff) { return; }
+        if (competes && (rule.budget >= competitors || rank < rule.budget)) {
+            expire(t, never);
+        }
+        if (rule.budget >= competitors && !out.cutoff) {
+            return;
+        }
 
-        const cutoff_anchor* const anchors = ranks.anchors + plane * problem.slots + problem.first_slot(segment.index);
+        const cutoff_anchor* const anchors =
+            ranks.anchors + plane * problem.slots + problem.first_slot(segment.index);
         const int c = first / chunk;
         const cutoff_anchor before = anchors[c];
         const cutoff_anchor after =
@@ -97,7 +118,9 @@ struct expire_block {
             // Every key so far found a free place.
             if (out.cutoff) {
                 const unsigned comes = __ballot_sync(all_lanes, competes);
-                if (lane == 0) { memory.total_a[warp] = __popc(comes); }
+                if (lane == 0) {
+                    memory.total_a[warp] = __popc(comes);
+                }
                 __syncthreads();
                 const int count = before.count + sum_of_warps<warps>(memory.total_a).before +
                                   __popc(comes & lanes_before(lane)) + (competes ? 1 : 0);
@@ -111,13 +134,16 @@ struct expire_block {
         const bool certain = competes && rank <= after.cutoff;
         const bool refused = competes && rank > worst;
         const bool uncertain = competes && !certain && !refused;
-        if (refused) { expire(t, t + rule.window); }
+        if (refused) {
+            expire(t, t + rule.window);
+        }
 
         // The list: every warp takes an equal part of the rank window, counts, and writes behind the warps before it.
         const std::int32_t window_first = after.cutoff + 1;
         const std::int32_t window_length = worst + 1 - window_first;
         const std::int32_t share = ((window_length + warps - 1) / warps + 31) / 32 * 32;
-        const std::int32_t from = window_first + (warp * share < window_length ? warp * share : window_length);
+        const std::int32_t from =
+            window_first + (warp * share < window_length ? warp * share : window_length);
         const std::int32_t to = from + share < worst + 1 ? from + share : worst + 1;
         const std::int32_t behind = first + chunk;
         int in_list = 0;
@@ -128,7 +154,9 @@ struct expire_block {
             for (; x + ahead * 32 <= to; x += ahead * 32) {
                 std::int32_t token[ahead];
 #pragma unroll
-                for (int i = 0; i < ahead; ++i) { token[i] = static_cast<std::int32_t>(order[x + i * 32 + lane]); }
+                for (int i = 0; i < ahead; ++i) {
+                    token[i] = static_cast<std::int32_t>(order[x + i * 32 + lane]);
+                }
 #pragma unroll
                 for (int i = 0; i < ahead; ++i) {
                     in_list += token[i] < behind ? 1 : 0;
@@ -162,7 +190,9 @@ struct expire_block {
                 if (token < behind) {
                     const int at = next + __popc(hits & lanes_before(lane));
                     memory.list[at] = static_cast<Index>(token);
-                    if (token >= first) { memory.place[token - first] = static_cast<std::uint16_t>(at); }
+                    if (token >= first) {
+                        memory.place[token - first] = static_cast<std::uint16_t>(at);
+                    }
                 }
                 next += __popc(hits);
             }
@@ -191,7 +221,9 @@ struct expire_block {
             }
             if (uncertain) {
                 admitted = better + certain_before < old_count + free_places;
-                if (!admitted) { expire(t, t + rule.window); }
+                if (!admitted) {
+                    expire(t, t + rule.window);
+                }
             }
         }
         const unsigned admitted_lanes = __ballot_sync(all_lanes, admitted);
@@ -203,8 +235,11 @@ struct expire_block {
         }
         __syncthreads();
 
-        const int wins_before = sum_of_warps<warps>(memory.total_a).before + __popc(admitted_lanes & lanes_before(lane));
-        if (admitted) { memory.winner[wins_before] = static_cast<std::uint16_t>(thread); }
+        const int wins_before =
+            sum_of_warps<warps>(memory.total_a).before + __popc(admitted_lanes & lanes_before(lane));
+        if (admitted) {
+            memory.winner[wins_before] = static_cast<std::uint16_t>(thread);
+        }
         // Warp w looks at places 64 w .. 64 w + 63 of the list.
         unsigned leaving[2];
 #pragma unroll
@@ -217,30 +252,40 @@ struct expire_block {
             }
             leaving[i] = __ballot_sync(all_lanes, leaves);
         }
-        if (lane == 0) { memory.total_c[warp] = __popc(leaving[0]) + __popc(leaving[1]); }
-        const int came_before = sum_of_warps<warps>(memory.total_b).before + __popc(coming_lanes & lanes_before(lane));
+        if (lane == 0) {
+            memory.total_c[warp] = __popc(leaving[0]) + __popc(leaving[1]);
+        }
+        const int came_before =
+            sum_of_warps<warps>(memory.total_b).before + __popc(coming_lanes & lanes_before(lane));
         __syncthreads();
 
         const block_sum evictions = sum_of_warps<warps>(memory.total_c);
 #pragma unroll
         for (int i = 0; i < 2; ++i) {
-            if ((leaving[i] >> lane & 1u) == 0u) { continue; }
-            const int better = evictions.before + (i == 1 ? __popc(leaving[0]) : 0) + __popc(leaving[i] & lanes_before(lane));
+            if ((leaving[i] >> lane & 1u) == 0u) {
+                continue;
+            }
+            const int better = evictions.before + (i == 1 ? __popc(leaving[0]) : 0) +
+                               __popc(leaving[i] & lanes_before(lane));
             const int nth = evictions.total - 1 - better;  // 0: the worst, the first to leave
             const auto token = static_cast<std::int32_t>(memory.list[warp * 64 + i * 32 + lane]);
             expire(token, first + memory.winner[nth + free_places] + rule.window);
-            if (out.cutoff) { memory.evicted[nth] = static_cast<std::int32_t>(ranks.rank[row + token]); }
+            if (out.cutoff) {
+                memory.evicted[nth] = static_cast<std::int32_t>(ranks.rank[row + token]);
+            }
         }
         if (out.cutoff) {
             __syncthreads();
             // The cutoff after key t is the worst rank that still has a place: the next one to leave.
             const int gone = wins_before + (admitted ? 1 : 0) - free_places;
             const int count = before.count + came_before + (competes ? 1 : 0);
-            cut(count < rule.budget ? open_cutoff : gone < evictions.total ? memory.evicted[gone > 0 ? gone : 0] : after.cutoff);
+            cut(count < rule.budget      ? open_cutoff
+                : gone < evictions.total ? memory.evicted[gone > 0 ? gone : 0]
+                                         : after.cutoff);
         }
     }
 };
 
 }  // namespace cuda_backend
-}  // namespace KVPOLICY_CUDA_NAMESPACE
+}  // namespace KVPOLICY_HIDDEN
 }  // namespace kvpolicy

@@ -1,8 +1,6 @@
 // What every kernel of build_mask knows of a call: scores, sequences, rules, and which keys compete.
 #pragma once
 
-#include <cstdint>
-
 #include <kvpolicy/core/status.hpp>
 #include <kvpolicy/core/types.hpp>
 #include <kvpolicy/core/view.hpp>
@@ -10,6 +8,8 @@
 #include <kvpolicy/cuda/tuning.cuh>
 #include <kvpolicy/policies/parameters.hpp>
 #include <kvpolicy/policies/ranking.hpp>
+
+#include <cstdint>
 
 namespace kvpolicy {
 inline namespace KVPOLICY_CUDA_NAMESPACE KVPOLICY_HIDDEN {
@@ -39,36 +39,44 @@ struct mask_problem {
     plane_view<const float> scores;
     std::int32_t batch = 0;
     std::int32_t heads = 0;
-    std::int32_t length = 0;                 // of the views: S
-    const std::int32_t* lengths = nullptr;   // [batch] or null
-    const std::int32_t* edges = nullptr;     // [segments + 1], checked, or null
+    std::int32_t length = 0;                // of the views: S
+    const std::int32_t* lengths = nullptr;  // [batch] or null
+    const std::int32_t* edges = nullptr;    // [segments + 1], checked, or null
     std::int32_t segments = 1;
-    std::int32_t slots = 0;                  // chunks a plane; see first_slot
+    std::int32_t slots = 0;  // chunks a plane; see first_slot
     rule_table rules;
     Gate gate;
     Keep keep;
     position_t limit = rebase_limit;
-    std::uint32_t* status = nullptr;         // [batch] or null
+    std::uint32_t* status = nullptr;  // [batch] or null
 
     __device__ std::int64_t planes() const { return std::int64_t{batch} * heads; }
 
     __device__ void report(std::int32_t b, std::uint32_t bits) const {
-        if (status != nullptr) { atomicOr(status + b, bits); }
+        if (status != nullptr) {
+            atomicOr(status + b, bits);
+        }
     }
 
     /// A length from device memory: what cannot be counts as 0 and is reported by whoever calls check_length.
     __device__ std::int32_t length_of(std::int32_t b) const {
-        if (lengths == nullptr) { return length; }
+        if (lengths == nullptr) {
+            return length;
+        }
         const std::int32_t given = lengths[b];
         return given < 0 || given > length ? 0 : given;
     }
     __device__ void check_length(std::int32_t b) const {
-        if (lengths != nullptr && (lengths[b] < 0 || lengths[b] > length)) { report(b, status_bad_length); }
+        if (lengths != nullptr && (lengths[b] < 0 || lengths[b] > length)) {
+            report(b, status_bad_length);
+        }
     }
 
     __device__ segment_range segment(std::int32_t b, std::int32_t index) const {
         const std::int32_t whole = length_of(b);
-        if (edges == nullptr) { return {0, whole, 0}; }
+        if (edges == nullptr) {
+            return {0, whole, 0};
+        }
         const std::int32_t begin = edges[index] < whole ? edges[index] : whole;
         const std::int32_t end = edges[index + 1] < whole ? edges[index + 1] : whole;
         return {begin, end, index};
@@ -85,7 +93,11 @@ struct mask_problem {
         std::int32_t high = segments - 1;
         while (low < high) {
             const std::int32_t middle = (low + high + 1) / 2;
-            if (first_slot(middle) <= slot) { low = middle; } else { high = middle - 1; }
+            if (first_slot(middle) <= slot) {
+                low = middle;
+            } else {
+                high = middle - 1;
+            }
         }
         return low;
     }
@@ -95,13 +107,19 @@ struct mask_problem {
         std::int32_t high = segments - 1;
         while (edges != nullptr && low < high) {
             const std::int32_t middle = (low + high + 1) / 2;
-            if (edges[middle] <= t) { low = middle; } else { high = middle - 1; }
+            if (edges[middle] <= t) {
+                low = middle;
+            } else {
+                high = middle - 1;
+            }
         }
         return low;
     }
 
     /// Whether key t (from its segment's first token) never leaves because of where it stands.
-    __device__ bool forever(const HeadRule& rule, std::int32_t t) const { return t < rule.sinks || keep.keeps(t); }
+    __device__ bool forever(const HeadRule& rule, std::int32_t t) const {
+        return t < rule.sinks || keep.keeps(t);
+    }
 
     /// Whether the score of key t is read: it leaves the window before its segment of n tokens ends, and may be evicted.
     __device__ bool leaves(const HeadRule& rule, std::int32_t t, std::int32_t n) const {
@@ -115,8 +133,11 @@ struct mask_problem {
     }
 
     /// The same on the host, which decides what is launched.
-    KVPOLICY_HOST_DEVICE static bool contest_needs_survivors(const HeadRule& rule, std::int32_t length, position_t limit) {
-        if (rule.budget == 0 || rule.budget == unlimited || rule.log_gamma == 0.0f) { return false; }
+    KVPOLICY_HOST_DEVICE static bool contest_needs_survivors(const HeadRule& rule, std::int32_t length,
+                                                             position_t limit) {
+        if (rule.budget == 0 || rule.budget == unlimited || rule.log_gamma == 0.0f) {
+            return false;
+        }
         return rule.decay_step != 1 || length > limit;
     }
 };
@@ -129,7 +150,9 @@ __device__ inline expiry_t window_expiry(std::int32_t t, std::int32_t window) {
 
 /// An expiry in a segment's frame, in the sequence's: a key of a packed segment ends with it.
 __device__ inline expiry_t in_sequence(expiry_t expiry, const segment_range& segment, bool packed) {
-    if (!packed) { return expiry; }
+    if (!packed) {
+        return expiry;
+    }
     const std::int64_t moved = std::int64_t{expiry} + segment.begin;
     return moved < segment.end ? static_cast<expiry_t>(moved) : segment.end;
 }
@@ -145,23 +168,33 @@ inline constexpr std::uint64_t nan_code = ~std::uint64_t{0} - 1;
 /// Larger numbers get smaller keys; -0 and +0 the same. On bits, so that no compiler flag for denormals matters.
 __device__ inline std::uint32_t descending_key(float value) {
     std::uint32_t bits = __float_as_uint(value);
-    if ((bits & 0x7fffffffu) > 0x7f800000u) { return nan_key; }
-    if ((bits << 1) == 0u) { bits = 0u; }
+    if ((bits & 0x7fffffffu) > 0x7f800000u) {
+        return nan_key;
+    }
+    if ((bits << 1) == 0u) {
+        bits = 0u;
+    }
     return (bits >> 31) != 0u ? bits : ~(bits | 0x80000000u);
 }
 
 __device__ inline std::uint64_t descending_code(double value) {
     auto bits = static_cast<std::uint64_t>(__double_as_longlong(value));
     constexpr std::uint64_t sign = std::uint64_t{1} << 63;
-    if ((bits & ~sign) > 0x7ff0000000000000u) { return nan_code; }
-    if ((bits << 1) == 0u) { bits = 0u; }
+    if ((bits & ~sign) > 0x7ff0000000000000u) {
+        return nan_code;
+    }
+    if ((bits << 1) == 0u) {
+        bits = 0u;
+    }
     return (bits & sign) != 0u ? bits : ~(bits | sign);
 }
 
 /// The 32-bit sort key of a priority. Exact for gamma = 1, where the priority is the score. Otherwise the priority
 /// rounded to fp32: rounding never turns two numbers around, so only runs of equal keys need the 64-bit code.
 __device__ inline std::uint32_t priority_key(const HeadRule& rule, float score, std::int32_t t) {
-    if (rule.log_gamma == 0.0f) { return descending_key(score); }
+    if (rule.log_gamma == 0.0f) {
+        return descending_key(score);
+    }
     return descending_key(__double2float_rn(static_priority(score, rule.log_gamma, t)));
 }
 
@@ -198,14 +231,14 @@ struct cutoff_anchor {
 /// order has `length` entries, of which segment [begin, end) owns its own.
 template <class Index>
 struct ranking {
-    Index* rank = nullptr;               // [planes, length]: rank of a token, or idle
-    Index* order = nullptr;              // [planes, length]: token of a rank, for the ranks there are
-    cutoff_anchor* anchors = nullptr;    // [planes, slots]
-    std::int32_t* competitors = nullptr; // [planes, segments]: keys that compete
+    Index* rank = nullptr;                // [planes, length]: rank of a token, or idle
+    Index* order = nullptr;               // [planes, length]: token of a rank, for the ranks there are
+    cutoff_anchor* anchors = nullptr;     // [planes, slots]
+    std::int32_t* competitors = nullptr;  // [planes, segments]: keys that compete
 
     static constexpr Index idle = static_cast<Index>(-1);
 };
 
 }  // namespace cuda_backend
-}  // namespace KVPOLICY_CUDA_NAMESPACE
+}  // namespace KVPOLICY_HIDDEN
 }  // namespace kvpolicy

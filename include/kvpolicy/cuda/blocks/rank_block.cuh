@@ -1,13 +1,13 @@
 // Ranks of one head by one block: a radix sort in shared memory, and the cutoffs at the edges of chunks.
 #pragma once
 
-#include <cub/block/block_radix_sort.cuh>
-
-#include <cstdint>
-
 #include <kvpolicy/cuda/blocks/mask_problem.cuh>
 #include <kvpolicy/cuda/blocks/warp.cuh>
 #include <kvpolicy/cuda/config.cuh>
+
+#include <cub/block/block_radix_sort.cuh>
+
+#include <cstdint>
 
 namespace kvpolicy {
 inline namespace KVPOLICY_CUDA_NAMESPACE KVPOLICY_HIDDEN {
@@ -44,8 +44,9 @@ struct rank_block {
     __device__ static int staged_at(int t) { return t + t / 32; }
 
     template <class Gate, class Keep>
-    __device__ static void run(const mask_problem<Gate, Keep>& problem, const ranking<index>& out, std::int64_t plane,
-                               const segment_range& segment, bool wants_ranks, shared& memory) {
+    __device__ static void run(const mask_problem<Gate, Keep>& problem, const ranking<index>& out,
+                               std::int64_t plane, const segment_range& segment, bool wants_ranks,
+                               shared& memory) {
         const auto b = static_cast<std::int32_t>(plane / problem.heads);
         const auto h = static_cast<std::int32_t>(plane % problem.heads);
         const std::int32_t n = segment.length();
@@ -53,8 +54,12 @@ struct rank_block {
         const HeadRule& rule = memory.rule;
         const auto score_of = [&](int t) { return problem.scores.head(b, h)[segment.begin + t]; };
 
-        if (thread < chunks) { memory.count[thread] = 0; }
-        if (thread == 0) { memory.rule = problem.rules.of(h); }
+        if (thread < chunks) {
+            memory.count[thread] = 0;
+        }
+        if (thread == 0) {
+            memory.rule = problem.rules.of(h);
+        }
         __syncthreads();
 
         // Who competes, and by which key. One warp reads 32 neighbours.
@@ -66,19 +71,29 @@ struct rank_block {
             if (problem.leaves(rule, t, n)) {
                 const float score = score_of(t);
                 nan = nan || score != score;
-                if (problem.gate.open(score, rule)) { key = priority_key(rule, score, t); }
+                if (problem.gate.open(score, rule)) {
+                    key = priority_key(rule, score, t);
+                }
             }
             memory.staged[staged_at(t)] = key;
             const unsigned competing = __ballot_sync(all_lanes, key != idle_key);
-            if (lane_id() == 0 && competing != 0u) { atomicAdd(&memory.count[t / mask_chunk], __popc(competing)); }
+            if (lane_id() == 0 && competing != 0u) {
+                atomicAdd(&memory.count[t / mask_chunk], __popc(competing));
+            }
         }
-        if (nan) { problem.report(b, status_nan_score); }
+        if (nan) {
+            problem.report(b, status_nan_score);
+        }
         __syncthreads();
         int competitors = 0;
-        for (int c = 0; c < chunks; ++c) { competitors += memory.count[c]; }
+        for (int c = 0; c < chunks; ++c) {
+            competitors += memory.count[c];
+        }
 
         index* const rank_out = out.rank + plane * problem.length + segment.begin;
-        if (thread == 0) { out.competitors[plane * problem.segments + segment.index] = competitors; }
+        if (thread == 0) {
+            out.competitors[plane * problem.segments + segment.index] = competitors;
+        }
         if (!wants_ranks && (rule.budget == 0 || rule.budget >= competitors)) {
             // Nobody is evicted from the long-range places, or there are none: who competes is enough.
             for (int t = thread; t < n; t += Threads) {
@@ -88,7 +103,9 @@ struct rank_block {
         }
 
         const auto code_of = [&](int t) {
-            if (!problem.leaves(rule, t, n)) { return idle_code; }
+            if (!problem.leaves(rule, t, n)) {
+                return idle_code;
+            }
             const float score = score_of(t);
             return problem.gate.open(score, rule) ? priority_code(rule, score, t) : idle_code;
         };
@@ -114,7 +131,9 @@ struct rank_block {
             }
             __syncthreads();
             sorter(memory.sort).Sort(keys, tokens);
-            if (pass == 1) { continue; }
+            if (pass == 1) {
+                continue;
+            }
             __syncthreads();
 #pragma unroll
             for (int i = 0; i < Items; ++i) {
@@ -123,33 +142,48 @@ struct rank_block {
                 memory.keys[r] = keys[i];
             }
             __syncthreads();
-            if (pass == 2 || rule.log_gamma == 0.0f) { break; }
-            if (settle_runs(memory, competitors, code_of)) { break; }
+            if (pass == 2 || rule.log_gamma == 0.0f) {
+                break;
+            }
+            if (settle_runs(memory, competitors, code_of)) {
+                break;
+            }
         }
 
-        for (int r = thread; r < capacity; r += Threads) { memory.rank[r] = none; }
+        for (int r = thread; r < capacity; r += Threads) {
+            memory.rank[r] = none;
+        }
         __syncthreads();
-        for (int r = thread; r < competitors; r += Threads) { memory.rank[memory.order[r]] = static_cast<index>(r); }
+        for (int r = thread; r < competitors; r += Threads) {
+            memory.rank[memory.order[r]] = static_cast<index>(r);
+        }
         __syncthreads();
         index* const order_out = out.order + plane * problem.length + segment.begin;
         for (int t = thread; t < n; t += Threads) {
             rank_out[t] = memory.rank[t];
-            if (t < competitors) { order_out[t] = memory.order[t]; }
+            if (t < competitors) {
+                order_out[t] = memory.order[t];
+            }
         }
 
-        cutoff_anchor* const anchors = out.anchors + plane * problem.slots + problem.first_slot(segment.index);
+        cutoff_anchor* const anchors =
+            out.anchors + plane * problem.slots + problem.first_slot(segment.index);
         for (int c = warp_id(); c * mask_chunk < n; c += warps) {
             int count = 0;
-            for (int i = 0; i < c; ++i) { count += memory.count[i]; }
+            for (int i = 0; i < c; ++i) {
+                count += memory.count[i];
+            }
             const std::int32_t cutoff =
                 rule.budget > 0 && count >= rule.budget
                     ? kth_before(memory.order, static_cast<index>(c * mask_chunk), rule.budget)
                     : open_cutoff;
-            if (lane_id() == 0) { anchors[c] = {cutoff, count}; }
+            if (lane_id() == 0) {
+                anchors[c] = {cutoff, count};
+            }
         }
     }
 
-private:
+  private:
     static constexpr std::int32_t open_cutoff = never;
 
     /// Puts runs of equal keys in the order of their codes. False where a run is too long for that.
@@ -159,24 +193,42 @@ private:
         bool too_long = false;
         for (int r = static_cast<int>(threadIdx.x); r + 1 < competitors; r += Threads) {
             const std::uint32_t key = memory.keys[r];
-            if (key != memory.keys[r + 1] || key == nan_key) { continue; }
-            if (code(memory.order[r]) <= code(memory.order[r + 1])) { continue; }
+            if (key != memory.keys[r + 1] || key == nan_key) {
+                continue;
+            }
+            if (code(memory.order[r]) <= code(memory.order[r + 1])) {
+                continue;
+            }
             int first = r;
             int last = r + 1;
-            while (first > 0 && r - first < short_run && memory.keys[first - 1] == key) { --first; }
-            while (last + 1 < competitors && last - r < short_run && memory.keys[last + 1] == key) { ++last; }
+            while (first > 0 && r - first < short_run && memory.keys[first - 1] == key) {
+                --first;
+            }
+            while (last + 1 < competitors && last - r < short_run && memory.keys[last + 1] == key) {
+                ++last;
+            }
             turned = true;
             too_long = too_long || last - first + 1 > short_run;
         }
-        if (__syncthreads_or(too_long ? 1 : 0) != 0) { return false; }
-        if (__syncthreads_or(turned ? 1 : 0) == 0) { return true; }
+        if (__syncthreads_or(too_long ? 1 : 0) != 0) {
+            return false;
+        }
+        if (__syncthreads_or(turned ? 1 : 0) == 0) {
+            return true;
+        }
         for (int r = static_cast<int>(threadIdx.x); r + 1 < competitors; r += Threads) {
             const std::uint32_t key = memory.keys[r];
-            if (key != memory.keys[r + 1] || key == nan_key || (r > 0 && memory.keys[r - 1] == key)) { continue; }
+            if (key != memory.keys[r + 1] || key == nan_key || (r > 0 && memory.keys[r - 1] == key)) {
+                continue;
+            }
             int last = r + 1;
-            while (last + 1 < competitors && last - r < short_run && memory.keys[last + 1] == key) { ++last; }
+            while (last + 1 < competitors && last - r < short_run && memory.keys[last + 1] == key) {
+                ++last;
+            }
             // A longer run is in order, or pass 0 would have been given up.
-            if (last - r + 1 <= short_run) { insertion_sort(memory.order + r, last - r + 1, code); }
+            if (last - r + 1 <= short_run) {
+                insertion_sort(memory.order + r, last - r + 1, code);
+            }
         }
         __syncthreads();
         return true;
@@ -206,7 +258,9 @@ private:
             int nth = missing - (through - mine);  // in the lane that has it
             int bit = 0;
             for (int i = 0; i < 8; ++i) {
-                if ((found >> i & 1u) != 0u && --nth == 0) { bit = i; }
+                if ((found >> i & 1u) != 0u && --nth == 0) {
+                    bit = i;
+                }
             }
             return base + 8 * lane + __shfl_sync(all_lanes, bit, lane);
         }
@@ -215,5 +269,5 @@ private:
 };
 
 }  // namespace cuda_backend
-}  // namespace KVPOLICY_CUDA_NAMESPACE
+}  // namespace KVPOLICY_HIDDEN
 }  // namespace kvpolicy

@@ -1,9 +1,9 @@
 // Sums and scans over a warp and over the warps of a block, for the few places where CUB would be more than is needed.
 #pragma once
 
-#include <cstdint>
-
 #include <kvpolicy/cuda/config.cuh>
+
+#include <cstdint>
 
 namespace kvpolicy {
 inline namespace KVPOLICY_CUDA_NAMESPACE KVPOLICY_HIDDEN {
@@ -21,7 +21,9 @@ __device__ inline int warp_inclusive_sum(int value) {
     const int lane = lane_id();
     for (int step = 1; step < 32; step *= 2) {
         const int other = __shfl_up_sync(all_lanes, value, static_cast<unsigned>(step));
-        if (lane >= step) { value += other; }
+        if (lane >= step) {
+            value += other;
+        }
     }
     return value;
 }
@@ -43,5 +45,5 @@ __device__ inline block_sum sum_of_warps(const int* totals) {
 }
 
 }  // namespace cuda_backend
-}  // namespace KVPOLICY_CUDA_NAMESPACE
+}  // namespace KVPOLICY_HIDDEN
 }  // namespace kvpolicy

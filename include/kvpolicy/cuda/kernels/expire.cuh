@@ -19,7 +19,9 @@ __global__ void __launch_bounds__(mask_chunk)
     const segment_range segment = problem.segment(b, problem.segment_of_slot(slot));
     const std::int32_t first = (slot - problem.first_slot(segment.index)) * mask_chunk;
     const HeadRule rule = problem.rules.of(static_cast<std::int32_t>(plane % problem.heads));
-    if (first >= segment.length() || problem.by_survivors(rule)) { return; }
+    if (first >= segment.length() || problem.by_survivors(rule)) {
+        return;
+    }
     expire_block<Index>::run(problem, ranks, out, plane, segment, first,
                              *reinterpret_cast<typename expire_block<Index>::shared*>(dynamic_shared()));
 }
@@ -33,17 +35,24 @@ __global__ void __launch_bounds__(mask_chunk)
     const std::int64_t plane = blockIdx.x % planes;
     const auto b = static_cast<std::int32_t>(plane / problem.heads);
     const auto h = static_cast<std::int32_t>(plane % problem.heads);
-    if (threadIdx.x == 0 && slot == 0 && h == 0) { problem.check_length(b); }
+    if (threadIdx.x == 0 && slot == 0 && h == 0) {
+        problem.check_length(b);
+    }
     const segment_range segment = problem.segment(b, problem.segment_of_slot(slot));
     const std::int32_t n = segment.length();
-    const std::int32_t t = (slot - problem.first_slot(segment.index)) * mask_chunk + static_cast<std::int32_t>(threadIdx.x);
-    if (t >= n) { return; }
+    const std::int32_t t =
+        (slot - problem.first_slot(segment.index)) * mask_chunk + static_cast<std::int32_t>(threadIdx.x);
+    if (t >= n) {
+        return;
+    }
     const HeadRule rule = problem.rules.of(h);
     bool forever = problem.forever(rule, t);
     if constexpr (Ranked) {
         if (problem.leaves(rule, t, n)) {
             const float score = problem.scores.head(b, h)[segment.begin + t];
-            if (score != score) { problem.report(b, status_nan_score); }
+            if (score != score) {
+                problem.report(b, status_nan_score);
+            }
             forever = problem.gate.open(score, rule);
         }
     }
@@ -52,5 +61,5 @@ __global__ void __launch_bounds__(mask_chunk)
 }
 
 }  // namespace cuda_backend
-}  // namespace KVPOLICY_CUDA_NAMESPACE
+}  // namespace KVPOLICY_HIDDEN
 }  // namespace kvpolicy

@@ -1,12 +1,12 @@
 // What a call's kernels read besides its tensors: rules by head, which arrive as kernel parameters, and checked edges.
 #pragma once
 
-#include <cstdint>
-
 #include <kvpolicy/core/status.hpp>
 #include <kvpolicy/cuda/config.cuh>
 #include <kvpolicy/cuda/launch.cuh>
 #include <kvpolicy/policies/parameters.hpp>
+
+#include <cstdint>
 
 namespace kvpolicy {
 inline namespace KVPOLICY_CUDA_NAMESPACE KVPOLICY_HIDDEN {
@@ -23,7 +23,8 @@ struct rule_batch {
 /// A template, so that including this header alone gives a program no kernel.
 template <class Rule>
 __global__ void write_rules_kernel(const rule_batch batch, Rule* const table) {
-    for (auto i = static_cast<std::int32_t>(threadIdx.x); i < batch.count; i += static_cast<std::int32_t>(blockDim.x)) {
+    for (auto i = static_cast<std::int32_t>(threadIdx.x); i < batch.count;
+         i += static_cast<std::int32_t>(blockDim.x)) {
         table[batch.first + i] = batch.rules[i];
     }
 }
@@ -32,15 +33,17 @@ __global__ void write_rules_kernel(const rule_batch batch, Rule* const table) {
 /// every sequence's status says so. One block.
 template <class Edge>
 __global__ void check_edges_kernel(const Edge* const cu_seqlens, const std::int32_t segments,
-                                                   const std::int32_t length, Edge* const edges,
-                                                   std::uint32_t* const status, const std::int32_t batch) {
+                                   const std::int32_t length, Edge* const edges, std::uint32_t* const status,
+                                   const std::int32_t batch) {
     bool bad = false;
-    for (auto i = static_cast<std::int32_t>(threadIdx.x); i <= segments; i += static_cast<std::int32_t>(blockDim.x)) {
+    for (auto i = static_cast<std::int32_t>(threadIdx.x); i <= segments;
+         i += static_cast<std::int32_t>(blockDim.x)) {
         bad = bad || (i == 0 ? cu_seqlens[0] != 0 : cu_seqlens[i] < cu_seqlens[i - 1]);
         bad = bad || (i == segments && cu_seqlens[i] != length);
     }
     bad = __syncthreads_or(bad ? 1 : 0) != 0;
-    for (auto i = static_cast<std::int32_t>(threadIdx.x); i <= segments; i += static_cast<std::int32_t>(blockDim.x)) {
+    for (auto i = static_cast<std::int32_t>(threadIdx.x); i <= segments;
+         i += static_cast<std::int32_t>(blockDim.x)) {
         edges[i] = bad ? 0 : cu_seqlens[i];
     }
     for (auto b = static_cast<std::int32_t>(threadIdx.x); bad && status != nullptr && b < batch;
@@ -50,5 +53,5 @@ __global__ void check_edges_kernel(const Edge* const cu_seqlens, const std::int3
 }
 
 }  // namespace cuda_backend
-}  // namespace KVPOLICY_CUDA_NAMESPACE
+}  // namespace KVPOLICY_HIDDEN
 }  // namespace kvpolicy

@@ -11,19 +11,24 @@ namespace cuda_backend {
 /// One block for every segment of every plane.
 template <int Threads, int Items, int Bits, class Gate, class Keep>
 __global__ void __launch_bounds__(Threads)
-    rank_block_kernel(const mask_problem<Gate, Keep> problem, const ranking<std::uint16_t> out, const bool wants_ranks) {
+    rank_block_kernel(const mask_problem<Gate, Keep> problem, const ranking<std::uint16_t> out,
+                      const bool wants_ranks) {
     using block = rank_block<Threads, Items, Bits>;
     const std::int64_t plane = blockIdx.x / static_cast<unsigned>(problem.segments);
     const auto index = static_cast<std::int32_t>(blockIdx.x % static_cast<unsigned>(problem.segments));
     const auto b = static_cast<std::int32_t>(plane / problem.heads);
     const segment_range segment = problem.segment(b, index);
-    if (threadIdx.x == 0 && index == 0 && plane % problem.heads == 0) { problem.check_length(b); }
+    if (threadIdx.x == 0 && index == 0 && plane % problem.heads == 0) {
+        problem.check_length(b);
+    }
     const HeadRule rule = problem.rules.of(static_cast<std::int32_t>(plane % problem.heads));
-    if (segment.length() == 0 || problem.by_survivors(rule)) { return; }
+    if (segment.length() == 0 || problem.by_survivors(rule)) {
+        return;
+    }
     block::run(problem, out, plane, segment, wants_ranks,
                *reinterpret_cast<typename block::shared*>(dynamic_shared()));
 }
 
 }  // namespace cuda_backend
-}  // namespace KVPOLICY_CUDA_NAMESPACE
+}  // namespace KVPOLICY_HIDDEN
 }  // namespace kvpolicy

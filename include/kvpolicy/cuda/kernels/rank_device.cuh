@@ -5,13 +5,13 @@
 // `length` entries, and in it a segment's part is its own tokens' range, since keys begin with the segment.
 #pragma once
 
-#include <cstdint>
-
 #include <kvpolicy/cuda/blocks/mask_problem.cuh>
 #include <kvpolicy/cuda/blocks/warp.cuh>
 #include <kvpolicy/cuda/config.cuh>
 #include <kvpolicy/cuda/launch.cuh>
 #include <kvpolicy/policies/cutoff.hpp>
+
+#include <cstdint>
 
 namespace kvpolicy {
 inline namespace KVPOLICY_CUDA_NAMESPACE KVPOLICY_HIDDEN {
@@ -45,10 +45,12 @@ __device__ inline sorted_segment segment_of_task(const mask_problem<Gate, Keep>&
 
 /// The 64-bit code of an absolute token; what does not compete is last.
 template <class Gate, class Keep>
-__device__ inline std::uint64_t code_of_token(const mask_problem<Gate, Keep>& problem, const sorted_segment& segment,
-                                              std::int32_t token) {
+__device__ inline std::uint64_t code_of_token(const mask_problem<Gate, Keep>& problem,
+                                              const sorted_segment& segment, std::int32_t token) {
     const std::int32_t t = token - segment.begin;
-    if (!problem.leaves(segment.rule, t, segment.n)) { return idle_code; }
+    if (!problem.leaves(segment.rule, t, segment.n)) {
+        return idle_code;
+    }
     const auto b = static_cast<std::int32_t>(segment.plane / problem.heads);
     const auto h = static_cast<std::int32_t>(segment.plane % problem.heads);
     const float score = problem.scores.head(b, h)[token];
@@ -66,13 +68,18 @@ __global__ void __launch_bounds__(device_threads)
     const auto part = static_cast<std::int32_t>(blockIdx.x % parts);
     const auto b = static_cast<std::int32_t>(plane / problem.heads);
     const auto h = static_cast<std::int32_t>(plane % problem.heads);
-    if (threadIdx.x == 0 && part == 0 && h == 0) { problem.check_length(b); }
+    if (threadIdx.x == 0 && part == 0 && h == 0) {
+        problem.check_length(b);
+    }
     const float* const scores = problem.scores.head(b, h);
     bool nan = false;
 #pragma unroll
     for (int i = 0; i < keys_of_block / device_threads; ++i) {
-        const std::int32_t token = part * keys_of_block + i * device_threads + static_cast<std::int32_t>(threadIdx.x);
-        if (token >= problem.length) { break; }
+        const std::int32_t token =
+            part * keys_of_block + i * device_threads + static_cast<std::int32_t>(threadIdx.x);
+        if (token >= problem.length) {
+            break;
+        }
         const std::int64_t task = plane * problem.segments + problem.segment_of_token(token);
         const sorted_segment segment = segment_of_task(problem, task);
         const std::int32_t t = token - segment.begin;
@@ -80,13 +87,17 @@ __global__ void __launch_bounds__(device_threads)
         if (!problem.by_survivors(segment.rule) && problem.leaves(segment.rule, t, segment.n)) {
             const float score = scores[token];
             nan = nan || score != score;
-            if (problem.gate.open(score, segment.rule)) { key = priority_key(segment.rule, score, t); }
+            if (problem.gate.open(score, segment.rule)) {
+                key = priority_key(segment.rule, score, t);
+            }
         }
         const std::int64_t at = plane * problem.length + token;
         out.keys[at] = static_cast<std::uint64_t>(task) << 32 | key;
         out.tokens[at] = token;
     }
-    if (nan) { problem.report(b, status_nan_score); }
+    if (nan) {
+        problem.report(b, status_nan_score);
+    }
 }
 
 /// Work list of runs of equal keys that are too long for one thread.
@@ -97,31 +108,50 @@ struct run_list {
 };
 
 /// The longest work list that `count` keys can give.
-KVPOLICY_HOST_DEVICE constexpr std::int64_t longest_run_list(std::int64_t count) { return count / (short_run + 1) + 1; }
+KVPOLICY_HOST_DEVICE constexpr std::int64_t longest_run_list(std::int64_t count) {
+    return count / (short_run + 1) + 1;
+}
 
 /// The thread of a run's first key puts the run in the order of its codes, or on the list.
 template <class Gate, class Keep>
 __global__ void __launch_bounds__(device_threads)
-    settle_runs_kernel(const mask_problem<Gate, Keep> problem, const sorted_keys sorted, const run_list runs) {
+    settle_runs_kernel(const mask_problem<Gate, Keep> problem, const sorted_keys sorted,
+                       const run_list runs) {
     const std::int64_t count = problem.planes() * problem.length;
-    const std::int64_t at = std::int64_t{blockIdx.x} * device_threads + static_cast<std::int64_t>(threadIdx.x);
-    if (at + 1 >= count) { return; }
+    const std::int64_t at =
+        std::int64_t{blockIdx.x} * device_threads + static_cast<std::int64_t>(threadIdx.x);
+    if (at + 1 >= count) {
+        return;
+    }
     const std::uint64_t key = sorted.keys[at];
-    if (sorted.keys[at + 1] != key || (at > 0 && sorted.keys[at - 1] == key)) { return; }
+    if (sorted.keys[at + 1] != key || (at > 0 && sorted.keys[at - 1] == key)) {
+        return;
+    }
     const auto low = static_cast<std::uint32_t>(key);
-    if (low == idle_key || low == nan_key) { return; }
+    if (low == idle_key || low == nan_key) {
+        return;
+    }
     const sorted_segment segment = segment_of_task(problem, static_cast<std::int64_t>(key >> 32));
-    if (segment.rule.log_gamma == 0.0f) { return; }  // the key is exact
+    if (segment.rule.log_gamma == 0.0f) {
+        return;
+    }  // the key is exact
     int length = 2;
-    while (length <= short_run && at + length < count && sorted.keys[at + length] == key) { ++length; }
+    while (length <= short_run && at + length < count && sorted.keys[at + length] == key) {
+        ++length;
+    }
     if (length <= short_run) {
-        insertion_sort(sorted.tokens + at, length, [&](std::int32_t token) { return code_of_token(problem, segment, token); });
+        insertion_sort(sorted.tokens + at, length,
+                       [&](std::int32_t token) { return code_of_token(problem, segment, token); });
     } else {
         std::int64_t low = at + length;  // the first key behind the run
         std::int64_t high = count;
         while (low < high) {
             const std::int64_t middle = low + (high - low) / 2;
-            if (sorted.keys[middle] <= key) { low = middle + 1; } else { high = middle; }
+            if (sorted.keys[middle] <= key) {
+                low = middle + 1;
+            } else {
+                high = middle;
+            }
         }
         const std::int32_t place = atomicAdd(runs.count, 1);
         runs.first[place] = static_cast<std::int32_t>(at);
@@ -140,8 +170,8 @@ struct long_run_shared {
 /// that agree to 24 bits but not to 53. `spare` is a second pair of arrays like `sorted`.
 template <class Gate, class Keep>
 __global__ void __launch_bounds__(device_threads)
-    sort_long_runs_kernel(const mask_problem<Gate, Keep> problem, const sorted_keys sorted, const sorted_keys spare,
-                          const run_list runs) {
+    sort_long_runs_kernel(const mask_problem<Gate, Keep> problem, const sorted_keys sorted,
+                          const sorted_keys spare, const run_list runs) {
     static_assert(device_threads == 256, "one thread a digit");
     constexpr int warps = device_threads / 32;
     auto& memory = *reinterpret_cast<long_run_shared*>(dynamic_shared());
@@ -149,12 +179,15 @@ __global__ void __launch_bounds__(device_threads)
     const int lane = lane_id();
     const int warp = warp_id();
     const std::int32_t listed = *runs.count;
-    for (std::int32_t run = static_cast<std::int32_t>(blockIdx.x); run < listed; run += static_cast<std::int32_t>(gridDim.x)) {
+    for (std::int32_t run = static_cast<std::int32_t>(blockIdx.x); run < listed;
+         run += static_cast<std::int32_t>(gridDim.x)) {
         const std::int64_t first = runs.first[run];
         const std::uint64_t key = sorted.keys[first];
         const std::int32_t length = runs.length[run];
         const sorted_segment segment = segment_of_task(problem, static_cast<std::int64_t>(key >> 32));
-        if (thread == 0) { memory.varies = 0; }
+        if (thread == 0) {
+            memory.varies = 0;
+        }
         __syncthreads();
 
         std::uint64_t* keys = sorted.keys + first;
@@ -169,12 +202,16 @@ __global__ void __launch_bounds__(device_threads)
             keys[i] = code;
             varies |= code ^ reference;
         }
-        if (varies != 0) { atomicOr(reinterpret_cast<unsigned long long*>(&memory.varies), varies); }
+        if (varies != 0) {
+            atomicOr(reinterpret_cast<unsigned long long*>(&memory.varies), varies);
+        }
         __syncthreads();
         varies = memory.varies;
 
         for (int shift = 0; shift < 64; shift += 8) {
-            if ((varies >> shift & 0xffu) == 0) { continue; }
+            if ((varies >> shift & 0xffu) == 0) {
+                continue;
+            }
             memory.count[thread] = 0;
             __syncthreads();
             for (std::int32_t i = thread; i < length; i += device_threads) {
@@ -191,7 +228,9 @@ __global__ void __launch_bounds__(device_threads)
             }
             __syncthreads();
             for (std::int32_t base = 0; base < length; base += device_threads) {
-                for (int w = 0; w < warps; ++w) { memory.of_warp[w][thread] = 0; }
+                for (int w = 0; w < warps; ++w) {
+                    memory.of_warp[w][thread] = 0;
+                }
                 __syncthreads();
                 const std::int32_t i = base + thread;
                 const bool inside = i < length;
@@ -200,7 +239,9 @@ __global__ void __launch_bounds__(device_threads)
                 const int digit = inside ? static_cast<int>(code >> shift & 0xffu) : 256;
                 const unsigned same = __match_any_sync(all_lanes, digit);
                 const int in_warp = __popc(same & lanes_before(lane));
-                if (inside && in_warp == 0) { memory.of_warp[warp][digit] = static_cast<std::uint16_t>(__popc(same)); }
+                if (inside && in_warp == 0) {
+                    memory.of_warp[warp][digit] = static_cast<std::uint16_t>(__popc(same));
+                }
                 __syncthreads();
                 std::int32_t next = memory.offset[thread];
                 for (int w = 0; w < warps; ++w) {
@@ -235,7 +276,8 @@ __global__ void __launch_bounds__(device_threads)
 
 /// Counts of keys by bucket of ranks and chunk of arrival. A bucket is `bucket` neighbours of a plane's sorted part.
 struct arrival_counts {
-    std::int32_t* before = nullptr;  // [planes, buckets, slots]: keys of the bucket that arrive in slots before this one
+    std::int32_t* before =
+        nullptr;  // [planes, buckets, slots]: keys of the bucket that arrive in slots before this one
     std::int32_t bucket = 0;
     std::int32_t buckets = 0;
 
@@ -265,8 +307,11 @@ __global__ void __launch_bounds__(device_threads)
     std::int32_t* const counted = counts.before + (plane * counts.buckets + index) * problem.slots;
     int so_far = 0;  // keys of the rounds before
     for (std::int32_t round = 0; round < problem.slots; round += counted_slots) {
-        const std::int32_t slots = problem.slots - round < counted_slots ? problem.slots - round : counted_slots;
-        for (int i = thread; i < slots; i += device_threads) { count[i] = 0; }
+        const std::int32_t slots =
+            problem.slots - round < counted_slots ? problem.slots - round : counted_slots;
+        for (int i = thread; i < slots; i += device_threads) {
+            count[i] = 0;
+        }
         __syncthreads();
         for (std::int32_t x = from + thread; x < to; x += device_threads) {
             const std::uint64_t key = sorted.keys[row + x];
@@ -279,16 +324,26 @@ __global__ void __launch_bounds__(device_threads)
             const bool competes = static_cast<std::uint32_t>(key) != idle_key;
             if (round == 0) {
                 out.rank[row + token] = competes ? x - begin : no_rank;
-                if (out.order != sorted.tokens) { out.order[row + x] = token - begin; }
-                const std::int32_t end = problem.edges == nullptr ? problem.length : problem.edges[segment + 1];
+                if (out.order != sorted.tokens) {
+                    out.order[row + x] = token - begin;
+                }
+                const std::int32_t end =
+                    problem.edges == nullptr ? problem.length : problem.edges[segment + 1];
                 // The border between those that compete and the others says how many do.
-                const bool next_idle = x + 1 >= end || static_cast<std::uint32_t>(sorted.keys[row + x + 1]) == idle_key;
-                if (competes && next_idle) { out.competitors[plane * problem.segments + segment] = x + 1 - begin; }
-                if (!competes && x == begin) { out.competitors[plane * problem.segments + segment] = 0; }
+                const bool next_idle =
+                    x + 1 >= end || static_cast<std::uint32_t>(sorted.keys[row + x + 1]) == idle_key;
+                if (competes && next_idle) {
+                    out.competitors[plane * problem.segments + segment] = x + 1 - begin;
+                }
+                if (!competes && x == begin) {
+                    out.competitors[plane * problem.segments + segment] = 0;
+                }
             }
             if (competes) {
                 const std::int32_t slot = problem.first_slot(segment) + (token - begin) / mask_chunk - round;
-                if (slot >= 0 && slot < slots) { atomicAdd(&count[slot], 1); }
+                if (slot >= 0 && slot < slots) {
+                    atomicAdd(&count[slot], 1);
+                }
             }
         }
         __syncthreads();
@@ -297,9 +352,13 @@ __global__ void __launch_bounds__(device_threads)
         const std::int32_t first = thread * each < slots ? thread * each : slots;
         const std::int32_t last = first + each < slots ? first + each : slots;
         int mine = 0;
-        for (std::int32_t i = first; i < last; ++i) { mine += count[i]; }
+        for (std::int32_t i = first; i < last; ++i) {
+            mine += count[i];
+        }
         const int through = warp_inclusive_sum(mine);
-        if (lane_id() == 31) { total[warp_id()] = through; }
+        if (lane_id() == 31) {
+            total[warp_id()] = through;
+        }
         __syncthreads();
         const block_sum sums = sum_of_warps<warps>(total);
         int before = so_far + sums.before + through - mine;
@@ -310,7 +369,9 @@ __global__ void __launch_bounds__(device_threads)
         }
         so_far += sums.total;
         __syncthreads();
-        for (int i = thread; i < slots; i += device_threads) { counted[round + i] = count[i]; }
+        for (int i = thread; i < slots; i += device_threads) {
+            counted[round + i] = count[i];
+        }
         __syncthreads();
     }
 }
@@ -318,9 +379,13 @@ __global__ void __launch_bounds__(device_threads)
 /// The cutoff at the begin of every slot, one warp each: first the bucket, then the rank in it.
 template <class Gate, class Keep>
 __global__ void __launch_bounds__(device_threads)
-    anchors_kernel(const mask_problem<Gate, Keep> problem, const ranking<std::int32_t> ranks, const arrival_counts counts) {
-    const std::int64_t task = (std::int64_t{blockIdx.x} * device_threads + static_cast<std::int64_t>(threadIdx.x)) / 32;
-    if (task >= problem.planes() * problem.slots) { return; }
+    anchors_kernel(const mask_problem<Gate, Keep> problem, const ranking<std::int32_t> ranks,
+                   const arrival_counts counts) {
+    const std::int64_t task =
+        (std::int64_t{blockIdx.x} * device_threads + static_cast<std::int64_t>(threadIdx.x)) / 32;
+    if (task >= problem.planes() * problem.slots) {
+        return;
+    }
     const std::int64_t plane = task / problem.slots;
     const auto slot = static_cast<std::int32_t>(task % problem.slots);
     const auto b = static_cast<std::int32_t>(plane / problem.heads);
@@ -328,7 +393,9 @@ __global__ void __launch_bounds__(device_threads)
     const segment_range segment = problem.segment(b, problem.segment_of_slot(slot));
     const std::int32_t base = problem.first_slot(segment.index);
     const std::int32_t edge = (slot - base) * mask_chunk;  // arrivals before it count
-    if (edge >= segment.length()) { return; }
+    if (edge >= segment.length()) {
+        return;
+    }
     const HeadRule rule = problem.rules.of(static_cast<std::int32_t>(plane % problem.heads));
     const std::int32_t k = rule.budget;
 
@@ -356,7 +423,8 @@ __global__ void __launch_bounds__(device_threads)
     if (k > 0 && count >= k) {
         const std::int64_t row = plane * problem.length;
         const std::int32_t competitors = ranks.competitors[plane * problem.segments + segment.index];
-        const std::int32_t from = found * counts.bucket > segment.begin ? found * counts.bucket : segment.begin;
+        const std::int32_t from =
+            found * counts.bucket > segment.begin ? found * counts.bucket : segment.begin;
         const std::int32_t behind = segment.begin + competitors;
         const std::int32_t to = (found + 1) * counts.bucket < behind ? (found + 1) * counts.bucket : behind;
         constexpr int ahead = 8;  // 256 ranks a step
@@ -378,7 +446,9 @@ __global__ void __launch_bounds__(device_threads)
                 const int here = __popc(came[i]);
                 if (missing > 0 && here >= missing) {
                     unsigned word = came[i];
-                    while (--missing > 0) { word &= word - 1u; }
+                    while (--missing > 0) {
+                        word &= word - 1u;
+                    }
                     cutoff = x + i * 32 + __ffs(static_cast<int>(word)) - 1 - segment.begin;
                 } else {
                     missing -= here;
@@ -386,9 +456,11 @@ __global__ void __launch_bounds__(device_threads)
             }
         }
     }
-    if (lane == 0) { ranks.anchors[plane * problem.slots + slot] = {cutoff, count}; }
+    if (lane == 0) {
+        ranks.anchors[plane * problem.slots + slot] = {cutoff, count};
+    }
 }
 
 }  // namespace cuda_backend
-}  // namespace KVPOLICY_CUDA_NAMESPACE
+}  // namespace KVPOLICY_HIDDEN
 }  // namespace kvpolicy

@@ -3,12 +3,12 @@
 // newcomer after another. Exact and slow: O(S k / threads) a head, where static ranks take a sort.
 #pragma once
 
-#include <cstdint>
-
 #include <kvpolicy/cuda/blocks/mask_problem.cuh>
 #include <kvpolicy/cuda/blocks/warp.cuh>
 #include <kvpolicy/cuda/config.cuh>
 #include <kvpolicy/cuda/launch.cuh>
+
+#include <cstdint>
 
 namespace kvpolicy {
 inline namespace KVPOLICY_CUDA_NAMESPACE KVPOLICY_HIDDEN {
@@ -36,9 +36,12 @@ struct badness {
 /// The worst of a warp's, in every lane.
 __device__ inline badness worst_of_warp(badness mine) {
     for (int step = 16; step > 0; step /= 2) {
-        const badness other{__shfl_xor_sync(all_lanes, mine.code, step), __shfl_xor_sync(all_lanes, mine.token, step),
+        const badness other{__shfl_xor_sync(all_lanes, mine.code, step),
+                            __shfl_xor_sync(all_lanes, mine.token, step),
                             __shfl_xor_sync(all_lanes, mine.place, step)};
-        if (other.worse_than(mine)) { mine = other; }
+        if (other.worse_than(mine)) {
+            mine = other;
+        }
     }
     return mine;
 }
@@ -52,19 +55,23 @@ struct survivors_shared {
 /// `places` has `capacity` entries for every segment of every plane.
 template <class Gate, class Keep>
 __global__ void __launch_bounds__(survivor_threads)
-    survivors_kernel(const mask_problem<Gate, Keep> problem, const plane_view<expiry_t> out, survivor* const places,
-                     const std::int64_t capacity) {
+    survivors_kernel(const mask_problem<Gate, Keep> problem, const plane_view<expiry_t> out,
+                     survivor* const places, const std::int64_t capacity) {
     constexpr int warps = survivor_threads / 32;
     const std::int64_t plane = blockIdx.x / static_cast<unsigned>(problem.segments);
     const auto index = static_cast<std::int32_t>(blockIdx.x % static_cast<unsigned>(problem.segments));
     const auto b = static_cast<std::int32_t>(plane / problem.heads);
     const auto h = static_cast<std::int32_t>(plane % problem.heads);
     const int thread = static_cast<int>(threadIdx.x);
-    if (thread == 0 && index == 0 && h == 0) { problem.check_length(b); }
+    if (thread == 0 && index == 0 && h == 0) {
+        problem.check_length(b);
+    }
     const segment_range segment = problem.segment(b, index);
     const HeadRule rule = problem.rules.of(h);
     const std::int32_t n = segment.length();
-    if (n == 0 || !problem.by_survivors(rule)) { return; }
+    if (n == 0 || !problem.by_survivors(rule)) {
+        return;
+    }
 
     auto& memory = *reinterpret_cast<survivors_shared*>(dynamic_shared());
     const bool packed = problem.edges != nullptr;
@@ -88,11 +95,14 @@ __global__ void __launch_bounds__(survivor_threads)
                 competes = problem.gate.open(score, rule);
             }
             if (!competes) {
-                expiry[t] = in_sequence(problem.forever(rule, t) ? never : window_expiry(t, rule.window), segment, packed);
+                expiry[t] = in_sequence(problem.forever(rule, t) ? never : window_expiry(t, rule.window),
+                                        segment, packed);
             }
         }
         const unsigned coming = __ballot_sync(all_lanes, competes);
-        if (lane == 0) { memory.total[warp] = __popc(coming); }
+        if (lane == 0) {
+            memory.total[warp] = __popc(coming);
+        }
         __syncthreads();
         const block_sum arrivals = sum_of_warps<warps>(memory.total);
         if (competes) {
@@ -115,18 +125,25 @@ __global__ void __launch_bounds__(survivor_threads)
             badness mine{0, -1, -1};  // better than any key
             for (std::int32_t place = thread; place < taken; place += survivor_threads) {
                 const survivor key = held[place];
-                const badness its{descending_code(rank_value(rule, key.score, key.token, q, problem.limit)), key.token, place};
-                if (its.worse_than(mine)) { mine = its; }
+                const badness its{descending_code(rank_value(rule, key.score, key.token, q, problem.limit)),
+                                  key.token, place};
+                if (its.worse_than(mine)) {
+                    mine = its;
+                }
             }
             mine = worst_of_warp(mine);
-            if (lane == 0) { memory.worst[turn][warp] = mine; }
+            if (lane == 0) {
+                memory.worst[turn][warp] = mine;
+            }
             __syncthreads();
             const badness worst = worst_of_warp(memory.worst[turn][lane < warps ? lane : 0]);
             turn ^= 1;
-            const std::uint64_t code = descending_code(rank_value(rule, newcomer.score, newcomer.token, q, problem.limit));
+            const std::uint64_t code =
+                descending_code(rank_value(rule, newcomer.score, newcomer.token, q, problem.limit));
             const bool wins = worst.worse_than({code, newcomer.token, -1});
             if (worst.place % survivor_threads == thread) {
-                expiry[wins ? worst.token : newcomer.token] = in_sequence(static_cast<expiry_t>(q), segment, packed);
+                expiry[wins ? worst.token : newcomer.token] =
+                    in_sequence(static_cast<expiry_t>(q), segment, packed);
                 if (wins) {
                     held[worst.place] = newcomer;
                     expiry[newcomer.token] = in_sequence(never, segment, packed);
@@ -135,9 +152,11 @@ __global__ void __launch_bounds__(survivor_threads)
         }
         __syncthreads();  // arriving is written again
     }
-    if (nan) { problem.report(b, status_nan_score); }
+    if (nan) {
+        problem.report(b, status_nan_score);
+    }
 }
 
 }  // namespace cuda_backend
-}  // namespace KVPOLICY_CUDA_NAMESPACE
+}  // namespace KVPOLICY_HIDDEN
 }  // namespace kvpolicy

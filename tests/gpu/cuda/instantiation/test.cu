@@ -5,15 +5,15 @@
 #error "masks/build.hpp must not reach CUB"
 #endif
 
+#include "../../../support/cases.hpp"
+#include "../../support/device.hpp"
+
 #include <cuda_runtime.h>
 #include <doctest/doctest.h>
 
 #include <cstdint>
 #include <random>
 #include <vector>
-
-#include "../../../support/cases.hpp"
-#include "../../support/device.hpp"
 
 using namespace kvpolicy;
 
@@ -26,13 +26,14 @@ TEST_CASE("a policy instantiated elsewhere") {
     test::Plane<expiry_t> wanted(1, 2, 300);
     const host on_host(1);
     test::Workspace memory(build_mask_workspace_bytes(on_host, policy, sequences, 2));
-    build_mask(on_host, policy, static_cast<const test::Plane<float>&>(scores).view(), sequences, wanted.view(), memory);
+    build_mask(on_host, policy, static_cast<const test::Plane<float>&>(scores).view(), sequences,
+               wanted.view(), memory);
 
     const kvpolicy::cuda on{};
     const test::Device<float> device_scores(scores.data);
     const test::Device<expiry_t> expiry(wanted.data.size());
     const test::Device<unsigned char> workspace(build_mask_workspace_bytes(on, policy, sequences, 2));
-    build_mask(on, policy, view_bhs<const float>(device_scores.data(), 1, 2, 300), sequences, view_bhs(expiry.data(), 1, 2, 300),
-               workspace);
+    build_mask(on, policy, view_bhs<const float>(device_scores.data(), 1, 2, 300), sequences,
+               view_bhs(expiry.data(), 1, 2, 300), workspace);
     CHECK(expiry.read() == wanted.data);
 }

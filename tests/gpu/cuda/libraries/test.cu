@@ -1,5 +1,10 @@
 // Shared libraries of one process that were built for different architectures run their own code: without an inline
 // namespace and hidden visibility the first one loaded would serve all, the foreign one too.
+#include <kvpolicy/policies/sink.hpp>
+#include <kvpolicy/policies/topk_budget.hpp>
+#include <kvpolicy/policies/window.hpp>
+
+#include "../../support/mask_check.hpp"
 #include "library.hpp"
 
 #include <doctest/doctest.h>
@@ -7,12 +12,6 @@
 #include <random>
 #include <string>
 #include <vector>
-
-#include <kvpolicy/policies/sink.hpp>
-#include <kvpolicy/policies/topk_budget.hpp>
-#include <kvpolicy/policies/window.hpp>
-
-#include "../../support/mask_check.hpp"
 
 using namespace kvpolicy;
 using namespace test;
@@ -28,7 +27,8 @@ TEST_CASE("libraries for different architectures in one process") {
     std::vector<char> text(4096);
     const auto run = [&](library_call* call, std::vector<expiry_t>& out) {
         const Device<expiry_t> expiry(std::vector<expiry_t>(wanted.size(), untouched));
-        const int result = call(scores.data(), 3, 2000, expiry.data(), workspace.data(), workspace.bytes(), text.data(), text.size());
+        const int result = call(scores.data(), 3, 2000, expiry.data(), workspace.data(), workspace.bytes(),
+                                text.data(), text.size());
         out = expiry.read();
         return result;
     };
@@ -43,7 +43,8 @@ TEST_CASE("libraries for different architectures in one process") {
         CHECK(run(kvpolicy_test_foreign, got) == 1);
         const std::string error = text.data();
         CAPTURE(error);
-        CHECK(error.find("this binary has no code that runs on the present card of compute capability") != std::string::npos);
+        CHECK(error.find("this binary has no code that runs on the present card of compute capability") !=
+              std::string::npos);
         CHECK(error.find("it was compiled for 1200") != std::string::npos);
         CHECK(got == std::vector<expiry_t>(wanted.size(), untouched));
     }
