@@ -19,6 +19,7 @@
 #include <bit>
 #include <cstdint>
 #include <string>
+#include <type_traits>
 
 namespace kvpolicy {
 inline namespace KVPOLICY_CUDA_NAMESPACE KVPOLICY_HIDDEN {
@@ -64,6 +65,8 @@ struct ranking_memory {
     // Over the device.
     sorted_keys sort[2];
     run_list runs;
+    std::uint64_t* cleared = nullptr;  // numbers of `runs` that begin as 0
+    static constexpr std::int64_t cleared_numbers = 4;
     arrival_counts counts;
     void* cub = nullptr;
     std::size_t cub_bytes = 0;
@@ -93,9 +96,17 @@ struct ranking_memory {
             one.keys = parts.take<std::uint64_t>(count);
             one.tokens = parts.take<std::int32_t>(count);
         }
-        memory.runs.count = parts.take<std::int32_t>(1);
-        memory.runs.first = parts.take<std::int32_t>(longest_run_list(count));
-        memory.runs.length = parts.take<std::int32_t>(longest_run_list(count));
+        run_list& runs = memory.runs;
+        memory.cleared = parts.take<std::uint64_t>(cleared_numbers);
+        runs.varies = memory.cleared;
+        runs.counts = reinterpret_cast<std::int32_t*>(memory.cleared + 1);
+        runs.size = static_cast<std::int32_t>(run_list::most_runs(count));
+        runs.first = parts.take<std::int32_t>(runs.size);
+        runs.length = parts.take<std::int32_t>(runs.size);
+        runs.first_tile = parts.take<std::int32_t>(run_list::most_tiled(count));
+        runs.key = parts.take<std::uint64_t>(run_list::most_tiled(count));
+        runs.run_of_tile = parts.take<std::int32_t>(run_list::most_tiles(count));
+        runs.digits = parts.take<std::int32_t>(256 * run_list::most_tiles(count));
         // At most 256 buckets a plane, so that the counts are S / 2 numbers at most.
         constexpr std::int32_t least = 4096;
         memory.counts.bucket = std::max(least, (sequences.length / 256 + 256) / 256 * 256);
@@ -103,16 +114,25 @@ struct ranking_memory {
         memory.counts.before = parts.take<std::int32_t>(planes * memory.counts.buckets * slots);
         cub::DoubleBuffer<std::uint64_t> keys(nullptr, nullptr);
         cub::DoubleBuffer<std::int32_t> tokens(nullptr, nullptr);
-        check(cub::DeviceRadixSort::SortPairs(nullptr, memory.cub_bytes, keys, tokens,
-                                              static_cast<std::int32_t>(count), 0,
-                                              key_bits(planes * segments), on.stream),
-              "cub::DeviceRadixSort::SortPairs");
+        // Enough for either, so that a workspace does not depend on which layer's rules decay.
+        for (const bool decayed : {false, true}) {
+            std::size_t bytes = 0;
+            check(cub::DeviceRadixSort::SortPairs(
+                      nullptr, bytes, keys, tokens, static_cast<std::int32_t>(count), 0,
+                      prefix_bits(planes * segments, decayed) + task_bits(planes * segments), on.stream),
+                  "cub::DeviceRadixSort::SortPairs");
+            memory.cub_bytes = std::max(memory.cub_bytes, bytes);
+        }
         memory.cub = parts.take<unsigned char>(static_cast<std::int64_t>(memory.cub_bytes));
         return memory;
     }
 
-    static int key_bits(std::int64_t tasks) {
-        return 32 + static_cast<int>(std::bit_width(static_cast<std::uint64_t>(tasks - 1)));
+    static int task_bits(std::int64_t tasks) {
+        return static_cast<int>(std::bit_width(static_cast<std::uint64_t>(tasks - 1)));
+    }
+    /// 32 bits are all of a score. A priority has more, and what the sort's last pass of 8 bits has room for is free.
+    static int prefix_bits(std::int64_t tasks, bool decayed) {
+        return decayed ? (32 + task_bits(tasks) + 7) / 8 * 8 - task_bits(tasks) : 32;
     }
 };
 
@@ -132,6 +152,25 @@ void launch_expire(const cuda& on, const mask_problem<Gate, Keep>& problem, cons
            sizeof(typename expire_block<Index>::shared), on, problem, ranks, out);
 }
 
+/// The kernel that holds the places of the largest budget.
+template <class Gate, class Keep>
+void launch_survivors(const cuda& on, const mask_problem<Gate, Keep>& problem, plane_view<expiry_t> expiry,
+                      survivor* memory, std::int64_t most_places) {
+    const std::int64_t tasks = std::int64_t{problem.batch} * problem.heads * problem.segments;
+    const auto with = [&]<int Threads, class Places>(std::integral_constant<int, Threads>,
+                                                     std::type_identity<Places>) {
+        launch("survivors_kernel", survivors_kernel<Threads, Places, Gate, Keep>, tasks, Threads,
+               sizeof(survivors_shared<Threads>), on, problem, expiry, memory, most_places);
+    };
+    if (most_places <= register_places<128>::capacity) {
+        with(std::integral_constant<int, 128>{}, std::type_identity<register_places<128>>{});
+    } else if (most_places <= register_places<512>::capacity) {
+        with(std::integral_constant<int, 512>{}, std::type_identity<register_places<512>>{});
+    } else {
+        with(std::integral_constant<int, 512>{}, std::type_identity<memory_places<512>>{});
+    }
+}
+
 /// Ranks and what follows from them, for the heads whose ranks are static.
 template <class Gate, class Keep>
 void rank_and_expire(const cuda& on, const device_scope& device, const mask_plan& plan,
@@ -146,7 +185,7 @@ void rank_and_expire(const cuda& on, const device_scope& device, const mask_plan
         } else if (problem.length <= 4096) {
             launch_rank_block<512, 8>(on, problem, ranks, wants_ranks);
         } else {
-            launch_rank_block<1024, 16>(on, problem, ranks, wants_ranks);
+            launch_rank_block<1024, 16, 5>(on, problem, ranks, wants_ranks);
         }
         launch_expire(on, problem, ranks, out);
         return;
@@ -154,27 +193,30 @@ void rank_and_expire(const cuda& on, const device_scope& device, const mask_plan
     const std::int64_t planes = std::int64_t{problem.batch} * problem.heads;
     const std::int64_t count = planes * problem.length;
     const std::int64_t parts = (problem.length + keys_of_block - 1) / keys_of_block;
+    const std::int64_t tasks = planes * problem.segments;
+    const int bits = ranking_memory::prefix_bits(tasks, plan.decayed);
+    const sorted_keys unsorted{memory.sort[0].keys, memory.sort[0].tokens, bits};
     launch("make_keys_kernel", make_keys_kernel<Gate, Keep>, planes * parts, device_threads, 0, on, problem,
-           memory.sort[0]);
+           unsorted);
     cub::DoubleBuffer<std::uint64_t> keys(memory.sort[0].keys, memory.sort[1].keys);
     cub::DoubleBuffer<std::int32_t> tokens(memory.sort[0].tokens, memory.sort[1].tokens);
     std::size_t cub_bytes = memory.cub_bytes;
     check(
         cub::DeviceRadixSort::SortPairs(memory.cub, cub_bytes, keys, tokens, static_cast<std::int32_t>(count),
-                                        0, ranking_memory::key_bits(planes * problem.segments), on.stream),
+                                        0, bits + ranking_memory::task_bits(tasks), on.stream),
         "cub::DeviceRadixSort::SortPairs");
-    const sorted_keys sorted{keys.Current(), tokens.Current()};
-    const sorted_keys spare{keys.Alternate(), tokens.Alternate()};
+    const sorted_keys sorted{keys.Current(), tokens.Current(), bits};
+    const sorted_keys spare{keys.Alternate(), tokens.Alternate(), bits};
     if (plan.decayed) {
-        check(cudaMemsetAsync(memory.runs.count, 0, sizeof(std::int32_t), on.stream), "cudaMemsetAsync");
-        launch("settle_runs_kernel", settle_runs_kernel<Gate, Keep>,
-               (count + device_threads - 1) / device_threads, device_threads, 0, on, problem, sorted,
-               memory.runs);
-        const std::int64_t workers =
-            std::int64_t{tuning.list_blocks} * device.attribute(cudaDevAttrMultiProcessorCount);
-        launch("sort_long_runs_kernel", sort_long_runs_kernel<Gate, Keep>,
-               std::min<std::int64_t>(workers, longest_run_list(count)), device_threads,
-               sizeof(long_run_shared), on, problem, sorted, spare, memory.runs);
+        check(cudaMemsetAsync(memory.cleared, 0, ranking_memory::cleared_numbers * sizeof(std::uint64_t),
+                              on.stream),
+              "cudaMemsetAsync");
+        constexpr std::int64_t settled = settled_keys * device_threads;
+        launch("settle_runs_kernel", settle_runs_kernel<Gate, Keep>, (count + settled - 1) / settled,
+               device_threads, 0, on, problem, sorted, memory.runs);
+        launch_cooperative("sort_long_runs_kernel", sort_long_runs_kernel<Gate, Keep>, tuning.list_blocks,
+                           device, device_threads, sizeof(radix_shared), on, problem, sorted, spare,
+                           memory.runs);
     }
     // From here on the sort's other half is free.
     const ranking<std::int32_t> ranks{reinterpret_cast<std::int32_t*>(spare.keys),
@@ -263,9 +305,8 @@ void build_mask_tuned(const cuda& on, const P& policy, plane_view<const float> s
         }
         if (plan.survivors) {
             const std::int64_t tasks = planes * problem.segments;
-            launch("survivors_kernel", survivors_kernel<Gate, Keep>, tasks, survivor_threads,
-                   sizeof(survivors_shared), on, problem, expiry,
-                   parts.take<survivor>(tasks * plan.most_places), plan.most_places);
+            launch_survivors(on, problem, expiry, parts.take<survivor>(tasks * plan.most_places),
+                             plan.most_places);
         }
     }
 }

@@ -89,6 +89,16 @@ class device_scope {
     int before_ = 0;
 };
 
+/// Lets a kernel have more dynamic shared memory than every kernel may.
+inline void allow_shared(const char* name, const void* kernel, std::size_t shared_bytes) {
+    constexpr std::size_t without_asking = 48 * 1024;
+    if (shared_bytes > without_asking) {
+        check(cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize,
+                                   static_cast<int>(shared_bytes)),
+              name);
+    }
+}
+
 /// Enqueues a kernel on a 1-D grid; nothing where the grid is empty. `name` is a literal and names it in errors.
 template <class... Parameters, class... Arguments>
 void launch(const char* name, void (*kernel)(Parameters...), std::int64_t blocks, int threads,
@@ -98,18 +108,33 @@ void launch(const char* name, void (*kernel)(Parameters...), std::int64_t blocks
     }
     detail::require(blocks > 0 && blocks <= 0x7fffffff, "blocks of a launch", blocks,
                     "at most 2^31 - 1: split the batch");
-    constexpr std::size_t without_asking = 48 * 1024;
-    if (shared_bytes > without_asking) {
-        check(
-            cudaFuncSetAttribute(reinterpret_cast<const void*>(kernel),
-                                 cudaFuncAttributeMaxDynamicSharedMemorySize, static_cast<int>(shared_bytes)),
-            name);
-    }
+    allow_shared(name, reinterpret_cast<const void*>(kernel), shared_bytes);
     cudaLaunchConfig_t config{};
     config.gridDim = dim3(static_cast<unsigned>(blocks));
     config.blockDim = dim3(static_cast<unsigned>(threads));
     config.dynamicSmemBytes = shared_bytes;
     config.stream = on.stream;
+    check(cudaLaunchKernelEx(&config, kernel, static_cast<Parameters>(arguments)...), name);
+}
+
+/// Enqueues a kernel whose blocks wait for each other: up to `most` of them on every multiprocessor, all at once.
+template <class... Parameters, class... Arguments>
+void launch_cooperative(const char* name, void (*kernel)(Parameters...), int most, const device_scope& device,
+                        int threads, std::size_t shared_bytes, const cuda& on, Arguments... arguments) {
+    allow_shared(name, reinterpret_cast<const void*>(kernel), shared_bytes);
+    int fit = 0;
+    check(cudaOccupancyMaxActiveBlocksPerMultiprocessor(&fit, kernel, threads, shared_bytes), name);
+    const int each = fit < most ? fit : most;
+    cudaLaunchAttribute together{};
+    together.id = cudaLaunchAttributeCooperative;
+    together.val.cooperative = 1;
+    cudaLaunchConfig_t config{};
+    config.gridDim = dim3(static_cast<unsigned>(each * device.attribute(cudaDevAttrMultiProcessorCount)));
+    config.blockDim = dim3(static_cast<unsigned>(threads));
+    config.dynamicSmemBytes = shared_bytes;
+    config.stream = on.stream;
+    config.attrs = &together;
+    config.numAttrs = 1;
     check(cudaLaunchKernelEx(&config, kernel, static_cast<Parameters>(arguments)...), name);
 }
 

@@ -15,7 +15,7 @@ struct mask_tuning {
     /// Sequences (or packed segments) up to this length are ranked by one block each, in shared memory; longer ones by a
     /// sort over the whole device. One of the lengths of rank_block_sizes.
     std::int32_t longest_block_sort;
-    /// Blocks a multiprocessor of the kernels that walk a work list.
+    /// Blocks a multiprocessor, at most, of the kernel that walks the lists of runs.
     std::int32_t list_blocks;
 };
 
@@ -23,9 +23,9 @@ struct mask_tuning {
 constexpr mask_tuning select_mask_tuning(int capability) {
     // 16k tokens a block take about 130 KB of shared memory. Cards of 8.6 and 8.9 (and 12.x) lend a block 99 KB.
     if (capability == 80 || capability == 87 || (capability >= 90 && capability < 120)) {
-        return {16384, 2};
+        return {16384, 4};
     }
-    return {4096, 2};
+    return {4096, 4};
 }
 
 static_assert(select_mask_tuning(90).longest_block_sort == 16384);

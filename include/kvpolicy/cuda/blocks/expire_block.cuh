@@ -51,8 +51,8 @@ struct expire_block {
     __device__ static void run(const mask_problem<Gate, Keep>& problem, const ranking<Index>& ranks,
                                const mask_output& out, std::int64_t plane, const segment_range& segment,
                                std::int32_t first, shared& memory) {
-        const auto b = static_cast<std::int32_t>(plane / problem.heads);
-        const auto h = static_cast<std::int32_t>(plane % problem.heads);
+        const auto b = problem.sequence_of(plane);
+        const auto h = problem.head_of(plane);
         const std::int32_t n = segment.length();
         const HeadRule rule = problem.rules.of(h);
         const bool packed = problem.edges != nullptr;
@@ -172,16 +172,16 @@ struct expire_block {
             old = __reduce_add_sync(all_lanes, old);
         }
         const unsigned certain_lanes = __ballot_sync(all_lanes, certain);
+        // Three sums in one: 11 bits for the list, 10 each for the others, which count up to `chunk`.
+        static_assert(listed < 1 << 11 && chunk < 1 << 10);
         if (lane == 0) {
-            memory.total_a[warp] = in_list;
-            memory.total_b[warp] = old;
-            memory.total_c[warp] = __popc(certain_lanes);
+            memory.total_a[warp] = in_list | old << 11 | __popc(certain_lanes) << 21;
         }
         __syncthreads();
-        const block_sum lists = sum_of_warps<warps>(memory.total_a);
-        const int old_count = sum_of_warps<warps>(memory.total_b).total;
-        const int certain_before =
-            sum_of_warps<warps>(memory.total_c).before + __popc(certain_lanes & lanes_before(lane));
+        const block_sum packed_sums = sum_of_warps<warps>(memory.total_a);
+        const block_sum lists{packed_sums.before & 0x7ff, packed_sums.total & 0x7ff};
+        const int old_count = packed_sums.total >> 11 & 0x3ff;
+        const int certain_before = (packed_sums.before >> 21) + __popc(certain_lanes & lanes_before(lane));
         if (in_list > 0) {
             int next = lists.before;
             for (std::int32_t x = from; x < to; x += 32) {
@@ -230,13 +230,12 @@ struct expire_block {
         const unsigned coming_lanes = __ballot_sync(all_lanes, competes);
         if (lane == 0) {
             memory.admitted[warp] = admitted_lanes;
-            memory.total_a[warp] = __popc(admitted_lanes);
-            memory.total_b[warp] = __popc(coming_lanes);
+            memory.total_b[warp] = __popc(admitted_lanes) | __popc(coming_lanes) << 16;
         }
         __syncthreads();
 
-        const int wins_before =
-            sum_of_warps<warps>(memory.total_a).before + __popc(admitted_lanes & lanes_before(lane));
+        const int won_and_came = sum_of_warps<warps>(memory.total_b).before;
+        const int wins_before = (won_and_came & 0xffff) + __popc(admitted_lanes & lanes_before(lane));
         if (admitted) {
             memory.winner[wins_before] = static_cast<std::uint16_t>(thread);
         }
@@ -255,8 +254,7 @@ struct expire_block {
         if (lane == 0) {
             memory.total_c[warp] = __popc(leaving[0]) + __popc(leaving[1]);
         }
-        const int came_before =
-            sum_of_warps<warps>(memory.total_b).before + __popc(coming_lanes & lanes_before(lane));
+        const int came_before = (won_and_came >> 16) + __popc(coming_lanes & lanes_before(lane));
         __syncthreads();
 
         const block_sum evictions = sum_of_warps<warps>(memory.total_c);

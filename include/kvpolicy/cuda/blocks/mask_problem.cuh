@@ -52,6 +52,24 @@ struct mask_problem {
 
     __device__ std::int64_t planes() const { return std::int64_t{batch} * heads; }
 
+    // Plane b * heads + h and task plane * segments + index, taken apart. There are fewer than 2^31 of either, and a
+    // division of 64 bits costs as much as a small kernel.
+    __device__ std::int32_t sequence_of(std::int64_t plane) const {
+        return static_cast<std::int32_t>(static_cast<std::uint32_t>(plane) /
+                                         static_cast<std::uint32_t>(heads));
+    }
+    __device__ std::int32_t head_of(std::int64_t plane) const {
+        return static_cast<std::int32_t>(static_cast<std::uint32_t>(plane) %
+                                         static_cast<std::uint32_t>(heads));
+    }
+    __device__ std::int64_t plane_of(std::int64_t task) const {
+        return static_cast<std::uint32_t>(task) / static_cast<std::uint32_t>(segments);
+    }
+    __device__ std::int32_t segment_of_task(std::int64_t task) const {
+        return static_cast<std::int32_t>(static_cast<std::uint32_t>(task) %
+                                         static_cast<std::uint32_t>(segments));
+    }
+
     __device__ void report(std::int32_t b, std::uint32_t bits) const {
         if (status != nullptr) {
             atomicOr(status + b, bits);
@@ -202,7 +220,31 @@ __device__ inline std::uint64_t priority_code(const HeadRule& rule, float score,
     return descending_code(static_priority(score, rule.log_gamma, t));
 }
 
-/// Runs of equal 32-bit keys up to this length are put right by one thread.
+/// A sort key of `bits` bits, 32 to 61, whose order is the priorities' but for runs of equal keys: sign, the exponents of
+/// fp32, and as much of the double's mantissa as there is room for. Exact for gamma = 1. Cut off, not rounded: either
+/// keeps the order. All ones stand for what does not compete, one less for NaN.
+__device__ inline std::uint64_t priority_prefix(const HeadRule& rule, float score, std::int32_t t, int bits) {
+    const std::uint64_t half = std::uint64_t{1} << (bits - 1);
+    if (score != score) {
+        return 2 * half - 2;
+    }
+    if (rule.log_gamma == 0.0f) {
+        return static_cast<std::uint64_t>(descending_key(score)) << (bits - 32);
+    }
+    constexpr std::uint64_t sign = std::uint64_t{1} << 63;
+    constexpr std::uint64_t least = std::uint64_t{1023 - 127}
+                                    << 52;                    // what fp32 cannot tell from 0 is one run,
+    constexpr std::uint64_t most = std::uint64_t{255} << 52;  // and so is what it takes for infinity
+    const auto value =
+        static_cast<std::uint64_t>(__double_as_longlong(static_priority(score, rule.log_gamma, t)));
+    std::uint64_t magnitude = value & ~sign;
+    magnitude = magnitude < least ? 0 : magnitude - least < most ? magnitude - least : most;
+    magnitude >>= 61 - bits;
+    // Zeros of both signs are one number.
+    return (value & sign) != 0 && (value & ~sign) != 0 ? half + magnitude : half - 1 - magnitude;
+}
+
+/// Runs of equal sort keys up to this length are put right by one thread.
 inline constexpr int short_run = 32;
 
 /// Sorts order[0, length) by code(order[i]), stable. For short runs.

@@ -47,8 +47,8 @@ struct rank_block {
     __device__ static void run(const mask_problem<Gate, Keep>& problem, const ranking<index>& out,
                                std::int64_t plane, const segment_range& segment, bool wants_ranks,
                                shared& memory) {
-        const auto b = static_cast<std::int32_t>(plane / problem.heads);
-        const auto h = static_cast<std::int32_t>(plane % problem.heads);
+        const auto b = problem.sequence_of(plane);
+        const auto h = problem.head_of(plane);
         const std::int32_t n = segment.length();
         const int thread = static_cast<int>(threadIdx.x);
         const HeadRule& rule = memory.rule;

@@ -26,8 +26,8 @@ __global__ void __launch_bounds__(plane_threads)
     if (plane >= problem.planes()) {
         return;
     }
-    const auto b = static_cast<std::int32_t>(plane / problem.heads);
-    const auto h = static_cast<std::int32_t>(plane % problem.heads);
+    const auto b = problem.sequence_of(plane);
+    const auto h = problem.head_of(plane);
     C{}(rank.head(b, h), problem.length_of(b), problem.rules.of(h), cutoff.head(b, h),
         scratch + static_cast<std::size_t>(plane) * scratch_of_plane);
 }
@@ -41,8 +41,8 @@ __global__ void __launch_bounds__(mask_chunk)
                                const plane_view<expiry_t> expiry) {
     const auto planes = static_cast<unsigned>(problem.planes());
     const std::int64_t plane = blockIdx.x % planes;
-    const auto b = static_cast<std::int32_t>(plane / problem.heads);
-    const auto h = static_cast<std::int32_t>(plane % problem.heads);
+    const auto b = problem.sequence_of(plane);
+    const auto h = problem.head_of(plane);
     const std::int32_t n = problem.length_of(b);
     const std::int64_t at =
         std::int64_t{blockIdx.x / planes} * mask_chunk + static_cast<std::int64_t>(threadIdx.x);

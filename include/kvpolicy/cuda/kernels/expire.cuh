@@ -10,15 +10,15 @@ namespace cuda_backend {
 
 /// One block for every chunk of every plane; early chunks first, since theirs are the longest rank windows.
 template <class Index, class Gate, class Keep>
-__global__ void __launch_bounds__(mask_chunk)
+__global__ void __launch_bounds__(mask_chunk, 3)
     expire_kernel(const mask_problem<Gate, Keep> problem, const ranking<Index> ranks, const mask_output out) {
     const auto planes = static_cast<unsigned>(problem.planes());
     const auto slot = static_cast<std::int32_t>(blockIdx.x / planes);
     const std::int64_t plane = blockIdx.x % planes;
-    const auto b = static_cast<std::int32_t>(plane / problem.heads);
+    const auto b = problem.sequence_of(plane);
     const segment_range segment = problem.segment(b, problem.segment_of_slot(slot));
     const std::int32_t first = (slot - problem.first_slot(segment.index)) * mask_chunk;
-    const HeadRule rule = problem.rules.of(static_cast<std::int32_t>(plane % problem.heads));
+    const HeadRule rule = problem.rules.of(problem.head_of(plane));
     if (first >= segment.length() || problem.by_survivors(rule)) {
         return;
     }
@@ -33,8 +33,8 @@ __global__ void __launch_bounds__(mask_chunk)
     const auto planes = static_cast<unsigned>(problem.planes());
     const auto slot = static_cast<std::int32_t>(blockIdx.x / planes);
     const std::int64_t plane = blockIdx.x % planes;
-    const auto b = static_cast<std::int32_t>(plane / problem.heads);
-    const auto h = static_cast<std::int32_t>(plane % problem.heads);
+    const auto b = problem.sequence_of(plane);
+    const auto h = problem.head_of(plane);
     if (threadIdx.x == 0 && slot == 0 && h == 0) {
         problem.check_length(b);
     }

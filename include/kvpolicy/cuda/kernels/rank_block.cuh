@@ -16,12 +16,12 @@ __global__ void __launch_bounds__(Threads)
     using block = rank_block<Threads, Items, Bits>;
     const std::int64_t plane = blockIdx.x / static_cast<unsigned>(problem.segments);
     const auto index = static_cast<std::int32_t>(blockIdx.x % static_cast<unsigned>(problem.segments));
-    const auto b = static_cast<std::int32_t>(plane / problem.heads);
+    const auto b = problem.sequence_of(plane);
     const segment_range segment = problem.segment(b, index);
-    if (threadIdx.x == 0 && index == 0 && plane % problem.heads == 0) {
+    if (threadIdx.x == 0 && index == 0 && problem.head_of(plane) == 0) {
         problem.check_length(b);
     }
-    const HeadRule rule = problem.rules.of(static_cast<std::int32_t>(plane % problem.heads));
+    const HeadRule rule = problem.rules.of(problem.head_of(plane));
     if (segment.length() == 0 || problem.by_survivors(rule)) {
         return;
     }

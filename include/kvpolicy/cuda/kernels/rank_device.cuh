@@ -1,5 +1,5 @@
 // Ranks of long sequences: one sort over the whole device with (segment, priority) as its key, then what the sort leaves
-// open: runs of equal 32-bit keys, the inverse permutation, and the cutoffs at the edges of chunks.
+// open: runs of equal keys whose priorities differ, the inverse permutation, and the cutoffs at the edges of chunks.
 //
 // Everything here counts tokens from their plane's begin ("absolute"); a plane's part of the sorted arrays is its own
 // `length` entries, and in it a segment's part is its own tokens' range, since keys begin with the segment.
@@ -11,6 +11,8 @@
 #include <kvpolicy/cuda/launch.cuh>
 #include <kvpolicy/policies/cutoff.hpp>
 
+#include <cooperative_groups.h>
+
 #include <cstdint>
 
 namespace kvpolicy {
@@ -19,8 +21,16 @@ namespace cuda_backend {
 
 /// The sort's arrays, [planes * length] each; `tokens` are absolute.
 struct sorted_keys {
-    std::uint64_t* keys = nullptr;  // segment of the call << 32 | 32-bit key
+    std::uint64_t* keys = nullptr;  // segment of the call << bits | priority_prefix
     std::int32_t* tokens = nullptr;
+    int bits = 32;
+
+    __device__ std::uint64_t idle() const { return (std::uint64_t{1} << bits) - 1; }
+    __device__ std::uint64_t nan() const { return idle() - 1; }
+    __device__ std::uint64_t prefix_of(std::uint64_t key) const { return key & idle(); }
+    __device__ std::int64_t task_of(std::uint64_t key) const {
+        return static_cast<std::int64_t>(key >> bits);
+    }
 };
 
 inline constexpr int device_threads = 256;
@@ -35,12 +45,12 @@ struct sorted_segment {
 
 template <class Gate, class Keep>
 __device__ inline sorted_segment segment_of_task(const mask_problem<Gate, Keep>& problem, std::int64_t task) {
-    const std::int64_t plane = task / problem.segments;
-    const auto index = static_cast<std::int32_t>(task % problem.segments);
-    const auto b = static_cast<std::int32_t>(plane / problem.heads);
+    const std::int64_t plane = problem.plane_of(task);
+    const auto index = problem.segment_of_task(task);
+    const auto b = problem.sequence_of(plane);
     const segment_range range = problem.segment(b, index);
     const std::int32_t begin = problem.edges == nullptr ? 0 : problem.edges[index];
-    return {plane, begin, range.length(), problem.rules.of(static_cast<std::int32_t>(plane % problem.heads))};
+    return {plane, begin, range.length(), problem.rules.of(problem.head_of(plane))};
 }
 
 /// The 64-bit code of an absolute token; what does not compete is last.
@@ -51,8 +61,8 @@ __device__ inline std::uint64_t code_of_token(const mask_problem<Gate, Keep>& pr
     if (!problem.leaves(segment.rule, t, segment.n)) {
         return idle_code;
     }
-    const auto b = static_cast<std::int32_t>(segment.plane / problem.heads);
-    const auto h = static_cast<std::int32_t>(segment.plane % problem.heads);
+    const auto b = problem.sequence_of(segment.plane);
+    const auto h = problem.head_of(segment.plane);
     const float score = problem.scores.head(b, h)[token];
     return problem.gate.open(score, segment.rule) ? priority_code(segment.rule, score, t) : idle_code;
 }
@@ -66,8 +76,8 @@ __global__ void __launch_bounds__(device_threads)
     const auto parts = static_cast<unsigned>((problem.length + keys_of_block - 1) / keys_of_block);
     const std::int64_t plane = blockIdx.x / parts;
     const auto part = static_cast<std::int32_t>(blockIdx.x % parts);
-    const auto b = static_cast<std::int32_t>(plane / problem.heads);
-    const auto h = static_cast<std::int32_t>(plane % problem.heads);
+    const auto b = problem.sequence_of(plane);
+    const auto h = problem.head_of(plane);
     if (threadIdx.x == 0 && part == 0 && h == 0) {
         problem.check_length(b);
     }
@@ -83,16 +93,16 @@ __global__ void __launch_bounds__(device_threads)
         const std::int64_t task = plane * problem.segments + problem.segment_of_token(token);
         const sorted_segment segment = segment_of_task(problem, task);
         const std::int32_t t = token - segment.begin;
-        std::uint32_t key = idle_key;
+        std::uint64_t key = out.idle();
         if (!problem.by_survivors(segment.rule) && problem.leaves(segment.rule, t, segment.n)) {
             const float score = scores[token];
             nan = nan || score != score;
             if (problem.gate.open(score, segment.rule)) {
-                key = priority_key(segment.rule, score, t);
+                key = priority_prefix(segment.rule, score, t, out.bits);
             }
         }
         const std::int64_t at = plane * problem.length + token;
-        out.keys[at] = static_cast<std::uint64_t>(task) << 32 | key;
+        out.keys[at] = static_cast<std::uint64_t>(task) << out.bits | key;
         out.tokens[at] = token;
     }
     if (nan) {
@@ -100,49 +110,74 @@ __global__ void __launch_bounds__(device_threads)
     }
 }
 
-/// Work list of runs of equal keys that are too long for one thread.
+/// Work lists of runs of equal keys that are too long for one thread. Runs above `tile` are cut into tiles for all
+/// blocks; the others are one block's each.
 struct run_list {
-    std::int32_t* count = nullptr;  // 1, cleared before
-    std::int32_t* first = nullptr;  // where a run begins in the sorted arrays
+    static constexpr std::int32_t tile = 4096;
+
+    std::int32_t* counts = nullptr;   // [3]: runs for one block, runs in tiles, tiles; cleared before
+    std::uint64_t* varies = nullptr;  // [1]: code bits that differ within some tiled run; cleared before
+    std::int32_t* first = nullptr;  // where a run begins in the sorted arrays; tiled runs from the list's end
     std::int32_t* length = nullptr;
+    std::int32_t* first_tile = nullptr;   // [most_tiled], of tiled runs
+    std::uint64_t* key = nullptr;         // [most_tiled]
+    std::int32_t* run_of_tile = nullptr;  // [most_tiles]
+    std::int32_t* digits = nullptr;       // [most_tiles, 256]: how often, then where to
+    std::int32_t size = 0;
+
+    /// What `count` keys can give at most.
+    static std::int64_t most_runs(std::int64_t count) { return count / (short_run + 1) + 1; }
+    static std::int64_t most_tiled(std::int64_t count) { return count / (tile + 1) + 1; }
+    static std::int64_t most_tiles(std::int64_t count) { return 2 * most_tiled(count); }
+
+    /// Where tiled run i is in `first` and `length`: they fill up from the end.
+    __device__ std::int32_t tiled(std::int32_t i) const { return size - 1 - i; }
 };
 
-/// The longest work list that `count` keys can give.
-KVPOLICY_HOST_DEVICE constexpr std::int64_t longest_run_list(std::int64_t count) {
-    return count / (short_run + 1) + 1;
-}
+/// Keys that a thread of settle_runs_kernel looks at.
+inline constexpr int settled_keys = 4;
 
-/// The thread of a run's first key puts the run in the order of its codes, or on the list.
+/// The thread of a run's first key puts the run in the order of its codes, or on a list.
 template <class Gate, class Keep>
 __global__ void __launch_bounds__(device_threads)
     settle_runs_kernel(const mask_problem<Gate, Keep> problem, const sorted_keys sorted,
                        const run_list runs) {
     const std::int64_t count = problem.planes() * problem.length;
-    const std::int64_t at =
-        std::int64_t{blockIdx.x} * device_threads + static_cast<std::int64_t>(threadIdx.x);
-    if (at + 1 >= count) {
+    const std::int64_t base =
+        settled_keys * (std::int64_t{blockIdx.x} * device_threads + static_cast<std::int64_t>(threadIdx.x));
+    if (base + 1 >= count) {
         return;
     }
-    const std::uint64_t key = sorted.keys[at];
-    if (sorted.keys[at + 1] != key || (at > 0 && sorted.keys[at - 1] == key)) {
-        return;
+    // The key before the first, and the one behind the last; idle keys stand in at the ends: no run of theirs counts.
+    std::uint64_t around[settled_keys + 2];
+#pragma unroll
+    for (int i = 0; i < settled_keys + 2; ++i) {
+        const std::int64_t at = base + i - 1;
+        around[i] = at >= 0 && at < count ? sorted.keys[at] : ~std::uint64_t{0};
     }
-    const auto low = static_cast<std::uint32_t>(key);
-    if (low == idle_key || low == nan_key) {
-        return;
+    unsigned begins = 0;
+#pragma unroll
+    for (int i = 0; i < settled_keys; ++i) {
+        const std::uint64_t key = around[i + 1];
+        const bool run = around[i + 2] == key && around[i] != key && sorted.prefix_of(key) < sorted.nan();
+        begins |= static_cast<unsigned>(run) << i;
     }
-    const sorted_segment segment = segment_of_task(problem, static_cast<std::int64_t>(key >> 32));
-    if (segment.rule.log_gamma == 0.0f) {
-        return;
-    }  // the key is exact
-    int length = 2;
-    while (length <= short_run && at + length < count && sorted.keys[at + length] == key) {
-        ++length;
-    }
-    if (length <= short_run) {
-        insertion_sort(sorted.tokens + at, length,
-                       [&](std::int32_t token) { return code_of_token(problem, segment, token); });
-    } else {
+    for (; begins != 0; begins &= begins - 1) {
+        const std::int64_t at = base + __ffs(static_cast<int>(begins)) - 1;
+        const std::uint64_t key = sorted.keys[at];
+        const sorted_segment segment = segment_of_task(problem, sorted.task_of(key));
+        if (segment.rule.log_gamma == 0.0f) {
+            continue;  // the key is exact
+        }
+        int length = 2;
+        while (length <= short_run && at + length < count && sorted.keys[at + length] == key) {
+            ++length;
+        }
+        if (length <= short_run) {
+            insertion_sort(sorted.tokens + at, length,
+                           [&](std::int32_t token) { return code_of_token(problem, segment, token); });
+            continue;
+        }
         std::int64_t low = at + length;  // the first key behind the run
         std::int64_t high = count;
         while (low < high) {
@@ -153,112 +188,151 @@ __global__ void __launch_bounds__(device_threads)
                 high = middle;
             }
         }
-        const std::int32_t place = atomicAdd(runs.count, 1);
+        const auto whole = static_cast<std::int32_t>(low - at);
+        std::int32_t place;
+        if (whole <= run_list::tile) {
+            place = atomicAdd(runs.counts, 1);
+        } else {
+            const std::int32_t index = atomicAdd(runs.counts + 1, 1);
+            const std::int32_t tiles = (whole + run_list::tile - 1) / run_list::tile;
+            const std::int32_t first_tile = atomicAdd(runs.counts + 2, tiles);
+            place = runs.tiled(index);
+            runs.first_tile[index] = first_tile;
+            runs.key[index] = key;
+            for (std::int32_t tile = 0; tile < tiles; ++tile) {
+                runs.run_of_tile[first_tile + tile] = index;
+            }
+        }
         runs.first[place] = static_cast<std::int32_t>(at);
-        runs.length[place] = static_cast<std::int32_t>(low - at);
+        runs.length[place] = whole;
     }
 }
 
-struct long_run_shared {
+/// One block's memory for radix passes of 8 bits.
+struct radix_shared {
+    static constexpr int warps = device_threads / 32;
+
     std::int32_t count[256];
     std::int32_t offset[256];
-    std::uint16_t of_warp[device_threads / 32][256];
+    std::uint16_t of_warp[warps][256];
     std::uint64_t varies;
-};
 
-/// Sorts the runs of the list by their codes, a radix sort of 8 bits a pass by one block a run. Rare: many priorities
-/// that agree to 24 bits but not to 53. `spare` is a second pair of arrays like `sorted`.
-template <class Gate, class Keep>
-__global__ void __launch_bounds__(device_threads)
-    sort_long_runs_kernel(const mask_problem<Gate, Keep> problem, const sorted_keys sorted,
-                          const sorted_keys spare, const run_list runs) {
-    static_assert(device_threads == 256, "one thread a digit");
-    constexpr int warps = device_threads / 32;
-    auto& memory = *reinterpret_cast<long_run_shared*>(dynamic_shared());
-    const int thread = static_cast<int>(threadIdx.x);
-    const int lane = lane_id();
-    const int warp = warp_id();
-    const std::int32_t listed = *runs.count;
-    for (std::int32_t run = static_cast<std::int32_t>(blockIdx.x); run < listed;
-         run += static_cast<std::int32_t>(gridDim.x)) {
-        const std::int64_t first = runs.first[run];
-        const std::uint64_t key = sorted.keys[first];
-        const std::int32_t length = runs.length[run];
-        const sorted_segment segment = segment_of_task(problem, static_cast<std::int64_t>(key >> 32));
-        if (thread == 0) {
-            memory.varies = 0;
+    /// How often every digit is among keys[0, length).
+    __device__ void count_digits(const std::uint64_t* keys, std::int32_t length, int shift) {
+        const int thread = static_cast<int>(threadIdx.x);
+        count[thread] = 0;
+        __syncthreads();
+        for (std::int32_t i = thread; i < length; i += device_threads) {
+            atomicAdd(&count[keys[i] >> shift & 0xffu], 1);
         }
         __syncthreads();
+    }
 
+    /// offset[digit] = how many of `count` are smaller.
+    __device__ void sum_digits() {
+        if (warp_id() == 0) {
+            std::int32_t before = 0;
+            for (int digit = lane_id(); digit < 256; digit += 32) {
+                const int through = warp_inclusive_sum(count[digit]);
+                offset[digit] = before + through - count[digit];
+                before += __shfl_sync(all_lanes, through, 31);
+            }
+        }
+        __syncthreads();
+    }
+
+    /// Moves keys[0, length) and their tokens to where `offset` says, equal digits in their order. Thread d counts digit d.
+    __device__ void scatter(const std::uint64_t* keys, const std::int32_t* tokens, std::uint64_t* to_keys,
+                            std::int32_t* to_tokens, std::int32_t length, int shift) {
+        static_assert(device_threads == 256, "one thread a digit");
+        const int thread = static_cast<int>(threadIdx.x);
+        const int lane = lane_id();
+        const int warp = warp_id();
+        for (std::int32_t base = 0; base < length; base += device_threads) {
+            for (int w = 0; w < warps; ++w) {
+                of_warp[w][thread] = 0;
+            }
+            __syncthreads();
+            const std::int32_t i = base + thread;
+            const bool inside = i < length;
+            const std::uint64_t code = inside ? keys[i] : 0;
+            // Lanes beyond the run match nobody's digit.
+            const int digit = inside ? static_cast<int>(code >> shift & 0xffu) : 256;
+            const unsigned same = __match_any_sync(all_lanes, digit);
+            const int in_warp = __popc(same & lanes_before(lane));
+            if (inside && in_warp == 0) {
+                of_warp[warp][digit] = static_cast<std::uint16_t>(__popc(same));
+            }
+            __syncthreads();
+            std::int32_t next = offset[thread];
+            for (int w = 0; w < warps; ++w) {
+                const std::int32_t here = of_warp[w][thread];
+                of_warp[w][thread] = static_cast<std::uint16_t>(next - offset[thread]);
+                next += here;
+            }
+            __syncthreads();
+            if (inside) {
+                const std::int32_t to = offset[digit] + of_warp[warp][digit] + in_warp;
+                to_keys[to] = code;
+                to_tokens[to] = tokens[i];
+            }
+            __syncthreads();
+            offset[thread] = next;
+            __syncthreads();
+        }
+    }
+};
+
+/// keys[0, length) = the tokens' codes. Returns the bits in which the threads' codes differ from `reference`.
+template <class Gate, class Keep>
+__device__ inline std::uint64_t write_codes(const mask_problem<Gate, Keep>& problem,
+                                            const sorted_segment& segment, const std::int32_t* tokens,
+                                            std::uint64_t* keys, std::int32_t length,
+                                            std::uint64_t reference) {
+    std::uint64_t varies = 0;
+    for (auto i = static_cast<std::int32_t>(threadIdx.x); i < length; i += device_threads) {
+        const std::uint64_t code = code_of_token(problem, segment, tokens[i]);
+        keys[i] = code;
+        varies |= code ^ reference;
+    }
+    return varies;
+}
+
+/// Runs of up to run_list::tile keys, one block each.
+template <class Gate, class Keep>
+__device__ inline void sort_runs_by_block(const mask_problem<Gate, Keep>& problem, const sorted_keys& sorted,
+                                          const sorted_keys& spare, const run_list& runs,
+                                          radix_shared& memory) {
+    const int thread = static_cast<int>(threadIdx.x);
+    const std::int32_t listed = runs.counts[0];
+    for (auto run = static_cast<std::int32_t>(blockIdx.x); run < listed;
+         run += static_cast<std::int32_t>(gridDim.x)) {
+        const std::int64_t first = runs.first[run];
+        const std::int32_t length = runs.length[run];
+        const std::uint64_t key = sorted.keys[first];
+        const sorted_segment segment = segment_of_task(problem, sorted.task_of(key));
         std::uint64_t* keys = sorted.keys + first;
         std::int32_t* tokens = sorted.tokens + first;
         std::uint64_t* other_keys = spare.keys + first;
         std::int32_t* other_tokens = spare.tokens + first;
         const std::uint64_t reference = code_of_token(problem, segment, tokens[0]);
-        __syncthreads();
-        std::uint64_t varies = 0;
-        for (std::int32_t i = thread; i < length; i += device_threads) {
-            const std::uint64_t code = code_of_token(problem, segment, tokens[i]);
-            keys[i] = code;
-            varies |= code ^ reference;
+        if (thread == 0) {
+            memory.varies = 0;
         }
+        __syncthreads();
+        std::uint64_t varies = write_codes(problem, segment, tokens, keys, length, reference);
         if (varies != 0) {
             atomicOr(reinterpret_cast<unsigned long long*>(&memory.varies), varies);
         }
         __syncthreads();
         varies = memory.varies;
-
         for (int shift = 0; shift < 64; shift += 8) {
             if ((varies >> shift & 0xffu) == 0) {
                 continue;
             }
-            memory.count[thread] = 0;
-            __syncthreads();
-            for (std::int32_t i = thread; i < length; i += device_threads) {
-                atomicAdd(&memory.count[keys[i] >> shift & 0xffu], 1);
-            }
-            __syncthreads();
-            if (warp == 0) {
-                std::int32_t before = 0;
-                for (int digit = lane; digit < 256; digit += 32) {
-                    const int through = warp_inclusive_sum(memory.count[digit]);
-                    memory.offset[digit] = before + through - memory.count[digit];
-                    before += __shfl_sync(all_lanes, through, 31);
-                }
-            }
-            __syncthreads();
-            for (std::int32_t base = 0; base < length; base += device_threads) {
-                for (int w = 0; w < warps; ++w) {
-                    memory.of_warp[w][thread] = 0;
-                }
-                __syncthreads();
-                const std::int32_t i = base + thread;
-                const bool inside = i < length;
-                const std::uint64_t code = inside ? keys[i] : 0;
-                // Lanes beyond the run match nobody's digit.
-                const int digit = inside ? static_cast<int>(code >> shift & 0xffu) : 256;
-                const unsigned same = __match_any_sync(all_lanes, digit);
-                const int in_warp = __popc(same & lanes_before(lane));
-                if (inside && in_warp == 0) {
-                    memory.of_warp[warp][digit] = static_cast<std::uint16_t>(__popc(same));
-                }
-                __syncthreads();
-                std::int32_t next = memory.offset[thread];
-                for (int w = 0; w < warps; ++w) {
-                    const std::int32_t here = memory.of_warp[w][thread];
-                    memory.of_warp[w][thread] = static_cast<std::uint16_t>(next - memory.offset[thread]);
-                    next += here;
-                }
-                __syncthreads();
-                if (inside) {
-                    const std::int32_t to = memory.offset[digit] + memory.of_warp[warp][digit] + in_warp;
-                    other_keys[to] = code;
-                    other_tokens[to] = tokens[i];
-                }
-                __syncthreads();
-                memory.offset[thread] = next;
-                __syncthreads();
-            }
+            memory.count_digits(keys, length, shift);
+            memory.sum_digits();
+            memory.scatter(keys, tokens, other_keys, other_tokens, length, shift);
             std::uint64_t* const keys_now = other_keys;
             std::int32_t* const tokens_now = other_tokens;
             other_keys = keys;
@@ -271,6 +345,112 @@ __global__ void __launch_bounds__(device_threads)
             sorted.keys[first + i] = key;
         }
         __syncthreads();
+    }
+}
+
+/// Sorts the runs of the lists by their codes, a radix sort of 8 bits a pass. Rare: many priorities that agree to 28 bits
+/// or more, but not to 53. Runs in tiles are sorted together by the whole grid, which is launched cooperatively; where
+/// there is none, no block waits for another. `spare` is a second pair of arrays like `sorted`.
+template <class Gate, class Keep>
+__global__ void __launch_bounds__(device_threads)
+    sort_long_runs_kernel(const mask_problem<Gate, Keep> problem, const sorted_keys sorted,
+                          const sorted_keys spare, const run_list runs) {
+    auto& memory = *reinterpret_cast<radix_shared*>(dynamic_shared());
+    const int thread = static_cast<int>(threadIdx.x);
+    const auto blocks = static_cast<std::int32_t>(gridDim.x);
+    const auto block = static_cast<std::int32_t>(blockIdx.x);
+    sort_runs_by_block(problem, sorted, spare, runs, memory);
+    const std::int32_t tiled_runs = runs.counts[1];
+    const std::int32_t tiles = runs.counts[2];
+    if (tiled_runs == 0) {
+        return;
+    }
+    const auto grid = cooperative_groups::this_grid();
+
+    // Tile `tile`: its run, and its part [begin, begin + length) of the arrays.
+    struct part {
+        std::int32_t run;
+        std::int64_t begin;
+        std::int32_t length;
+    };
+    const auto part_of = [&](std::int32_t tile) {
+        const std::int32_t run = runs.run_of_tile[tile];
+        const std::int32_t at = (tile - runs.first_tile[run]) * run_list::tile;
+        const std::int32_t rest = runs.length[runs.tiled(run)] - at;
+        return part{run, std::int64_t{runs.first[runs.tiled(run)]} + at,
+                    rest < run_list::tile ? rest : run_list::tile};
+    };
+
+    for (std::int32_t tile = block; tile < tiles; tile += blocks) {
+        const part mine = part_of(tile);
+        const sorted_segment segment = segment_of_task(problem, sorted.task_of(runs.key[mine.run]));
+        const std::uint64_t reference =
+            code_of_token(problem, segment, sorted.tokens[runs.first[runs.tiled(mine.run)]]);
+        const std::uint64_t varies = write_codes(problem, segment, sorted.tokens + mine.begin,
+                                                 sorted.keys + mine.begin, mine.length, reference);
+        if (varies != 0) {
+            atomicOr(reinterpret_cast<unsigned long long*>(runs.varies), varies);
+        }
+    }
+    grid.sync();
+    const std::uint64_t varies = *runs.varies;
+
+    sorted_keys from = sorted;
+    sorted_keys to = spare;
+    for (int shift = 0; shift < 64; shift += 8) {
+        if ((varies >> shift & 0xffu) == 0) {
+            continue;
+        }
+        for (std::int32_t tile = block; tile < tiles; tile += blocks) {
+            const part mine = part_of(tile);
+            memory.count_digits(from.keys + mine.begin, mine.length, shift);
+            runs.digits[std::int64_t{tile} * 256 + thread] = memory.count[thread];
+            __syncthreads();
+        }
+        grid.sync();
+        // Counts become places in the run: by digit, then by tile.
+        for (std::int32_t run = block; run < tiled_runs; run += blocks) {
+            const std::int32_t length = runs.length[runs.tiled(run)];
+            const std::int32_t of_run = (length + run_list::tile - 1) / run_list::tile;
+            std::int32_t* const digits = runs.digits + std::int64_t{runs.first_tile[run]} * 256 + thread;
+            std::int32_t total = 0;
+#pragma unroll 8
+            for (std::int32_t i = 0; i < of_run; ++i) {
+                total += digits[std::int64_t{i} * 256];
+            }
+            memory.count[thread] = total;
+            __syncthreads();
+            memory.sum_digits();
+            std::int32_t before = memory.offset[thread];
+#pragma unroll 8
+            for (std::int32_t i = 0; i < of_run; ++i) {
+                const std::int32_t here = digits[std::int64_t{i} * 256];
+                digits[std::int64_t{i} * 256] = before;
+                before += here;
+            }
+            __syncthreads();
+        }
+        grid.sync();
+        for (std::int32_t tile = block; tile < tiles; tile += blocks) {
+            const part mine = part_of(tile);
+            const std::int64_t first = runs.first[runs.tiled(mine.run)];
+            memory.offset[thread] = runs.digits[std::int64_t{tile} * 256 + thread];
+            __syncthreads();
+            memory.scatter(from.keys + mine.begin, from.tokens + mine.begin, to.keys + first,
+                           to.tokens + first, mine.length, shift);
+        }
+        grid.sync();
+        const sorted_keys swapped = from;
+        from = to;
+        to = swapped;
+    }
+    for (std::int32_t tile = block; tile < tiles; tile += blocks) {
+        const part mine = part_of(tile);
+        const std::uint64_t key = runs.key[mine.run];
+        for (std::int32_t i = thread; i < mine.length; i += device_threads) {
+            sorted.tokens[mine.begin + i] = from.tokens[mine.begin + i];
+            sorted.keys[mine.begin + i] = key;
+        }
     }
 }
 
@@ -313,15 +493,14 @@ __global__ void __launch_bounds__(device_threads)
             count[i] = 0;
         }
         __syncthreads();
-        for (std::int32_t x = from + thread; x < to; x += device_threads) {
-            const std::uint64_t key = sorted.keys[row + x];
-            const std::int32_t token = sorted.tokens[row + x];
-            const auto segment = problem.segments == 1
-                                     ? 0
-                                     : static_cast<std::int32_t>(static_cast<std::int64_t>(key >> 32) -
-                                                                 plane * problem.segments);
+        const auto count_one = [&](std::int32_t x, std::uint64_t key, std::uint64_t next_key,
+                                   std::int32_t token) {
+            const auto segment =
+                problem.segments == 1
+                    ? 0
+                    : static_cast<std::int32_t>(sorted.task_of(key) - plane * problem.segments);
             const std::int32_t begin = problem.edges == nullptr ? 0 : problem.edges[segment];
-            const bool competes = static_cast<std::uint32_t>(key) != idle_key;
+            const bool competes = sorted.prefix_of(key) != sorted.idle();
             if (round == 0) {
                 out.rank[row + token] = competes ? x - begin : no_rank;
                 if (out.order != sorted.tokens) {
@@ -330,8 +509,7 @@ __global__ void __launch_bounds__(device_threads)
                 const std::int32_t end =
                     problem.edges == nullptr ? problem.length : problem.edges[segment + 1];
                 // The border between those that compete and the others says how many do.
-                const bool next_idle =
-                    x + 1 >= end || static_cast<std::uint32_t>(sorted.keys[row + x + 1]) == idle_key;
+                const bool next_idle = x + 1 >= end || sorted.prefix_of(next_key) == sorted.idle();
                 if (competes && next_idle) {
                     out.competitors[plane * problem.segments + segment] = x + 1 - begin;
                 }
@@ -343,6 +521,29 @@ __global__ void __launch_bounds__(device_threads)
                 const std::int32_t slot = problem.first_slot(segment) + (token - begin) / mask_chunk - round;
                 if (slot >= 0 && slot < slots) {
                     atomicAdd(&count[slot], 1);
+                }
+            }
+        };
+        // All loads of a step before its first store, which the compiler could not know to be elsewhere.
+        constexpr int ahead = 4;
+        for (std::int32_t x = from + thread; x < to; x += ahead * device_threads) {
+            std::uint64_t key[ahead];
+            std::uint64_t next_key[ahead];
+            std::int32_t token[ahead];
+#pragma unroll
+            for (int i = 0; i < ahead; ++i) {
+                const std::int32_t at = x + i * device_threads;
+                if (at < to) {
+                    key[i] = sorted.keys[row + at];
+                    next_key[i] = at + 1 < problem.length ? sorted.keys[row + at + 1] : sorted.idle();
+                    token[i] = sorted.tokens[row + at];
+                }
+            }
+#pragma unroll
+            for (int i = 0; i < ahead; ++i) {
+                const std::int32_t at = x + i * device_threads;
+                if (at < to) {
+                    count_one(at, key[i], next_key[i], token[i]);
                 }
             }
         }
@@ -388,7 +589,7 @@ __global__ void __launch_bounds__(device_threads)
     }
     const std::int64_t plane = task / problem.slots;
     const auto slot = static_cast<std::int32_t>(task % problem.slots);
-    const auto b = static_cast<std::int32_t>(plane / problem.heads);
+    const auto b = problem.sequence_of(plane);
     const int lane = lane_id();
     const segment_range segment = problem.segment(b, problem.segment_of_slot(slot));
     const std::int32_t base = problem.first_slot(segment.index);
@@ -396,7 +597,7 @@ __global__ void __launch_bounds__(device_threads)
     if (edge >= segment.length()) {
         return;
     }
-    const HeadRule rule = problem.rules.of(static_cast<std::int32_t>(plane % problem.heads));
+    const HeadRule rule = problem.rules.of(problem.head_of(plane));
     const std::int32_t k = rule.budget;
 
     const std::int32_t first = segment.begin / counts.bucket;
