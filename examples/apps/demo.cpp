@@ -1,7 +1,9 @@
 // The demo: the byte model with its full KV cache beside the same model with bounded ones, in a table; then text written
 // with a bounded cache.
 //
-//   demo [--model FOLDER] [--sequences N]
+//   demo [--model FOLDER] [--sequences N] [--check]
+//
+// --check exits with 1 unless the table shows what it is there to show (a test runs it so).
 #include "support/evaluation.hpp"
 #include "support/oracle.hpp"
 #include "support/policies.hpp"
@@ -27,6 +29,7 @@ using Storage = kvpolicy::bf16;
 struct Options {
     std::string model = KVPOLICY_BYTE_MODEL;
     std::size_t sequences = 3;
+    bool check = false;
 };
 
 Options parse(int argc, char** argv) {
@@ -47,8 +50,10 @@ Options parse(int argc, char** argv) {
                 llama::fail("--sequences: must be 1 or more");
             }
             options.sequences = static_cast<std::size_t>(count);
+        } else if (argument == "--check") {
+            options.check = true;
         } else {
-            llama::fail("{}: unknown; usage: demo [--model FOLDER] [--sequences N]", argument);
+            llama::fail("{}: unknown; usage: demo [--model FOLDER] [--sequences N] [--check]", argument);
         }
     }
     return options;
@@ -89,21 +94,22 @@ const std::pair<std::string, std::int32_t> budgets[] = {{"75%", 1024}, {"88%", 5
 
 void write_text(const kvpolicy::host& on, const llama::Model& model, const examples::HeldOut& data) {
     constexpr std::int32_t budget = 256, prompt = 2000, count = 400;
+    const std::vector<std::int32_t>& tokens = data.tokens[8 % data.tokens.size()];  // prose
     const llama::Tokenizer tokenizer = llama::read_tokenizer({}, model.config.vocab_size);
     auto attention =
-        examples::make_attention<Storage>(on, model.config, {.name = "keynorm", .budget = budget}, 0);
+        examples::make_attention<Storage>(on, model.config, {.name = "streaming", .budget = budget}, 0);
     llama::Engine engine(model);
     std::vector<std::int64_t> positions(prompt);
     for (std::size_t i = 0; i < positions.size(); ++i) {
         positions[i] = static_cast<std::int64_t>(i);
     }
-    auto logits = engine.forward(std::span(data.tokens[0]).first(prompt), positions, *attention);
+    auto logits = engine.forward(std::span(tokens).first(prompt), positions, *attention);
     fmt::print(
-        "\nText from the model after a prompt of {} bytes, with a cache of {} rows a head (sinks, window, "
-        "and the keys of\n"
-        "smallest norm):\n\n  ...{}[",
-        prompt, budget, tokenizer.decode(std::span(data.tokens[0]).subspan(prompt - 160, 160)));
-    llama::Sampler sample({.temperature = 0.7, .top_k = 20, .top_p = 0.95, .seed = 7});
+        "\nText from the model after a prompt of {} bytes, with a cache of {} rows a head (StreamingLLM: 4 "
+        "sinks, and\n"
+        "the most recent keys):\n\n  ...{}[",
+        prompt, budget, tokenizer.decode(std::span(tokens).subspan(prompt - 160, 160)));
+    llama::Sampler sample({.temperature = 0.8, .top_k = 20, .top_p = 0.95, .seed = 4});
     llama::Utf8Stream text;
     for (int i = 0; i < count; ++i) {
         const std::int32_t token = sample(logits);
@@ -214,6 +220,18 @@ int run(int argc, char** argv) {
     write_text(on, model, data);
     const std::chrono::duration<double> time = std::chrono::steady_clock::now() - start;
     fmt::print("({:.0f} s)\n", time.count());
+    if (options.check) {
+        // At the smallest budget: rows are StreamingLLM and the oracle with beta 1 and 2.
+        const std::size_t smallest = std::size(budgets) - 1;
+        const double dense = dense_score.recall(), streaming = scores[{0, smallest}].recall(),
+                     oracle = scores[{2, smallest}].recall();
+        if (dense < 0.95 || oracle < 0.9 * dense || streaming > 0.1) {
+            llama::fail(
+                "the table should show dense recall of 0.95 or more, the oracle (beta 2) at 0.9 of it and "
+                "StreamingLLM near chance, but shows {:.3f}, {:.3f} and {:.3f}",
+                dense, oracle, streaming);
+        }
+    }
     return 0;
 }
 

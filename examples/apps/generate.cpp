@@ -26,7 +26,7 @@ namespace {
 struct Options {
     std::string model = KVPOLICY_BYTE_MODEL;
     std::string prompt;
-    examples::PolicyChoice policy{.name = "keynorm", .budget = 512};
+    examples::PolicyChoice policy{.name = "streaming", .budget = 512};
     std::int32_t tokens = 512;
     std::int32_t threads = 0;
     llama::SamplerOptions sampler{.temperature = 0.7, .top_k = 20, .top_p = 0.95, .seed = 1};

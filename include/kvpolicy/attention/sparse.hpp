@@ -1,6 +1,7 @@
 // Attention through a mask: every query sees the keys that are alive when it asks, at a cost proportional to them.
 #pragma once
 
+#include <kvpolicy/attention/gradients.hpp>
 #include <kvpolicy/attention/keys.hpp>
 #include <kvpolicy/core/context.hpp>
 #include <kvpolicy/core/types.hpp>
@@ -60,6 +61,32 @@ template <Storage T>
 void attend(const host& on, const Attention& attention, std::type_identity_t<rows_view<const T>> q,
             const keys<T>& past, const keys<T>& self, const Sequences& sequences,
             std::type_identity_t<rows_view<T>> out, plane_view<float> lse, workspace_view workspace);
+
+/// Bytes of workspace for the attend_backward call with the same arguments. O(Skv (Dk + Dv)), at most 16 copies of the keys'
+/// and values' gradients of a head.
+template <Storage T>
+std::size_t attend_backward_workspace_bytes(const host& on, const Attention& attention,
+                                            std::type_identity_t<rows_view<const T>> q, const keys<T>& all,
+                                            const Sequences& sequences);
+
+/// Gradients of attend() through the mask, at a cost proportional to the live pairs. With P = exp(logit - lse) and
+/// delta_d = <out_d, d_out_d>, over the pairs (query d of head h G + g, key t) that see each other:
+///
+///     d v_t           = sum_{g, d} P d_out_d,            d logit = P (<d_out_d, v_t> - delta_d)
+///     d x             = d logit (1 - (cap(x) / softcap)^2)          (x = scale <q, k>; without softcap d x = d logit)
+///     d q_d           = scale sum_t d x k_t,             d k_t = scale sum_{g, d} d x q_d
+///     d log_bias[t]   = sum over g and d with d - pos(t) >= bias_from of d logit
+///
+/// A query whose lse is -inf has zero gradient. Lifetimes have none: a policy's decisions are constants here. lse must be
+/// that of this call's keys. Synchronous; the bits do not depend on the number of threads; portable and AVX2 bodies agree
+/// to rounding. Packed segments as in attend.
+///
+/// Refuses, before anything is written: what attend refuses, shapes that disagree, a number that is not finite in q, out,
+/// d_out, or a k, v or log_bias that some query sees (named with batch, head and position), a NaN lse.
+template <Storage T>
+void attend_backward(const host& on, const Attention& attention, std::type_identity_t<rows_view<const T>> q,
+                     const keys<T>& all, const Sequences& sequences, const AttendGradient<T>& given,
+                     const AttendGradients<T>& into, workspace_view workspace);
 
 }  // namespace kvpolicy
 

@@ -1,4 +1,4 @@
-// What kernels and host code see of a FixedBudgetCache: a trivially copyable set of pointers and sizes, for one layer.
+// What kernels and host code see of a cache: a trivially copyable set of pointers and sizes, for one layer.
 #pragma once
 
 #include <kvpolicy/core/types.hpp>
@@ -6,6 +6,7 @@
 #include <kvpolicy/policies/parameters.hpp>
 #include <kvpolicy/policies/ranking.hpp>
 
+#include <concepts>
 #include <cstdint>
 #include <type_traits>
 
@@ -21,6 +22,8 @@ struct CacheShape {
     std::int32_t dim_v = 0;
     std::int32_t page_rows =
         1;  ///< a head's rows are rounded up to this many, so that it can be exported in pages
+    std::int32_t proposals =
+        0;  ///< n_max: the most tokens a sequence may propose at once (spare rows of every head)
 };
 
 /// Where the rows of one KV head lie, counted from the head's first row: [sinks | ring | long-range]. Token t < s has
@@ -42,11 +45,30 @@ struct HeadRows {
     }
 };
 
-/// One layer of a FixedBudgetCache. Rows are [slots, row_offset[kv_heads], D]: head h of slot b has the rows
-/// b * rows + row_offset[h] ... row_offset[h + 1]. Every row has its logical position and its score; rows that are not in
-/// use may hold anything.
-template <class P, Storage T>
-struct FixedBudgetRef {
+/// Rows of one head that lie together.
+template <Storage T>
+struct PlainRows {
+    T* k_data = nullptr;                  // [rows, dim_k]
+    T* v_data = nullptr;                  // [rows, dim_v]
+    position_t* position_data = nullptr;  // [rows]
+    float* score_data = nullptr;          // [rows]
+    std::int32_t dim_k = 0;
+    std::int32_t dim_v = 0;
+
+    KVPOLICY_HOST_DEVICE constexpr T* k(std::int64_t row) const { return k_data + row * dim_k; }
+    KVPOLICY_HOST_DEVICE constexpr T* v(std::int64_t row) const { return v_data + row * dim_v; }
+    KVPOLICY_HOST_DEVICE constexpr position_t& position(std::int64_t row) const { return position_data[row]; }
+    KVPOLICY_HOST_DEVICE constexpr float& score(std::int64_t row) const { return score_data[row]; }
+    /// The first row after `row` that does not follow on its predecessor in memory; at most `end`.
+    KVPOLICY_HOST_DEVICE constexpr std::int32_t run_end(std::int32_t /*row*/, std::int32_t end) const {
+        return end;
+    }
+};
+
+/// What the layers of every kind of cache have in common.
+template <class P, class T>
+struct LayerRef {
+    static_assert(Storage<T>, "kvpolicy: a cache stores bf16, fp16, float or double");
     using policy_type = P;
     using value_type = T;
     using scorer_type = typename P::scorer_type;
@@ -58,34 +80,106 @@ struct FixedBudgetRef {
     std::int32_t dim_k = 0;
     std::int32_t dim_v = 0;
     std::int32_t page_rows = 1;
+    std::int32_t proposals = 0;
     Attention attention;
     position_t rebase_limit = kvpolicy::rebase_limit;
 
-    const HeadRule* rules = nullptr;           // [kv_heads]
+    const HeadRule* rules = nullptr;  // [kv_heads]
+    position_t* length = nullptr;     // [slots], shared by all layers
+    std::int32_t* kept = nullptr;     // [slots, kv_heads]: long-range places in use
+    std::int32_t* pinned =
+        nullptr;  // [slots, kv_heads]: of these, keys that a keep part holds; null without one
+    std::int32_t* victim = nullptr;    // [slots, kv_heads]: the worst place, or -1 where not known
+    std::int32_t* proposed = nullptr;  // [slots]: tokens that wait in the spare rows
+    float* state = nullptr;            // [slots, kv_heads, state_size]
+    std::int64_t state_size = 0;
+    scorer_type scorer;
+    typename P::gate_type gate;
+    typename P::keep_type keep;
+
+    KVPOLICY_HOST_DEVICE constexpr HeadRows layout(std::int32_t head) const {
+        return {rules[head].sinks, rules[head].window};
+    }
+    KVPOLICY_HOST_DEVICE constexpr std::int64_t head_index(std::int64_t slot, std::int32_t head) const {
+        return slot * kv_heads + head;
+    }
+    /// Rows that head `head` of slot `slot` has in use.
+    KVPOLICY_HOST_DEVICE constexpr std::int32_t used(std::int64_t slot, std::int32_t head) const {
+        return layout(head).used(length[slot], kept[head_index(slot, head)]);
+    }
+};
+
+/// One layer of a FixedBudgetCache. Rows are [slots, row_offset[kv_heads], D]: head h of slot b has the rows
+/// b * rows + row_offset[h] ... row_offset[h + 1], [sinks | ring | long-range | spare]. Every row has its logical position
+/// and its score; rows that are not in use may hold anything.
+template <class P, class T>
+struct FixedBudgetRef : LayerRef<P, T> {
+    /// Whether rows come from a pool that may be exhausted.
+    static constexpr bool pooled = false;
+
     const std::int64_t* row_offset = nullptr;  // [kv_heads + 1]
     std::int64_t rows = 0;                     // of one slot
     T* k = nullptr;                            // [slots, rows, dim_k]
     T* v = nullptr;                            // [slots, rows, dim_v]
     position_t* position = nullptr;            // [slots, rows]
     float* score = nullptr;                    // [slots, rows]
-    position_t* length = nullptr;              // [slots], shared by all layers
-    std::int32_t* kept = nullptr;              // [slots, kv_heads]: long-range places in use
-    std::int32_t* victim = nullptr;            // [slots, kv_heads]: the worst place, or -1 where not known
-    float* state = nullptr;                    // [slots, kv_heads, state_size]
-    std::int64_t state_size = 0;
-    scorer_type scorer;
-    typename P::gate_type gate;
 
     KVPOLICY_HOST_DEVICE constexpr std::int64_t first_row(std::int64_t slot, std::int32_t head) const {
         return slot * rows + row_offset[head];
     }
-    KVPOLICY_HOST_DEVICE constexpr HeadRows layout(std::int32_t head) const {
-        return {rules[head].sinks, rules[head].window};
+    KVPOLICY_HOST_DEVICE constexpr PlainRows<T> head_rows(std::int64_t slot, std::int32_t head) const {
+        return rows_from(first_row(slot, head));
     }
-    /// Rows that head `head` of slot `slot` has in use.
-    KVPOLICY_HOST_DEVICE constexpr std::int32_t used(std::int64_t slot, std::int32_t head) const {
-        return layout(head).used(length[slot], kept[slot * kv_heads + head]);
+    /// The rows that proposed tokens wait in.
+    KVPOLICY_HOST_DEVICE constexpr PlainRows<T> spare_rows(std::int64_t slot, std::int32_t head) const {
+        return rows_from(first_row(slot, head) + capacity(head));
     }
+    /// The most rows that a head can have in use, s + w + k.
+    KVPOLICY_HOST_DEVICE constexpr std::int64_t capacity(std::int32_t head) const {
+        return std::int64_t{this->rules[head].sinks} + this->rules[head].window + this->rules[head].budget;
+    }
+    /// The rows that may expire while a chunk runs: here, all of them.
+    KVPOLICY_HOST_DEVICE constexpr std::int64_t mortal_rows(std::int32_t head) const {
+        return capacity(head);
+    }
+    /// Where page `page` of a head lies in the pool that export_heads describes.
+    KVPOLICY_HOST_DEVICE constexpr std::int64_t page_id(std::int64_t slot, std::int32_t head,
+                                                        std::int64_t page) const {
+        return first_row(slot, head) / this->page_rows + page;
+    }
+    KVPOLICY_HOST_DEVICE constexpr std::int64_t page_count() const {
+        return std::int64_t{this->slots} * rows / this->page_rows;
+    }
+
+  private:
+    KVPOLICY_HOST_DEVICE constexpr PlainRows<T> rows_from(std::int64_t first) const {
+        return {k + first * this->dim_k,
+                v + first * this->dim_v,
+                position + first,
+                score + first,
+                this->dim_k,
+                this->dim_v};
+    }
+};
+
+/// One layer of a cache, as calls take it: what LayerRef has, and how the rows of a head are found.
+template <class R>
+concept CacheRef = requires(const R& ref, std::int64_t slot, std::int32_t head) {
+    { R::pooled } -> std::convertible_to<bool>;
+    { ref.head_rows(slot, head).k(0) } -> std::same_as<typename R::value_type*>;
+    { ref.spare_rows(slot, head).k(0) } -> std::same_as<typename R::value_type*>;
+    { ref.capacity(head) } -> std::same_as<std::int64_t>;
+    { ref.mortal_rows(head) } -> std::same_as<std::int64_t>;
+    { ref.page_id(slot, head, slot) } -> std::same_as<std::int64_t>;
+    { ref.used(slot, head) } -> std::same_as<std::int32_t>;
+};
+
+/// What a call on a cache may take or give beside its tensors.
+struct CacheExtras {
+    /// Scores of the new tokens [count, Hkv, n], for a policy whose scores are given (GivenScores).
+    plane_view<const float> scores{};
+    /// Where to write the log-sum-exp of every query [count, Hq, n] (natural log), if wanted.
+    plane_view<float> lse{};
 };
 
 }  // namespace kvpolicy

@@ -294,3 +294,5 @@ void attend(const host& on, const Attention& attention, std::type_identity_t<row
 }
 
 }  // namespace kvpolicy
+
+#include <kvpolicy/host/attend_backward.hpp>

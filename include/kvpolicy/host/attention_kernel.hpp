@@ -73,18 +73,18 @@ void with_kernels(isa set, Run&& run) {
 }
 
 /// Attention of queries [query_begin, query_end) of one KV head's group over all the segments' keys (see key_segment for
-/// which keys a query sees). Writes out, and lse (natural logarithm) where wanted; queries that see nothing get 0 and
-/// -inf. One task; `scratch` has attend_scratch_bytes for that many queries.
-template <Storage T>
-void attend_head(isa set, const attention_shape& shape, const key_segment<T>* segments, int segment_count,
-                 const query_block<T>& block, std::int32_t query_begin, std::int32_t query_end,
-                 void* scratch) {
+/// which keys a query sees). `segments(visit)` hands the segments to visit, once for every tile of queries. Writes out,
+/// and lse (natural logarithm) where wanted; queries that see nothing get 0 and -inf. One task; `scratch` has
+/// attend_scratch_bytes for that many queries.
+template <Storage T, class Segments>
+void attend_head(isa set, const attention_shape& shape, const Segments& segments, const query_block<T>& block,
+                 std::int32_t query_begin, std::int32_t query_end, void* scratch) {
     const std::int32_t tile = attend_tile<T>(shape, block.group);
     with_kernels<T>(set, [&](auto kernels) {
         for (std::int32_t begin = query_begin; begin < query_end; begin += tile) {
             tile_pass<decltype(kernels), T> pass(shape, block, begin, std::min(query_end, begin + tile),
                                                  scratch);
-            pass.run(segments, segment_count, 0, std::numeric_limits<std::int64_t>::max());
+            pass.run(segments, 0, std::numeric_limits<std::int64_t>::max());
             pass.store();
         }
     });
@@ -93,16 +93,42 @@ void attend_head(isa set, const attention_shape& shape, const key_segment<T>* se
 /// The same over rows [key_begin, key_end) of the segments put end to end, as a partial result: out [queries * group][Dv]
 /// in the compute type and lse [queries * group], row = (query - query_begin) * group + head. At most attend_tile
 /// queries. merge_splits makes results of them.
+template <Storage T, class Segments>
+void attend_head_split(isa set, const attention_shape& shape, const Segments& segments,
+                       const query_block<T>& block, std::int32_t query_begin, std::int32_t query_end,
+                       std::int64_t key_begin, std::int64_t key_end, compute_t<T>* out, float* lse,
+                       void* scratch) {
+    with_kernels<T>(set, [&](auto kernels) {
+        tile_pass<decltype(kernels), T> pass(shape, block, query_begin, query_end, scratch);
+        pass.run(segments, key_begin, key_end);
+        pass.store_partial(out, lse);
+    });
+}
+
+/// Segments that lie in an array, as attend_head takes them.
+template <Storage T>
+auto segments_in(const key_segment<T>* segments, int count) {
+    return [segments, count](auto&& visit) {
+        for (int s = 0; s < count; ++s) {
+            visit(segments[s]);
+        }
+    };
+}
+
+/// attend_head and attend_head_split over an array of segments.
+template <Storage T>
+void attend_head(isa set, const attention_shape& shape, const key_segment<T>* segments, int segment_count,
+                 const query_block<T>& block, std::int32_t query_begin, std::int32_t query_end,
+                 void* scratch) {
+    attend_head(set, shape, segments_in(segments, segment_count), block, query_begin, query_end, scratch);
+}
 template <Storage T>
 void attend_head_split(isa set, const attention_shape& shape, const key_segment<T>* segments,
                        int segment_count, const query_block<T>& block, std::int32_t query_begin,
                        std::int32_t query_end, std::int64_t key_begin, std::int64_t key_end,
                        compute_t<T>* out, float* lse, void* scratch) {
-    with_kernels<T>(set, [&](auto kernels) {
-        tile_pass<decltype(kernels), T> pass(shape, block, query_begin, query_end, scratch);
-        pass.run(segments, segment_count, key_begin, key_end);
-        pass.store_partial(out, lse);
-    });
+    attend_head_split(set, shape, segments_in(segments, segment_count), block, query_begin, query_end,
+                      key_begin, key_end, out, lse, scratch);
 }
 
 /// Merges `splits` partial results, out [splits][rows][Dv] and lse [splits][rows], into the block's out and lse. The

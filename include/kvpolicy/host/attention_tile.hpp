@@ -97,20 +97,21 @@ class tile_pass {
         std::fill_n(memory_.zeros, shape.dim_v, static_cast<T>(0.0f));
     }
 
-    /// Runs over rows [key_begin, key_end) of all segments put end to end.
-    void run(const key_segment<T>* segments, int segment_count, std::int64_t key_begin,
-             std::int64_t key_end) {
+    /// Runs over rows [key_begin, key_end) of all segments put end to end. `segments(visit)` hands each key_segment to
+    /// visit, in order: a cache makes them from its page table as they are needed.
+    template <class Segments>
+    void run(const Segments& segments, std::int64_t key_begin, std::int64_t key_end) {
         key_collector<Kernels, T, tile_pass> collector(memory_.position[0], memory_.position[rows_ - 1],
                                                        *this);
         std::int64_t start = 0;
-        for (int s = 0; s < segment_count; ++s) {
-            const std::int64_t begin = std::clamp<std::int64_t>(key_begin - start, 0, segments[s].count);
-            const std::int64_t end = std::clamp<std::int64_t>(key_end - start, 0, segments[s].count);
+        segments([&](const key_segment<T>& segment) {
+            const std::int64_t begin = std::clamp<std::int64_t>(key_begin - start, 0, segment.count);
+            const std::int64_t end = std::clamp<std::int64_t>(key_end - start, 0, segment.count);
             if (begin < end) {
-                collector.take(segments[s], static_cast<std::int32_t>(begin), static_cast<std::int32_t>(end));
+                collector.take(segment, static_cast<std::int32_t>(begin), static_cast<std::int32_t>(end));
             }
-            start += segments[s].count;
-        }
+            start += segment.count;
+        });
         collector.finish();
     }
 

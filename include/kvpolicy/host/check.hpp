@@ -2,10 +2,12 @@
 // must not allocate.
 #pragma once
 
+#include <kvpolicy/core/context.hpp>
 #include <kvpolicy/core/error.hpp>
 #include <kvpolicy/core/view.hpp>
 
 #include <algorithm>
+#include <atomic>
 #include <cmath>
 #include <cstddef>
 #include <cstdint>
@@ -119,6 +121,24 @@ inline void check_lse(plane_view<float> lse, std::int32_t batch, std::int32_t qu
                       std::int32_t length) {
     detail::require(!lse || (lse.batch == batch && lse.heads == query_heads && lse.length >= length),
                     "lse.length", lse.length, "the shape of q without its last dimension");
+}
+
+/// Looks at many numbers with all threads: good(i, false) for every i in [0, count). The first i that is not good is asked
+/// again on the caller's thread, as good(i, true), which refuses: without exceptions the handler of a refusal may longjmp.
+template <class Good>
+void check_in_parallel(const host& on, std::int64_t count, Good&& good) {
+    std::atomic<std::int64_t> first{count};
+    on.parallel_for(count, [&](std::int64_t i) {
+        if (i >= first.load(std::memory_order_relaxed) || good(i, false)) {
+            return;
+        }
+        std::int64_t found = first.load();
+        while (i < found && !first.compare_exchange_weak(found, i)) {
+        }
+    });
+    if (first.load() < count) {
+        static_cast<void>(good(first.load(), true));
+    }
 }
 
 /// The first address at or after `data` that is aligned to 64 bytes, and how many bytes the alignment may cost.

@@ -72,7 +72,7 @@ void mass_tile(isa set, const attention_shape& shape, const T* q_last, std::int6
         for (std::int32_t row = 0; row < keys.count; row += tile) {
             const std::int32_t rows = std::min(tile, keys.count - row);
             tile_pass<decltype(kernels), T> pass(shape, keys, row, row + rows, scratch);
-            pass.run(&queries, 1, 0, length);
+            pass.run(segments_in(&queries, 1), 0, length);
             for (std::int32_t r = 0; r < rows; ++r) {
                 out[end - 1 - begin - (row + r)] = largest ? pass.largest(r) : pass.log_sum(r);
             }

@@ -47,9 +47,12 @@ class long_range_set {
         base_ = unknown;
     }
 
-    /// Key `position` leaves the window at query q and competes. q must not fall between calls.
-    contest_outcome contest(position_t position, float score, std::int32_t key, position_t q) {
-        contestant newcomer{rank_value(rule_, score, position, q, limit_), position, score, key, size_};
+    /// Key `position` leaves the window at query q and competes. q must not fall between calls. A newcomer that finds the
+    /// budget not used up gets `free_place`; by default places are counted by the keys that compete.
+    contest_outcome contest(position_t position, float score, std::int32_t key, position_t q,
+                            std::int32_t free_place = -1) {
+        contestant newcomer{rank_value(rule_, score, position, q, limit_), position, score, key,
+                            free_place >= 0 ? free_place : size_};
         if (rule_.budget == 0) {
             return {contest_outcome::refused, -1, key};
         }
@@ -85,6 +88,10 @@ class long_range_set {
     }
 
     [[nodiscard]] std::int32_t size() const { return size_; }
+    /// The worst survivor after the last contest, the boundary of the set; size() > 0.
+    [[nodiscard]] const contestant& worst() const {
+        return rule_.decay_step == 1 ? *entries_ : *std::max_element(entries_, entries_ + size_, better);
+    }
     /// The survivors, in no order.
     [[nodiscard]] const contestant* begin() const { return entries_; }
     [[nodiscard]] const contestant* end() const { return entries_ + size_; }

@@ -65,6 +65,33 @@ constexpr auto make_keep_set(const First& first, const Rest&... rest) {
     }
 }
 
+/// The keep parts of a policy without its other parts, as an aggregate that may go to a kernel (a tuple may not).
+template <class... Parts>
+struct keep_list {
+    KVPOLICY_HOST_DEVICE constexpr bool keeps(position_t) const { return false; }
+    template <std::size_t I, class Tuple>
+    static constexpr keep_list from(const Tuple&) {
+        return {};
+    }
+};
+template <class First, class... Rest>
+struct keep_list<First, Rest...> : keep_list<Rest...> {
+    template <std::size_t I, class Tuple>
+    static constexpr keep_list from(const Tuple& parts) {
+        return {keep_list<Rest...>::template from<I + 1>(parts)};
+    }
+};
+template <KeepPart First, class... Rest>
+struct keep_list<First, Rest...> {
+    First part;
+    keep_list<Rest...> rest;
+    KVPOLICY_HOST_DEVICE constexpr bool keeps(position_t t) const { return part.keeps(t) || rest.keeps(t); }
+    template <std::size_t I, class Tuple>
+    static constexpr keep_list from(const Tuple& parts) {
+        return {std::get<I>(parts), keep_list<Rest...>::template from<I + 1>(parts)};
+    }
+};
+
 }  // namespace detail
 
 /// A KV-cache policy: `Policy<Sink<4>, Window<256>, TopKBudget<3836>, mLSTMScorer<128>>`. Parts in any order, at most
@@ -101,6 +128,7 @@ class Policy {
 
     using gate_type = typename detail::part_of<part_kind::gate, detail::no_gate, Parts...>::type;
     using scorer_type = typename detail::part_of<part_kind::scorer, GivenScores, Parts...>::type;
+    using keep_type = detail::keep_list<Parts...>;
     static_assert(
         Gate<gate_type>,
         "kvpolicy: a gate needs `bool open(float score, const HeadRule&) const` and `void write(HeadRule&, "
@@ -140,6 +168,9 @@ class Policy {
             return std::get<scorer_type>(parts_);
         }
     }
+
+    /// The keep parts alone, for a cache's ref.
+    constexpr keep_type keep() const { return keep_type::template from<0>(parts_); }
 
     /// Whether a keep part holds position t for good.
     constexpr bool keeps(position_t t) const {

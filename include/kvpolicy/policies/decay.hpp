@@ -64,4 +64,12 @@ inline float log_gamma_of(double alpha, double gamma_min, double gamma_max) {
     return static_cast<float>(low + (high - low) / (1.0 + std::exp(-alpha)));
 }
 
+/// d log(gamma) / d alpha of log_gamma_of, sigmoid'(alpha) (log(gamma_max) - log(gamma_min)): what turns the d_log_gamma of
+/// a loss into the gradient of alpha.
+inline double log_gamma_slope(double alpha, double gamma_min, double gamma_max) {
+    static_cast<void>(log_gamma_of(alpha, gamma_min, gamma_max));  // refuses what it refuses
+    const double e = std::exp(-std::abs(alpha));
+    return e / ((1.0 + e) * (1.0 + e)) * (std::log(gamma_max) - std::log(gamma_min));
+}
+
 }  // namespace kvpolicy

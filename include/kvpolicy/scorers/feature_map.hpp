@@ -21,6 +21,15 @@ concept FeatureMap = requires(isa set, const float* y, float* out, const double*
     F::map(set, y2, d_qk, out2);
 };
 
+/// A map that a gradient can go back through: pull_back(features, d_features, d_qk, d_y), from the features themselves;
+/// overwrites d_y[projection(d_qk)].
+template <class F>
+concept DifferentiableFeatureMap = FeatureMap<F> &&
+    requires(const float* x, float* d, const double* x2, double* d2, std::int32_t d_qk) {
+    F::pull_back(x, x, d_qk, d);
+    F::pull_back(x2, x2, d_qk, d2);
+};
+
 /// phi(y) = softmax(y).
 struct Softmax {
     static constexpr const char* allowed = "1 or more";
@@ -28,6 +37,8 @@ struct Softmax {
     static constexpr bool allows(std::int32_t d_qk) { return d_qk >= 1; }
     template <class Real>
     static void map(isa set, const Real* y, std::int32_t d_qk, Real* out);
+    template <class Real>
+    static void pull_back(const Real* features, const Real* d_features, std::int32_t d_qk, Real* d_y);
 };
 
 /// phi(y) = [softmax(y); softmax(-y)] (Zhang et al., 2024): the projection is half as wide as the features.
@@ -38,9 +49,11 @@ struct Hedgehog {
     static constexpr bool allows(std::int32_t d_qk) { return d_qk >= 2 && d_qk % 2 == 0; }
     template <class Real>
     static void map(isa set, const Real* y, std::int32_t d_qk, Real* out);
+    template <class Real>
+    static void pull_back(const Real* features, const Real* d_features, std::int32_t d_qk, Real* d_y);
 };
 
-static_assert(FeatureMap<Softmax> && FeatureMap<Hedgehog>);
+static_assert(DifferentiableFeatureMap<Softmax> && DifferentiableFeatureMap<Hedgehog>);
 
 }  // namespace kvpolicy
 

@@ -27,6 +27,8 @@ struct LinearScorer {
     static_assert(D == dynamic || D >= 1, "kvpolicy: LinearScorer<D> needs D >= 1");
     static constexpr part_kind kind = part_kind::scorer;
     static constexpr score_time when = score_time::on_arrival;
+    template <class Float>
+    using parameters = LinearParameters<Float>;
 
     std::int32_t heads = 0;
     std::int32_t dim_k = D == dynamic ? 0 : D;

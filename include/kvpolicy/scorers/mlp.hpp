@@ -8,6 +8,7 @@
 #include <kvpolicy/scorers/concept.hpp>
 
 #include <algorithm>
+#include <cmath>
 #include <cstddef>
 #include <cstdint>
 #include <type_traits>
@@ -40,9 +41,80 @@ struct KeyValueInput {
         std::copy_n(key, dim_k, x);
         std::copy_n(value, dim_v, x + dim_k);
     }
+
+    template <class Real>
+    constexpr void pull_back(isa, std::int32_t /*head*/, const Real* /*key*/, const Real* /*value*/,
+                             std::int32_t dim_k, std::int32_t dim_v, const Real* d_x, Real* d_key,
+                             Real* d_value) const {
+        std::copy_n(d_x, dim_k, d_key);
+        std::copy_n(d_x + dim_k, dim_v, d_value);
+    }
 };
 
-static_assert(MlpInput<KeyValueInput>);
+/// x = [RMSNorm(key); RMSNorm(value)], without gains (W1 has them): WG-KV's input, where a training run gives the keys
+/// after RoPE as keys and those before it as values (wgkv.txt, 3.2).
+struct NormalizedInput {
+    static constexpr bool per_head = true;
+    float epsilon = 1e-6f;  ///< added to the mean square
+
+    [[nodiscard]] constexpr std::int32_t size(std::int32_t dim_k, std::int32_t dim_v) const {
+        return dim_k + dim_v;
+    }
+
+    template <class Real>
+    void gather(isa, std::int32_t /*head*/, const Real* key, const Real* value, std::int32_t dim_k,
+                std::int32_t dim_v, Real* x) const {
+        normalize(key, dim_k, x);
+        normalize(value, dim_v, x + dim_k);
+    }
+
+    template <class Real>
+    void pull_back(isa, std::int32_t /*head*/, const Real* key, const Real* value, std::int32_t dim_k,
+                   std::int32_t dim_v, const Real* d_x, Real* d_key, Real* d_value) const {
+        pull_back_half(key, dim_k, d_x, d_key);
+        pull_back_half(value, dim_v, d_x + dim_k, d_value);
+    }
+
+  private:
+    template <class Real>
+    Real inverse_rms(const Real* y, std::int32_t dim) const {
+        Real sum = Real(0);
+        for (std::int32_t i = 0; i < dim; ++i) {
+            sum += y[i] * y[i];
+        }
+        return Real(1) / std::sqrt(sum / static_cast<Real>(dim) + static_cast<Real>(epsilon));
+    }
+    template <class Real>
+    void normalize(const Real* y, std::int32_t dim, Real* x) const {
+        const Real scale = inverse_rms(y, dim);
+        for (std::int32_t i = 0; i < dim; ++i) {
+            x[i] = y[i] * scale;
+        }
+    }
+    /// d y = scale (d x - x mean(d x . x)), x = y scale
+    template <class Real>
+    void pull_back_half(const Real* y, std::int32_t dim, const Real* d_x, Real* d_y) const {
+        const Real scale = inverse_rms(y, dim);
+        Real along = Real(0);
+        for (std::int32_t i = 0; i < dim; ++i) {
+            along += d_x[i] * y[i] * scale;
+        }
+        along /= static_cast<Real>(dim);
+        for (std::int32_t i = 0; i < dim; ++i) {
+            d_y[i] = scale * (d_x[i] - y[i] * scale * along);
+        }
+    }
+};
+
+/// An input that a gradient can go back through: pull_back(isa, head, key, value, dim_k, dim_v, d_x, d_key, d_value)
+/// overwrites d_key[dim_k] and d_value[dim_v].
+template <class I>
+concept DifferentiableInput = MlpInput<I> &&
+    requires(const I& input, isa set, std::int32_t head, const float* row, std::int32_t dim, float* d) {
+    {input.pull_back(set, head, row, row, dim, dim, row, d, d)};
+};
+
+static_assert(DifferentiableInput<KeyValueInput> && DifferentiableInput<NormalizedInput>);
 
 /// What an MLP learns, with X = input.size(dim_k, dim_v) and layers = heads where the input is per head, else 1.
 template <class Float>
@@ -63,6 +135,8 @@ struct BasicMlpScorer {
     static_assert(D == dynamic || D >= 1, "kvpolicy: BasicMlpScorer<Input, Activation, D> needs D >= 1");
     static constexpr part_kind kind = part_kind::scorer;
     static constexpr score_time when = score_time::on_arrival;
+    template <class Float>
+    using parameters = MlpParameters<Float>;
 
     std::int32_t heads = 0;
     std::int32_t dim_k = D == dynamic ? 0 : D;

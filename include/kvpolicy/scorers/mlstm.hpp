@@ -74,6 +74,8 @@ struct mLSTMScorer {
     static_assert(D == dynamic || D >= 1, "kvpolicy: mLSTMScorer<D> needs D >= 1");
     static constexpr part_kind kind = part_kind::scorer;
     static constexpr score_time when = score_time::on_leaving;
+    template <class Float>
+    using parameters = mLSTMParameters<Float>;
     using feature_map = Feature;
     using value_path = Values;
     static constexpr double clamp = 1e-6;         ///< the least divisor of a read, in the stabilised frame

@@ -1,8 +1,9 @@
-// Runs one policy over one input three ways - as a mask, step by step, and in chunks - and compares what each keeps and
-// what each query gets.
+// Runs one policy over one input three ways - as a mask, step by step, and in chunks - in every kind of cache that can hold
+// it, and compares what each keeps and what each query gets.
 #pragma once
 
 #include <kvpolicy/attention/sparse.hpp>
+#include <kvpolicy/caches/dual.hpp>
 #include <kvpolicy/caches/fixed_budget.hpp>
 #include <kvpolicy/masks/build.hpp>
 
@@ -11,6 +12,7 @@
 #include <doctest/doctest.h>
 
 #include <algorithm>
+#include <memory>
 #include <string>
 #include <vector>
 
@@ -24,26 +26,41 @@ struct Sizes {
     std::int32_t dim = 8;
 };
 
-/// One bounded cache with its memory (poisoned: NaN in every float that is not written) and workspace.
+/// A kind of cache, as a template argument.
 template <class P, class T>
+using Fixed = kvpolicy::FixedBudgetCache<P, T>;
+template <class P, class T>
+using Dual = kvpolicy::DualCache<P, T>;
+
+/// One cache with its memory (poisoned: NaN in every float that is not written). A DualCache starts with an empty pool,
+/// and feed() lends it one slab of 3 pages after another, when a call has run out.
+template <class P, class T, template <class, class> class Kind = Fixed>
 struct CacheUnderTest {
-    kvpolicy::FixedBudgetCache<P, T> cache;
+    static constexpr bool pooled = Kind<P, T>::ref_type::pooled;
+
+    Kind<P, T> cache;
     std::vector<unsigned char> memory;
+    std::vector<std::unique_ptr<std::vector<unsigned char>>> slabs;
 
     CacheUnderTest(const kvpolicy::host& on, const Sizes& sizes, const P& policy,
                    kvpolicy::position_t rebase_limit, const typename P::scorer_type* scorers = nullptr,
                    std::int32_t page_rows = 1)
-        : cache(kvpolicy::CacheShape{.layers = 1,
-                                     .slots = sizes.batch,
-                                     .query_heads = sizes.kv_heads * sizes.group,
-                                     .kv_heads = sizes.kv_heads,
-                                     .dim_k = sizes.dim,
-                                     .dim_v = sizes.dim,
-                                     .page_rows = page_rows},
-                policy, scorers),
+        : cache(make(kvpolicy::CacheShape{.layers = 1,
+                                          .slots = sizes.batch,
+                                          .query_heads = sizes.kv_heads * sizes.group,
+                                          .kv_heads = sizes.kv_heads,
+                                          .dim_k = sizes.dim,
+                                          .dim_v = sizes.dim,
+                                          .page_rows = page_rows},
+                     sizes, policy, scorers)),
           memory(cache.bytes().total(), 0xff) {
         cache.rebase_limit(rebase_limit);
         cache.bind(on, memory.data(), memory.size());
+    }
+
+    void add_slab(const kvpolicy::host& on) requires pooled {
+        slabs.push_back(std::make_unique<std::vector<unsigned char>>(cache.slab_bytes(), 0xff));
+        cache.add_slab(on, slabs.back()->data(), slabs.back()->size());
     }
 
     std::vector<kvpolicy::position_t> sorted_positions(std::int32_t slot, std::int32_t head) const {
@@ -52,6 +69,20 @@ struct CacheUnderTest {
         cache.retained(0, slot, head, kept.data());
         std::sort(kept.begin(), kept.end());
         return kept;
+    }
+
+  private:
+    static Kind<P, T> make(const kvpolicy::CacheShape& shape, [[maybe_unused]] const Sizes& sizes,
+                           const P& policy, const typename P::scorer_type* scorers) {
+        if constexpr (pooled) {
+            const std::int32_t heads = sizes.batch * sizes.kv_heads;
+            return Kind<P, T>(
+                shape,
+                {.slab_pages = 3, .most_slabs = heads * (sizes.length + 1), .longest = sizes.length + 1},
+                policy, scorers);
+        } else {
+            return Kind<P, T>(shape, policy, scorers);
+        }
     }
 };
 
@@ -97,10 +128,11 @@ double difference(const Tensor<T>& a, const Tensor<T>& b) {
     return most;
 }
 
-/// Feeds tokens [from, from + count) of every sequence; one token goes through step, more through prefill.
-template <class P, class T>
-void feed(const kvpolicy::host& on, CacheUnderTest<P, T>& under_test, const Inputs<T>& in, Tensor<T>& out,
-          std::int32_t from, std::int32_t count, bool as_step) {
+/// Feeds tokens [from, from + count) of every sequence; one token goes through step, more through prefill. A cache that
+/// runs out of pages grows by a slab and tries the rest again.
+template <class P, class T, template <class, class> class Kind>
+void feed(const kvpolicy::host& on, CacheUnderTest<P, T, Kind>& under_test, const Inputs<T>& in,
+          Tensor<T>& out, std::int32_t from, std::int32_t count, bool as_step) {
     const kvpolicy::Batch batch{.count = in.q.batch, .length = count};
     const auto ref = under_test.cache.ref(0);
     Workspace workspace(kvpolicy::cache_workspace_bytes(on, ref, in.q.batch, count));
@@ -108,12 +140,35 @@ void feed(const kvpolicy::host& on, CacheUnderTest<P, T>& under_test, const Inpu
     if constexpr (P::ranked) {
         extras.scores = in.scores.tokens(from, count);
     }
-    if (as_step) {
-        kvpolicy::step(on, ref, batch, in.q.tokens(from, count), in.k.tokens(from, count),
-                       in.v.tokens(from, count), out.tokens(from, count), workspace, nullptr, extras);
-    } else {
-        kvpolicy::prefill(on, ref, batch, in.q.tokens(from, count), in.k.tokens(from, count),
-                          in.v.tokens(from, count), out.tokens(from, count), workspace, nullptr, extras);
+    std::vector<std::int32_t> tokens(static_cast<std::size_t>(in.q.batch), count);
+    for (bool again = true; again;) {
+        std::vector<std::uint32_t> status(tokens.size(), 0);
+        const kvpolicy::Batch rest{.count = in.q.batch, .q_len = tokens.data(), .length = count};
+        if (as_step) {
+            kvpolicy::step(on, ref, rest, in.q.tokens(from, count), in.k.tokens(from, count),
+                           in.v.tokens(from, count), out.tokens(from, count), workspace, status.data(),
+                           extras);
+        } else {
+            kvpolicy::prefill(on, ref, rest, in.q.tokens(from, count), in.k.tokens(from, count),
+                              in.v.tokens(from, count), out.tokens(from, count), workspace, status.data(),
+                              extras);
+        }
+        again = false;
+        for (std::size_t i = 0; i < status.size(); ++i) {
+            if (status[i] == kvpolicy::status_ok) {
+                tokens[i] = 0;
+            } else {
+                again = true;
+            }
+        }
+        if constexpr (CacheUnderTest<P, T, Kind>::pooled) {
+            if (again) {
+                under_test.add_slab(on);
+            }
+        } else if (again) {
+            FAIL_CHECK("a cache of fixed size ran out of pages");
+            return;
+        }
     }
     under_test.cache.advance(on, batch);
 }
@@ -122,12 +177,17 @@ void feed(const kvpolicy::host& on, CacheUnderTest<P, T>& under_test, const Inpu
 /// The order of the keys differs between paths: the error of a sum of n terms grows like sqrt(n); n is a few hundred here.
 inline constexpr double output_tolerance = 64 * 1.2e-7 * 5.0;
 
-/// mask = steps = one chunk = random chunks, for one policy whose scores are given.
-template <class T = float, class P>
-void check_policy(const kvpolicy::host& on, const P& policy, const Sizes& sizes, Scores kind,
-                  std::mt19937& generator, kvpolicy::position_t rebase_limit = kvpolicy::rebase_limit) {
+/// mask = steps = one chunk = random chunks, for one policy whose scores are given, in one kind of cache.
+template <template <class, class> class Kind, class T = float, class P>
+void check_policy_in(const kvpolicy::host& on, const P& policy, const Sizes& sizes, Scores kind,
+                     std::mt19937& generator, kvpolicy::position_t rebase_limit = kvpolicy::rebase_limit,
+                     std::int32_t page_rows = 1) {
     CAPTURE(name(kind));
     CAPTURE(sizes.length);
+    CAPTURE(page_rows);
+    const auto fresh = [&] {
+        return CacheUnderTest<P, T, Kind>(on, sizes, policy, rebase_limit, nullptr, page_rows);
+    };
     const Inputs<T> in(sizes, kind, generator);
     const kvpolicy::Sequences sequences{.batch = sizes.batch, .length = sizes.length};
     const kvpolicy::MaskOptions options{.rebase_limit = rebase_limit};
@@ -144,7 +204,7 @@ void check_policy(const kvpolicy::host& on, const P& policy, const Sizes& sizes,
     kvpolicy::attend(on, kvpolicy::Attention{}, in.q.view(), keys, sequences, by_mask.view(), {},
                      attention_workspace);
 
-    CacheUnderTest<P, T> stepped(on, sizes, policy, rebase_limit);
+    CacheUnderTest<P, T, Kind> stepped = fresh();
     Tensor<T> by_steps(sizes.batch, sizes.kv_heads * sizes.group, sizes.length, sizes.dim);
     by_steps.fill(std::numeric_limits<float>::quiet_NaN());
     bool same = true;
@@ -166,7 +226,7 @@ void check_policy(const kvpolicy::host& on, const P& policy, const Sizes& sizes,
     CHECK(difference(by_mask, by_steps) <= output_tolerance);
 
     const auto check_chunked = [&](const std::vector<std::int32_t>& chunks, bool steps_between) {
-        CacheUnderTest<P, T> chunked(on, sizes, policy, rebase_limit);
+        CacheUnderTest<P, T, Kind> chunked = fresh();
         Tensor<T> out(sizes.batch, sizes.kv_heads * sizes.group, sizes.length, sizes.dim);
         out.fill(std::numeric_limits<float>::quiet_NaN());
         std::int32_t at = 0;
@@ -190,12 +250,14 @@ void check_policy(const kvpolicy::host& on, const P& policy, const Sizes& sizes,
             for (std::int32_t h = 0; h < sizes.kv_heads; ++h) {
                 const std::int32_t used = a.used(slot, h);
                 rows_equal = rows_equal && used == b.used(slot, h);
+                const auto x = a.head_rows(slot, h), y = b.head_rows(slot, h);
+                const auto same_number = [](T m, T n) {
+                    return static_cast<float>(m) == static_cast<float>(n);
+                };
                 for (std::int32_t r = 0; r < used && rows_equal; ++r) {
-                    const std::int64_t row = a.first_row(slot, h) + r;
-                    rows_equal =
-                        a.position[row] == b.position[row] && a.score[row] == b.score[row] &&
-                        std::equal(a.k + row * a.dim_k, a.k + (row + 1) * a.dim_k, b.k + row * b.dim_k,
-                                   [](T x, T y) { return static_cast<float>(x) == static_cast<float>(y); });
+                    rows_equal = x.position(r) == y.position(r) && x.score(r) == y.score(r) &&
+                                 std::equal(x.k(r), x.k(r) + a.dim_k, y.k(r), same_number) &&
+                                 std::equal(x.v(r), x.v(r) + a.dim_v, y.v(r), same_number);
                 }
             }
         }
@@ -210,6 +272,30 @@ void check_policy(const kvpolicy::host& on, const P& policy, const Sizes& sizes,
         at += chunk;
     }
     check_chunked(chunks, true);
+}
+
+/// Whether a FixedBudgetCache can hold the policy.
+template <class P>
+bool bounded(const P& policy, std::int32_t kv_heads) {
+    for (std::int32_t h = 0; h < kv_heads; ++h) {
+        if (policy.rule(0, h).budget == kvpolicy::unlimited) {
+            return false;
+        }
+    }
+    return true;
+}
+
+/// The same in every kind of cache that can hold the policy.
+template <class T = float, class P>
+void check_policy(const kvpolicy::host& on, const P& policy, const Sizes& sizes, Scores kind,
+                  std::mt19937& generator, kvpolicy::position_t rebase_limit = kvpolicy::rebase_limit) {
+    if constexpr (!P::has_keep && (!P::has_gate || P::has_budget)) {
+        if (bounded(policy, sizes.kv_heads)) {
+            check_policy_in<Fixed, T>(on, policy, sizes, kind, generator, rebase_limit);
+        }
+    }
+    constexpr std::int32_t pages[] = {1, 2, 3, 5, 16};
+    check_policy_in<Dual, T>(on, policy, sizes, kind, generator, rebase_limit, pages[generator() % 5]);
 }
 
 }  // namespace test

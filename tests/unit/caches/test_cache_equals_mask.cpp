@@ -127,3 +127,66 @@ TEST_CASE("groups of 1, 3, 5, 6, 7, 12 and 16 query heads") {
                            test::Scores::random, generator);
     }
 }
+
+TEST_CASE("gates without a budget, unlimited budgets, and both by head") {
+    const host on{2};
+    std::mt19937 generator(9);
+    for (const test::Scores kind : test::all_scores) {
+        for (const Numbers n : numbers) {
+            CAPTURE(n.s);
+            CAPTURE(n.w);
+            const auto gated = [&](auto gate) {
+                return Policy<Sink<>, Window<>, decltype(gate)>{Sink<>{n.s}, Window<>{n.w}, gate};
+            };
+            test::check_policy(on, gated(ThresholdGate<at_least>{0.0f}), Sizes{.length = 41}, kind,
+                               generator);
+            test::check_policy(on, gated(ThresholdGate<above>{0.5f}), Sizes{.length = 41}, kind, generator);
+            test::check_policy(on, budget(n.s, n.w, unlimited, -0.1f, 3), Sizes{.length = 41}, kind,
+                               generator);
+            // DuoAttention: some heads keep everything, the others only sinks and window.
+            const std::int32_t keys[] = {unlimited, 0, n.k};
+            const Budget duo{Sink<>{n.s}, Window<>{n.w}, TopKBudget<>{per_head(keys, 1, 3)},
+                             Decay<dynamic>{0.0f, 1}};
+            test::check_policy(on, duo, Sizes{.kv_heads = 3, .length = 41}, kind, generator);
+            const float thresholds[] = {-1.0f, 0.0f, 0.5f};
+            const Policy<Sink<>, Window<>, ThresholdGate<above>, TopKBudget<>, Decay<dynamic>> mixed{
+                Sink<>{n.s}, Window<>{n.w}, ThresholdGate<above>{per_head(thresholds, 1, 3)},
+                TopKBudget<>{per_head(keys, 1, 3)}, Decay<dynamic>{-0.05f, 1}};
+            test::check_policy(on, mixed, Sizes{.kv_heads = 3, .length = 41}, kind, generator, 16);
+        }
+    }
+}
+
+namespace {
+
+struct EveryFifth {
+    static constexpr part_kind kind = part_kind::keep;
+    KVPOLICY_HOST_DEVICE constexpr bool keeps(position_t t) const { return t % 5 == 0; }
+};
+struct Below {
+    static constexpr part_kind kind = part_kind::keep;
+    position_t limit = 0;
+    KVPOLICY_HOST_DEVICE constexpr bool keeps(position_t t) const { return t < limit; }
+};
+
+}  // namespace
+
+TEST_CASE("keys that are kept for their position, alone, under a gate and beside a budget") {
+    const host on{1};
+    std::mt19937 generator(10);
+    for (const test::Scores kind : test::all_scores) {
+        for (const Numbers n : numbers) {
+            const Policy<Sink<>, EveryFifth, Window<>, Below> alone{Sink<>{n.s}, {}, Window<>{n.w}, Below{4}};
+            test::check_policy(on, alone, Sizes{.length = 41}, kind, generator);
+            const Policy<EveryFifth, Sink<>, Window<>, ThresholdGate<above>> gated{
+                {}, Sink<>{n.s}, Window<>{n.w}, ThresholdGate<above>{0.0f}};
+            test::check_policy(on, gated, Sizes{.length = 41}, kind, generator);
+            for (const std::int32_t step : {1, 3}) {
+                const Policy<Sink<>, Window<>, TopKBudget<>, Below, Decay<dynamic>, EveryFifth> ranked{
+                    Sink<>{n.s}, Window<>{n.w}, TopKBudget<>{n.k}, Below{3}, Decay<dynamic>{-0.1f, step}, {}};
+                test::check_policy(on, ranked, Sizes{.length = 60}, kind, generator,
+                                   step == 1 ? 7 : rebase_limit);
+            }
+        }
+    }
+}

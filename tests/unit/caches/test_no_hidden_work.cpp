@@ -10,6 +10,7 @@
 #include <kvpolicy/policies/window.hpp>
 
 #include "support/bound_cache.hpp"
+#include "support/bound_dual.hpp"
 
 #include <doctest/doctest.h>
 
@@ -85,4 +86,58 @@ TEST_CASE("no call of a cache allocates") {
         CHECK(after - before == 0);
         CHECK(under_test.cache.length(0) == 25);
     }
+}
+
+TEST_CASE("no call of a cache with a pool allocates, growing included") {
+    using P = Policy<Sink<2>, Window<5>, ThresholdGate<at_least>>;
+    const P policy{{}, {}, ThresholdGate<at_least>{-1.0f}};
+    constexpr std::int32_t count = 12;
+    std::mt19937 generator(1);
+    test::Tensor<float> q(count, 2, 4, 8), k(count, 2, 4, 8), v(count, 2, 4, 8), out(count, 2, 4, 8);
+    q.fill_normal(generator);
+    k.fill_normal(generator);
+    v.fill_normal(generator);
+    test::Plane<float> scores(count, 2, 4), lse(count, 2, 4);
+    test::fill_scores(scores, test::Scores::random, generator);
+    const host on(2);
+    test::BoundDual<P, float> under_test(
+        on, {.slots = count, .query_heads = 2, .kv_heads = 2, .dim_k = 8, .dim_v = 8, .page_rows = 3},
+        {.slab_pages = 20, .most_slabs = 20, .longest = 100}, policy);
+    std::vector<std::vector<unsigned char>> slabs(20,
+                                                  std::vector<unsigned char>(under_test.cache.slab_bytes()));
+    const auto ref = under_test.cache.ref(0);
+    test::Workspace workspace(cache_workspace_bytes(on, ref, count, 4));
+    std::vector<std::int32_t> indptr(count * 2 + 1), pages(count * 2 * 12), last(count * 2);
+    std::vector<std::uint32_t> status(count);
+    const HeadPages exported{indptr.data(), pages.data(), last.data(),
+                             static_cast<std::int64_t>(pages.size())};
+    const Batch chunk{.count = count, .length = 4}, token{.count = count, .length = 1};
+    const CacheExtras extras{.scores = scores.view(), .lse = lse.view()};
+    std::size_t lent = 0;
+    const long before = allocations.load();
+    prefill<P, float>(on, ref, chunk, q.view(), k.view(), v.view(), out.view(), workspace, status.data(),
+                      extras);
+    for (int round = 0; round < 5; ++round) {
+        while (under_test.cache.reserve(on, chunk) > 0) {
+            under_test.cache.add_slab(on, slabs[lent].data(), slabs[lent].size());
+            ++lent;
+        }
+        prefill<P, float>(on, ref, chunk, q.view(), k.view(), v.view(), out.view(), workspace, nullptr,
+                          extras);
+        under_test.cache.advance(on, chunk);
+        step<P, float>(on, ref, token, q.view(), k.view(), v.view(), out.view(), workspace, status.data(),
+                       extras);
+        for (std::int32_t i = 0; i < count; ++i) {
+            const std::int32_t one = 1;
+            if (status[static_cast<std::size_t>(i)] == status_ok) {
+                under_test.cache.advance(on, {.count = 1, .slots = &i, .q_len = &one});
+            }
+        }
+        attend<P, float>(on, ref, token, q.view(), out.view(), lse.view(), workspace);
+        export_heads(on, ref, token, exported);
+    }
+    under_test.cache.clear(on, 3);
+    CHECK(allocations.load() - before == 0);
+    CHECK(std::all_of(status.begin(), status.end(),
+                      [](std::uint32_t s) { return s == status_pool_exhausted; }));
 }

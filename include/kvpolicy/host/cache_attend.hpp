@@ -2,7 +2,6 @@
 #pragma once
 
 #include <kvpolicy/caches/ref.hpp>
-#include <kvpolicy/core/context.hpp>
 #include <kvpolicy/host/attention_kernel.hpp>
 #include <kvpolicy/host/check.hpp>
 
@@ -11,8 +10,8 @@
 
 namespace kvpolicy::host_backend {
 
-template <class P, class T>
-attention_shape shape_of(const FixedBudgetRef<P, T>& cache) {
+template <class Cache>
+attention_shape shape_of(const Cache& cache) {
     attention_shape shape;
     shape.dim_k = cache.dim_k;
     shape.dim_v = cache.dim_v;
@@ -23,9 +22,9 @@ attention_shape shape_of(const FixedBudgetRef<P, T>& cache) {
 }
 
 /// The query heads of one entry and KV head, and where their results go.
-template <class P, class T>
-query_block<T> block_of(const FixedBudgetRef<P, T>& cache, std::int32_t entry, std::int32_t head,
-                        std::int32_t tokens, rows_view<const T> q, rows_view<T> out, plane_view<float> lse) {
+template <class Cache, class T>
+query_block<T> block_of(const Cache& cache, std::int32_t entry, std::int32_t head, std::int32_t tokens,
+                        rows_view<const T> q, rows_view<T> out, plane_view<float> lse) {
     query_block<T> block;
     const std::int32_t first_head = head * cache.group;
     block.q = q.row(entry, first_head, 0);
@@ -57,18 +56,37 @@ struct decode_part {
 
 inline constexpr std::int32_t most_decode_parts = 32;  // attend_splits never makes more than this many in all
 
-template <class P, class T>
-std::size_t decode_bytes(const host& on, const FixedBudgetRef<P, T>& cache, std::int32_t count) {
-    const decode_part<T> part(shape_of(cache), cache.group);
+template <class Cache>
+std::size_t decode_bytes(const host& on, const Cache& cache, std::int32_t count) {
+    const decode_part<typename Cache::value_type> part(shape_of(cache), cache.group);
     const std::size_t tasks = static_cast<std::size_t>(count) * static_cast<std::size_t>(cache.kv_heads);
     return std::max<std::size_t>(tasks, most_decode_parts) * (part.out + part.lse) +
            static_cast<std::size_t>(on.threads()) * part.scratch;
 }
 
+/// Hands rows [begin, end) of a head to visit(segment, first_row), a segment for each run of rows that lie together. Every
+/// row lies before the query at 0; the caller may say otherwise in the segment.
+template <class Rows, class Visit>
+void visit_rows(const Rows& rows, std::int32_t begin, std::int32_t end, std::int32_t dim_k,
+                std::int32_t dim_v, Visit&& visit) {
+    for (std::int32_t row = begin; row < end;) {
+        const std::int32_t stop = rows.run_end(row, end);
+        key_segment<std::remove_pointer_t<decltype(rows.k(0))>> segment;
+        segment.k = rows.k(row);
+        segment.k_stride = dim_k;
+        segment.v = rows.v(row);
+        segment.v_stride = dim_v;
+        segment.count = stop - row;
+        segment.first = -segment.count;
+        visit(segment, row);
+        row = stop;
+    }
+}
+
 /// One query a sequence over the rows in use. `added` is 1 where the present token's row is in already but the slot's
 /// length has not moved on yet.
-template <class P, class T>
-void attend_rows(const host& on, const FixedBudgetRef<P, T>& cache, const Batch& batch, rows_view<const T> q,
+template <class Cache, class T>
+void attend_rows(const host& on, const Cache& cache, const Batch& batch, rows_view<const T> q,
                  rows_view<T> out, plane_view<float> lse, std::int32_t added, std::byte* memory) {
     const attention_shape shape = shape_of(cache);
     const std::int64_t tasks = std::int64_t{batch.count} * cache.kv_heads;
@@ -76,8 +94,7 @@ void attend_rows(const host& on, const FixedBudgetRef<P, T>& cache, const Batch&
     const auto head_of = [&](std::int64_t task) { return static_cast<std::int32_t>(task % cache.kv_heads); };
     const auto used = [&](std::int64_t task) {
         const std::int32_t slot = batch.slot(entry_of(task)), head = head_of(task);
-        return cache.layout(head).used(cache.length[slot] + added,
-                                       cache.kept[std::int64_t{slot} * cache.kv_heads + head]);
+        return cache.layout(head).used(cache.length[slot] + added, cache.kept[cache.head_index(slot, head)]);
     };
     std::int64_t longest = 0;
     for (std::int64_t task = 0; task < tasks; ++task) {
@@ -87,16 +104,12 @@ void attend_rows(const host& on, const FixedBudgetRef<P, T>& cache, const Batch&
 
     const decode_part<T> part(shape, cache.group);
     std::byte* scratch = memory + static_cast<std::size_t>(tasks * splits) * (part.out + part.lse);
-    const auto segment_of = [&](std::int64_t task) {
-        const std::int64_t first = cache.first_row(batch.slot(entry_of(task)), head_of(task));
-        key_segment<T> segment;
-        segment.k = cache.k + first * cache.dim_k;
-        segment.k_stride = cache.dim_k;
-        segment.v = cache.v + first * cache.dim_v;
-        segment.v_stride = cache.dim_v;
-        segment.count = used(task);
-        segment.first = -segment.count;  // every row lies before the query at 0
-        return segment;
+    const auto segments_of = [&](std::int64_t task) {
+        return [&cache, rows = cache.head_rows(batch.slot(entry_of(task)), head_of(task)),
+                count = used(task)](auto&& visit) {
+            visit_rows(rows, 0, count, cache.dim_k, cache.dim_v,
+                       [&](const key_segment<T>& segment, std::int32_t) { visit(segment); });
+        };
     };
     const auto block = [&](std::int64_t task) {
         return block_of(cache, entry_of(task), head_of(task), 1, q, out, lse);
@@ -114,17 +127,17 @@ void attend_rows(const host& on, const FixedBudgetRef<P, T>& cache, const Batch&
         if (batch.tokens(entry_of(task)) == 0) {
             return;
         }
-        const key_segment<T> segment = segment_of(task);
         std::byte* mine = scratch + static_cast<std::size_t>(thread) * part.scratch;
         if (splits == 1) {
-            attend_head(on.instructions(), shape, &segment, 1, block(task), 0, 1, mine);
+            attend_head<T>(on.instructions(), shape, segments_of(task), block(task), 0, 1, mine);
             return;
         }
-        const std::int64_t step = (std::int64_t{segment.count} + splits - 1) / splits;
-        attend_head_split(on.instructions(), shape, &segment, 1, block(task), 0, 1, split * step,
-                          std::min<std::int64_t>((split + 1) * step, segment.count),
-                          out_of(task) + split * cache.group * cache.dim_v,
-                          lse_of(task) + split * cache.group, mine);
+        const std::int64_t count = used(task);
+        const std::int64_t step = (count + splits - 1) / splits;
+        attend_head_split<T>(on.instructions(), shape, segments_of(task), block(task), 0, 1, split * step,
+                             std::min((split + 1) * step, count),
+                             out_of(task) + split * cache.group * cache.dim_v,
+                             lse_of(task) + split * cache.group, mine);
     });
     if (splits == 1) {
         return;
@@ -137,16 +150,17 @@ void attend_rows(const host& on, const FixedBudgetRef<P, T>& cache, const Batch&
     }
 }
 
-template <class P, class T>
-std::size_t chunk_attention_bytes(const host& on, const FixedBudgetRef<P, T>& cache) {
+template <class Cache>
+std::size_t chunk_attention_bytes(const host& on, const Cache& cache) {
+    using T = typename Cache::value_type;
     const attention_shape shape = shape_of(cache);
     return static_cast<std::size_t>(on.threads()) *
            aligned_size(attend_scratch_bytes<T>(shape, cache.group, attend_tile<T>(shape, cache.group)));
 }
 
-/// A chunk's queries over the two segments that segments_of(entry, head, segments) gives.
-template <class P, class T, class SegmentsOf>
-void attend_chunk(const host& on, const FixedBudgetRef<P, T>& cache, const Batch& batch, rows_view<const T> q,
+/// A chunk's queries over the segments that segments_of(entry, head, visit) hands to visit.
+template <class Cache, class T, class SegmentsOf>
+void attend_chunk(const host& on, const Cache& cache, const Batch& batch, rows_view<const T> q,
                   rows_view<T> out, plane_view<float> lse, std::int32_t longest, std::byte* memory,
                   SegmentsOf&& segments_of) {
     const attention_shape shape = shape_of(cache);
@@ -163,10 +177,10 @@ void attend_chunk(const host& on, const FixedBudgetRef<P, T>& cache, const Batch
         if (begin >= tokens) {
             return;
         }
-        key_segment<T> segments[2];
-        segments_of(i, h, segments);
-        attend_head(on.instructions(), shape, segments, 2, block_of(cache, i, h, tokens, q, out, lse), begin,
-                    std::min(tokens, begin + tile), memory + static_cast<std::size_t>(thread) * scratch);
+        attend_head<T>(
+            on.instructions(), shape, [&](auto&& visit) { segments_of(i, h, visit); },
+            block_of(cache, i, h, tokens, q, out, lse), begin, std::min(tokens, begin + tile),
+            memory + static_cast<std::size_t>(thread) * scratch);
     });
 }
 

@@ -1,0 +1,166 @@
+// DualCache: a local ring (sinks and window) and a global part that grows, in pages of one pool. For policies whose memory no
+// number bounds: gates (SP-KV, WG-KV), heads with unlimited budgets (DuoAttention's retrieval heads), keep parts. A budget
+// beside the gate caps it (LTE).
+#pragma once
+
+#include <kvpolicy/caches/calls.hpp>
+#include <kvpolicy/caches/owner.hpp>
+#include <kvpolicy/caches/page_pool.hpp>
+#include <kvpolicy/caches/ref.hpp>
+
+#include <cstddef>
+#include <cstdint>
+#include <vector>
+
+namespace kvpolicy {
+
+/// One layer of a DualCache. Every (slot, head) has a page table; its rows are numbered as in a FixedBudgetCache,
+/// [sinks | ring | long-range], and row r lies in page r / page_rows of the table. Pages are taken as rows come into use.
+template <class P, class T>
+struct DualRef : LayerRef<P, T> {
+    /// Whether rows come from a pool that may be exhausted.
+    static constexpr bool pooled = true;
+
+    PagePool<T> pool;
+    std::int32_t* table = nullptr;               // [slots, table_offset[kv_heads]]: page ids
+    const std::int64_t* table_offset = nullptr;  // [kv_heads + 1]
+    std::int32_t* held = nullptr;                // [slots, kv_heads]: pages that the table names
+    PlainRows<T> spare;                          // [slots, kv_heads, proposals]
+    std::int32_t most_slabs = 0;
+    bool limited = false;  // whether some head's rows are bounded by `longest` only
+    position_t longest = 0;
+
+    KVPOLICY_HOST_DEVICE constexpr std::int32_t* pages(std::int64_t slot, std::int32_t head) const {
+        return table + slot * table_offset[this->kv_heads] + table_offset[head];
+    }
+    KVPOLICY_HOST_DEVICE constexpr PagedRows<T> head_rows(std::int64_t slot, std::int32_t head) const {
+        return {pages(slot, head), pool.slabs, pool.slab_pages, pool.page_rows, this->dim_k, this->dim_v};
+    }
+    /// The rows that proposed tokens wait in; they are not of the pool.
+    KVPOLICY_HOST_DEVICE constexpr PlainRows<T> spare_rows(std::int64_t slot, std::int32_t head) const {
+        const std::int64_t first = this->head_index(slot, head) * this->proposals;
+        return {spare.k(first),           spare.v(first), spare.position_data + first,
+                spare.score_data + first, this->dim_k,    this->dim_v};
+    }
+    /// The most rows that a head can have in use.
+    KVPOLICY_HOST_DEVICE constexpr std::int64_t capacity(std::int32_t head) const {
+        return capacity_of(this->rules[head], longest);
+    }
+    KVPOLICY_HOST_DEVICE static constexpr std::int64_t capacity_of(const HeadRule& rule, position_t longest) {
+        if (P::has_keep || rule.budget == unlimited) {
+            return longest;
+        }
+        const std::int64_t bound = std::int64_t{rule.sinks} + rule.window + rule.budget;
+        return bound < longest ? bound : longest;
+    }
+    /// The rows that may expire while a chunk runs: sinks and ring, and the long-range rows of a head that contests them.
+    KVPOLICY_HOST_DEVICE constexpr std::int64_t mortal_rows(std::int32_t head) const {
+        const HeadRule& rule = this->rules[head];
+        const std::int64_t recent = std::int64_t{rule.sinks} + rule.window;
+        if (rule.budget == unlimited || rule.budget == 0) {
+            return recent;
+        }
+        return capacity(head) > recent ? capacity(head) : recent;
+    }
+    KVPOLICY_HOST_DEVICE constexpr std::int64_t page_id(std::int64_t slot, std::int32_t head,
+                                                        std::int64_t page) const {
+        return pages(slot, head)[page];
+    }
+    KVPOLICY_HOST_DEVICE constexpr std::int64_t page_count() const {
+        return std::int64_t{pool.slab_pages} * most_slabs;
+    }
+
+    /// Pages that a head lacks for `rows` rows.
+    [[nodiscard]] std::int64_t pages_missing(std::int64_t slot, std::int32_t head, std::int64_t rows) const {
+        const std::int64_t pages = (rows + pool.page_rows - 1) / pool.page_rows;
+        const std::int64_t have = held[this->head_index(slot, head)];
+        return pages > have ? pages - have : 0;
+    }
+    /// Takes them; the pool must have them.
+    void take_pages(std::int64_t slot, std::int32_t head, std::int64_t rows) const {
+        std::int32_t& have = held[this->head_index(slot, head)];
+        for (std::int64_t missing = pages_missing(slot, head, rows); missing > 0; --missing) {
+            pages(slot, head)[have++] = pool.take();
+        }
+    }
+};
+
+/// One object a model. It owns bookkeeping only. The caller lends two kinds of memory: bytes() for tables and states, once,
+/// with bind(); and slabs of slab_bytes(), with add_slab(), whenever the pool needs to grow. All layers, slots and heads
+/// share the pool, so heads of different density share memory.
+///
+///     kvpolicy::DualCache<WGKV, kvpolicy::bf16> cache{shape, {.slab_pages = 4096, .most_slabs = 64, .longest = 131072}, policy};
+///     cache.bind(on, tables, cache.bytes().total());
+///     while (cache.reserve(on, batch) > 0) { cache.add_slab(on, memory, cache.slab_bytes()); }    // batch: what comes next
+///     for (layer...) kvpolicy::step(on, cache.ref(layer), batch, q, k, v, out, workspace);
+///     cache.advance(on, batch);
+///
+/// A key is promoted to the global part when it leaves the window and its gate is open (Policy: min(gate, budget), keep
+/// parts). clear(slot) returns the slot's pages. One stream or thread at a time per cache object.
+template <AnyPolicy P, Storage T>
+class DualCache : public CacheOwner<DualCache<P, T>, P, T> {
+    using base = CacheOwner<DualCache<P, T>, P, T>;
+
+  public:
+    using ref_type = DualRef<P, T>;
+    using scorer_type = typename P::scorer_type;
+
+    /// As a FixedBudgetCache, budgets may be unlimited. Refuses also: slabs without pages, no slab, longest below 1, more
+    /// than 2^31 - 1 pages or rows of a head.
+    DualCache(const CacheShape& shape, const PoolShape& pool, const P& policy = P{},
+              const scorer_type* scorers = nullptr, const Attention& attention = {});
+
+    [[nodiscard]] const PoolShape& pool() const { return pool_; }
+    /// Bytes of one slab: slab_pages * page_rows * (row of k, row of v, position, score), and alignment.
+    [[nodiscard]] std::size_t slab_bytes() const { return slab_bytes_; }
+
+    /// Takes `buffer`, at least bytes().total() long, for the bookkeeping; empties every slot and the pool.
+    void bind(const host& on, void* buffer, std::size_t buffer_bytes);
+    /// Lends slab_bytes() more to the pool. Refs stay valid. The memory is not written, and must outlive the cache's use.
+    void add_slab(const host& on, void* buffer, std::size_t buffer_bytes);
+    [[nodiscard]] std::int32_t slabs() const { return slabs_; }
+    /// Pages that nobody holds, and pages that were lent.
+    [[nodiscard]] std::int64_t free_pages() const;
+    [[nodiscard]] std::int64_t lent_pages() const { return std::int64_t{slabs_} * pool_.slab_pages; }
+
+    /// Gives the named slots the pages that batch.tokens(i) further tokens can need at most, in all layers, so that steps,
+    /// chunks and commits of so many tokens cannot fail. Returns 0; or how many more slabs it takes, with nothing changed.
+    /// Pages stay with their slot until it is cleared. Refuses tokens beyond pool().longest.
+    [[nodiscard]] std::int64_t reserve(const host& on, const Batch& batch);
+
+    /// The layer's view, for the calls of caches/calls.hpp. Valid until the next bind.
+    [[nodiscard]] ref_type ref(std::int32_t layer) const;
+
+    /// Empties one slot and returns its pages.
+    void clear(const host& on, std::int32_t slot);
+
+  private:
+    [[nodiscard]] std::size_t offset_index(std::int32_t layer, std::int32_t head) const {
+        return static_cast<std::size_t>(layer) * static_cast<std::size_t>(this->shape_.kv_heads + 1) +
+               static_cast<std::size_t>(head);
+    }
+    void plan();
+    void give_pages(const ref_type& cache, std::int32_t slot) const;
+
+    /// Byte offsets of one layer's arrays in the buffer.
+    struct layer_plan {
+        std::size_t table, held, spare_k, spare_v, spare_position, spare_score;
+        typename base::common_plan common;
+    };
+
+    PoolShape pool_;
+    std::vector<std::int64_t> table_offset_;  // [layers, kv_heads + 1]
+    std::vector<layer_plan> plan_;
+    std::vector<char> limited_;  // [layers]
+    std::size_t slab_bytes_ = 0;
+    std::size_t offsets_at_ = 0;
+    std::size_t slabs_at_ = 0;
+    std::size_t free_at_ = 0;
+    std::size_t count_at_ = 0;
+    std::size_t names_at_ = 0;
+    std::int32_t slabs_ = 0;
+};
+
+}  // namespace kvpolicy
+
+#include <kvpolicy/host/dual.hpp>

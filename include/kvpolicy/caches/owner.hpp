@@ -1,0 +1,115 @@
+// What the owners of all kinds of caches share: they hold bookkeeping on the host, and look at one layer's ref at a time.
+#pragma once
+
+#include <kvpolicy/caches/ref.hpp>
+#include <kvpolicy/core/context.hpp>
+#include <kvpolicy/core/error.hpp>
+#include <kvpolicy/core/types.hpp>
+#include <kvpolicy/core/view.hpp>
+#include <kvpolicy/policies/compose.hpp>
+
+#include <cstddef>
+#include <cstdint>
+#include <limits>
+#include <string>
+#include <vector>
+
+namespace kvpolicy {
+
+/// Sizes in bytes of the parts of a cache.
+struct CacheBytes {
+    std::size_t keys_and_values = 0;  ///< rows * (dim_k + dim_v) * sizeof(T)
+    std::size_t scorer_state = 0;
+    std::size_t bookkeeping = 0;  ///< positions, scores, lengths, rules, page tables, alignment
+    constexpr std::size_t total() const { return keys_and_values + scorer_state + bookkeeping; }
+};
+
+/// How full one head of one sequence is.
+struct Occupancy {
+    position_t length = 0;        ///< tokens seen: the next token's position, not the count of rows
+    std::int32_t sinks = 0;       ///< rows in use
+    std::int32_t window = 0;      ///< rows in use
+    std::int32_t long_range = 0;  ///< rows in use
+    std::int32_t capacity = 0;    ///< the most rows of the head: s + w + k, or what its page table can name
+    constexpr std::int32_t rows() const { return sinks + window + long_range; }
+};
+
+/// The members that FixedBudgetCache and DualCache have in common. `Derived` has ref(layer).
+template <class Derived, AnyPolicy P, Storage T>
+class CacheOwner {
+  public:
+    using scorer_type = typename P::scorer_type;
+
+    [[nodiscard]] const CacheShape& shape() const { return shape_; }
+    [[nodiscard]] const P& policy() const { return policy_; }
+    /// Memory that bind() takes from the caller.
+    [[nodiscard]] const CacheBytes& bytes() const { return bytes_; }
+
+    /// Moves the named slots on by their tokens: once a step or chunk, after the last layer. Refuses slots out of range or
+    /// named twice, and negative counts.
+    void advance(const host& on, const Batch& batch);
+
+    /// Tokens seen by a slot; the position of its next token.
+    [[nodiscard]] position_t length(std::int32_t slot) const;
+    [[nodiscard]] Occupancy occupancy(std::int32_t layer, std::int32_t slot, std::int32_t head) const;
+    /// The positions held by one head, in the order of its rows. `out` has room for occupancy(...).rows(); returns that.
+    std::int32_t retained(std::int32_t layer, std::int32_t slot, std::int32_t head, position_t* out) const;
+
+    /// Lowers the limit at which static priorities are rebased (tests; default 2^29, the largest). Same schedule as a
+    /// mask's. Counts from the next ref() on; set it before the first token.
+    void rebase_limit(position_t limit) {
+        detail::require(limit >= 1 && limit <= kvpolicy::rebase_limit, "rebase_limit", limit, "1 to 2^29");
+        rebase_limit_ = limit;
+    }
+
+  protected:
+    CacheOwner(const CacheShape& shape, const P& policy, const scorer_type* scorers,
+               const Attention& attention);
+
+    [[nodiscard]] const Derived& self() const { return static_cast<const Derived&>(*this); }
+    [[nodiscard]] scorer_type scorer_of(std::int32_t layer) const {
+        return scorers_ != nullptr ? scorers_[layer] : policy_.scorer();
+    }
+    [[nodiscard]] const HeadRule& rule_of(std::int32_t layer, std::int32_t head) const {
+        return rules_[static_cast<std::size_t>(layer) * static_cast<std::size_t>(shape_.kv_heads) +
+                      static_cast<std::size_t>(head)];
+    }
+    void require_bound() const;
+    void require_slot(std::int32_t slot, const char* name = "slot") const;
+    void require_layer(std::int32_t layer) const;
+
+    /// Byte offsets of the arrays of one layer that both kinds have.
+    struct common_plan {
+        std::size_t kept, pinned, victim, proposed, state;
+    };
+    /// Hands out parts of the buffer: an offset for so many bytes.
+    struct layout {
+        std::size_t at = 0;
+        std::size_t take(std::size_t bytes);
+    };
+    void plan_common(layout& memory);
+    common_plan plan_layer(layout& memory, std::int32_t layer);
+    void fill(LayerRef<P, T>& ref, std::int32_t layer, const common_plan& plan) const;
+    void bind_common(void* buffer, std::size_t buffer_bytes);
+    /// Counters and scorer states of one slot of one layer, as before the first token.
+    static void reset(const LayerRef<P, T>& ref, std::int32_t slot);
+    template <class V>
+    [[nodiscard]] V* at(std::size_t offset) const {
+        return reinterpret_cast<V*>(memory_ + offset);
+    }
+
+    CacheShape shape_;
+    P policy_;
+    const scorer_type* scorers_;
+    Attention attention_;
+    position_t rebase_limit_ = kvpolicy::rebase_limit;
+    std::vector<HeadRule> rules_;  // [layers, kv_heads]
+    std::size_t rules_at_ = 0;
+    std::size_t length_at_ = 0;
+    CacheBytes bytes_;
+    std::byte* memory_ = nullptr;
+};
+
+}  // namespace kvpolicy
+
+#include <kvpolicy/host/cache_owner.hpp>

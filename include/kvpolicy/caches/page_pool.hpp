@@ -1,0 +1,98 @@
+// A pool of pages that many sequences, heads and layers share. It grows by slabs of pages; a slab never moves, and kernels
+// find it through a table, so growing moves no page and invalidates no ref.
+#pragma once
+
+#include <kvpolicy/core/config.hpp>
+#include <kvpolicy/core/types.hpp>
+
+#include <cstddef>
+#include <cstdint>
+
+namespace kvpolicy {
+
+/// How a DualCache's memory comes in.
+struct PoolShape {
+    std::int32_t slab_pages = 0;  ///< pages of a slab; a page is CacheShape::page_rows rows of one head
+    std::int32_t most_slabs = 1;  ///< slabs that can be lent, ever
+    /// Tokens of the longest sequence. It bounds the page tables (4 bytes a page), and lengths where a head has no limit
+    /// of its own.
+    position_t longest = 0;
+};
+
+/// The arrays of one slab, as the caller lent it. Page p of the slab starts at row p * page_rows of each.
+template <Storage T>
+struct Slab {
+    T* k = nullptr;                  // [slab_pages * page_rows, dim_k]
+    T* v = nullptr;                  // [slab_pages * page_rows, dim_v]
+    position_t* position = nullptr;  // [slab_pages * page_rows]
+    float* score = nullptr;          // [slab_pages * page_rows]
+};
+
+/// Views of the pool's bookkeeping. Page id = slab * slab_pages + page of the slab. A page may be named by several page
+/// tables (forked sequences); it is free again when the last lets go.
+template <Storage T>
+struct PagePool {
+    const Slab<T>* slabs = nullptr;      // [most_slabs]
+    std::int32_t* free_ids = nullptr;    // [most_slabs * slab_pages], a stack
+    std::int32_t* free_count = nullptr;  // [1]
+    std::int32_t* names = nullptr;       // [most_slabs * slab_pages]: page tables that name the page
+    std::int32_t slab_pages = 1;
+    std::int32_t page_rows = 1;
+    std::int32_t dim_k = 0;
+    std::int32_t dim_v = 0;
+
+    [[nodiscard]] std::int32_t free_pages() const { return *free_count; }
+    /// A free page, named once. There must be one.
+    [[nodiscard]] std::int32_t take() const {
+        const std::int32_t id = free_ids[--*free_count];
+        names[id] = 1;
+        return id;
+    }
+    /// One more page table names the page.
+    void share(std::int32_t id) const { ++names[id]; }
+    /// One page table fewer names the page.
+    void give(std::int32_t id) const {
+        if (--names[id] == 0) {
+            free_ids[(*free_count)++] = id;
+        }
+    }
+};
+
+/// Rows of one head that lie in pages.
+template <Storage T>
+struct PagedRows {
+    const std::int32_t* table = nullptr;  // page ids
+    const Slab<T>* slabs = nullptr;
+    std::int32_t slab_pages = 1;
+    std::int32_t page_rows = 1;
+    std::int32_t dim_k = 0;
+    std::int32_t dim_v = 0;
+
+    KVPOLICY_HOST_DEVICE constexpr T* k(std::int32_t row) const {
+        return slab(row).k + slab_row(row) * dim_k;
+    }
+    KVPOLICY_HOST_DEVICE constexpr T* v(std::int32_t row) const {
+        return slab(row).v + slab_row(row) * dim_v;
+    }
+    KVPOLICY_HOST_DEVICE constexpr position_t& position(std::int32_t row) const {
+        return slab(row).position[slab_row(row)];
+    }
+    KVPOLICY_HOST_DEVICE constexpr float& score(std::int32_t row) const {
+        return slab(row).score[slab_row(row)];
+    }
+    /// The first row after `row` that does not follow on its predecessor in memory; at most `end`.
+    KVPOLICY_HOST_DEVICE constexpr std::int32_t run_end(std::int32_t row, std::int32_t end) const {
+        const std::int32_t rest = page_rows - row % page_rows;
+        return end - row < rest ? end : row + rest;
+    }
+
+  private:
+    KVPOLICY_HOST_DEVICE constexpr const Slab<T>& slab(std::int32_t row) const {
+        return slabs[table[row / page_rows] / slab_pages];
+    }
+    KVPOLICY_HOST_DEVICE constexpr std::int64_t slab_row(std::int32_t row) const {
+        return std::int64_t{table[row / page_rows] % slab_pages} * page_rows + row % page_rows;
+    }
+};
+
+}  // namespace kvpolicy

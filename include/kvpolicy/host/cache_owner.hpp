@@ -1,0 +1,204 @@
+// What owners of caches do on the host: check, plan, look.
+#pragma once
+
+#include <kvpolicy/caches/owner.hpp>
+#include <kvpolicy/host/attention_types.hpp>
+#include <kvpolicy/host/check.hpp>
+
+#include <algorithm>
+#include <cstring>
+
+namespace kvpolicy {
+
+namespace host_backend {
+
+/// The state floats of a scorer, 0 for a stateless one.
+template <class S>
+std::int64_t state_floats(const S& scorer) {
+    if constexpr (StatefulScorer<S>) {
+        return static_cast<std::int64_t>(scorer.state_size());
+    } else {
+        return 0;
+    }
+}
+
+inline void check_shape(const CacheShape& shape) {
+    const auto dims = [] { return detail::text("a multiple of 8 up to ", max_head_dim); };
+    detail::require(shape.layers >= 1, "layers", shape.layers, "1 or more");
+    detail::require(shape.slots >= 1, "slots", shape.slots, "1 or more");
+    detail::require(shape.kv_heads >= 1, "kv_heads", shape.kv_heads, "1 or more");
+    detail::require(shape.query_heads >= 1 && shape.query_heads % shape.kv_heads == 0, "query_heads",
+                    shape.query_heads,
+                    [&] { return detail::text("a multiple of kv_heads = ", shape.kv_heads); });
+    detail::require(head_dim_supported(shape.dim_k), "head_dim of keys", shape.dim_k, dims);
+    detail::require(head_dim_supported(shape.dim_v), "head_dim of values", shape.dim_v, dims);
+    detail::require(shape.page_rows >= 1, "page_rows", shape.page_rows, "1 or more");
+    detail::require(shape.proposals >= 0, "proposals", shape.proposals, "0 or more");
+}
+
+}  // namespace host_backend
+
+template <class Derived, AnyPolicy P, Storage T>
+CacheOwner<Derived, P, T>::CacheOwner(const CacheShape& shape, const P& policy, const scorer_type* scorers,
+                                      const Attention& attention)
+    : shape_(shape), policy_(policy), scorers_(scorers), attention_(attention) {
+    host_backend::check_shape(shape);
+    host_backend::check_attention(attention);
+    policy.check(shape.layers, shape.kv_heads);
+    for (std::int32_t layer = 0; layer < shape.layers; ++layer) {
+        for (std::int32_t head = 0; head < shape.kv_heads; ++head) {
+            rules_.push_back(policy.rule(layer, head));
+        }
+        if constexpr (P::ranked && CheckedScorer<scorer_type>) {
+            scorer_of(layer).check(shape.kv_heads, shape.dim_k, shape.dim_v);
+        }
+    }
+}
+
+template <class Derived, AnyPolicy P, Storage T>
+std::size_t CacheOwner<Derived, P, T>::layout::take(std::size_t bytes) {
+    const std::size_t here = at;
+    at += host_backend::aligned_size(bytes);
+    return here;
+}
+
+template <class Derived, AnyPolicy P, Storage T>
+void CacheOwner<Derived, P, T>::plan_common(layout& memory) {
+    rules_at_ = memory.take(rules_.size() * sizeof(HeadRule));
+    length_at_ = memory.take(static_cast<std::size_t>(shape_.slots) * sizeof(position_t));
+}
+
+template <class Derived, AnyPolicy P, Storage T>
+typename CacheOwner<Derived, P, T>::common_plan CacheOwner<Derived, P, T>::plan_layer(layout& memory,
+                                                                                      std::int32_t layer) {
+    const auto slots = static_cast<std::size_t>(shape_.slots);
+    const std::size_t heads = slots * static_cast<std::size_t>(shape_.kv_heads);
+    const std::size_t state_bytes =
+        heads * static_cast<std::size_t>(host_backend::state_floats(scorer_of(layer))) * sizeof(float);
+    common_plan plan{};
+    plan.state = memory.take(state_bytes);
+    plan.kept = memory.take(heads * sizeof(std::int32_t));
+    plan.pinned = memory.take(P::has_keep ? heads * sizeof(std::int32_t) : 0);
+    plan.victim = memory.take(heads * sizeof(std::int32_t));
+    plan.proposed = memory.take(slots * sizeof(std::int32_t));
+    bytes_.scorer_state += state_bytes;
+    return plan;
+}
+
+template <class Derived, AnyPolicy P, Storage T>
+void CacheOwner<Derived, P, T>::fill(LayerRef<P, T>& ref, std::int32_t layer, const common_plan& plan) const {
+    ref.layer = layer;
+    ref.slots = shape_.slots;
+    ref.kv_heads = shape_.kv_heads;
+    ref.group = shape_.query_heads / shape_.kv_heads;
+    ref.dim_k = shape_.dim_k;
+    ref.dim_v = shape_.dim_v;
+    ref.page_rows = shape_.page_rows;
+    ref.proposals = shape_.proposals;
+    ref.attention = attention_;
+    ref.rebase_limit = rebase_limit_;
+    ref.rules = at<const HeadRule>(rules_at_) + std::int64_t{layer} * shape_.kv_heads;
+    ref.length = at<position_t>(length_at_);
+    ref.kept = at<std::int32_t>(plan.kept);
+    ref.pinned = P::has_keep ? at<std::int32_t>(plan.pinned) : nullptr;
+    ref.victim = at<std::int32_t>(plan.victim);
+    ref.proposed = at<std::int32_t>(plan.proposed);
+    ref.state = at<float>(plan.state);
+    ref.scorer = scorer_of(layer);
+    ref.state_size = host_backend::state_floats(ref.scorer);
+    ref.gate = policy_.gate();
+    ref.keep = policy_.keep();
+}
+
+template <class Derived, AnyPolicy P, Storage T>
+void CacheOwner<Derived, P, T>::bind_common(void* buffer, std::size_t buffer_bytes) {
+    detail::require(buffer != nullptr, "buffer", "null", "memory of bytes().total()");
+    detail::require(buffer_bytes >= bytes_.total(), "buffer_bytes", buffer_bytes,
+                    [&] { return detail::text("at least bytes().total() = ", bytes_.total()); });
+    memory_ = host_backend::aligned(buffer);
+    std::memcpy(memory_ + rules_at_, rules_.data(), rules_.size() * sizeof(HeadRule));
+}
+
+template <class Derived, AnyPolicy P, Storage T>
+void CacheOwner<Derived, P, T>::reset(const LayerRef<P, T>& ref, std::int32_t slot) {
+    ref.length[slot] = 0;
+    ref.proposed[slot] = 0;
+    for (std::int32_t head = 0; head < ref.kv_heads; ++head) {
+        const std::int64_t index = ref.head_index(slot, head);
+        ref.kept[index] = 0;
+        if constexpr (P::has_keep) {
+            ref.pinned[index] = 0;
+        }
+        ref.victim[index] = -1;
+        if constexpr (StatefulScorer<scorer_type>) {
+            ref.scorer.reset(ref.state + index * ref.state_size);
+        }
+    }
+}
+
+template <class Derived, AnyPolicy P, Storage T>
+void CacheOwner<Derived, P, T>::require_bound() const {
+    detail::require(memory_ != nullptr, "cache", "unbound", "bound to memory by bind() first");
+}
+
+template <class Derived, AnyPolicy P, Storage T>
+void CacheOwner<Derived, P, T>::require_slot(std::int32_t slot, const char* name) const {
+    require_bound();
+    detail::require(slot >= 0 && slot < shape_.slots, name, slot,
+                    [&] { return detail::text("0 to ", shape_.slots - 1); });
+}
+
+template <class Derived, AnyPolicy P, Storage T>
+void CacheOwner<Derived, P, T>::require_layer(std::int32_t layer) const {
+    require_bound();
+    detail::require(layer >= 0 && layer < shape_.layers, "layer", layer,
+                    [&] { return detail::text("0 to ", shape_.layers - 1); });
+}
+
+template <class Derived, AnyPolicy P, Storage T>
+void CacheOwner<Derived, P, T>::advance(const host&, const Batch& batch) {
+    require_bound();
+    host_backend::check_batch(batch, shape_.slots, std::numeric_limits<std::int32_t>::max(), "any");
+    auto* length = at<position_t>(length_at_);
+    for (std::int32_t i = 0; i < batch.count; ++i) {
+        length[batch.slot(i)] += batch.tokens(i);
+    }
+}
+
+template <class Derived, AnyPolicy P, Storage T>
+position_t CacheOwner<Derived, P, T>::length(std::int32_t slot) const {
+    require_slot(slot);
+    return at<const position_t>(length_at_)[slot];
+}
+
+template <class Derived, AnyPolicy P, Storage T>
+Occupancy CacheOwner<Derived, P, T>::occupancy(std::int32_t layer, std::int32_t slot,
+                                               std::int32_t head) const {
+    require_slot(slot);
+    detail::require(head >= 0 && head < shape_.kv_heads, "head", head,
+                    [&] { return detail::text("0 to ", shape_.kv_heads - 1); });
+    const auto cache = self().ref(layer);
+    const HeadRule& rule = cache.rules[head];
+    Occupancy result;
+    result.length = cache.length[slot];
+    result.sinks = static_cast<std::int32_t>(std::min<position_t>(result.length, rule.sinks));
+    result.window =
+        static_cast<std::int32_t>(std::min<position_t>(result.length - result.sinks, rule.window));
+    result.long_range = cache.kept[cache.head_index(slot, head)];
+    result.capacity = static_cast<std::int32_t>(cache.capacity(head));
+    return result;
+}
+
+template <class Derived, AnyPolicy P, Storage T>
+std::int32_t CacheOwner<Derived, P, T>::retained(std::int32_t layer, std::int32_t slot, std::int32_t head,
+                                                 position_t* out) const {
+    const std::int32_t count = occupancy(layer, slot, head).rows();
+    detail::require(out != nullptr || count == 0, "out", "null", "room for occupancy(...).rows() positions");
+    const auto rows = self().ref(layer).head_rows(slot, head);
+    for (std::int32_t r = 0; r < count; ++r) {
+        out[r] = rows.position(r);
+    }
+    return count;
+}
+
+}  // namespace kvpolicy

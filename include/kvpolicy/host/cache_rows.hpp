@@ -1,0 +1,181 @@
+// One head's rows in a cache, and how they change when a key leaves the window: what all calls share.
+#pragma once
+
+#include <kvpolicy/caches/ref.hpp>
+#include <kvpolicy/host/check.hpp>
+#include <kvpolicy/policies/ranking.hpp>
+#include <kvpolicy/scorers/concept.hpp>
+
+#include <cstring>
+#include <utility>
+
+namespace kvpolicy::host_backend {
+
+/// The arguments that step, prefill and propose share.
+template <class Cache, class T>
+void check_cache_call(const Cache& cache, const Batch& batch, std::int32_t longest, rows_view<const T> q,
+                      rows_view<const T> k, rows_view<const T> v, rows_view<T> out,
+                      const CacheExtras& extras) {
+    using P = typename Cache::policy_type;
+    check_rows("q", q, batch.count, cache.kv_heads * cache.group, longest, cache.dim_k);
+    check_rows("k", k, batch.count, cache.kv_heads, longest, cache.dim_k);
+    check_rows("v", v, batch.count, cache.kv_heads, longest, cache.dim_v);
+    check_rows("out", out, batch.count, cache.kv_heads * cache.group, longest, cache.dim_v);
+    check_lse(extras.lse, batch.count, cache.kv_heads * cache.group, longest);
+    if constexpr (P::ranked && P::scorer_type::when == score_time::given) {
+        const plane_view<const float> scores = extras.scores;
+        detail::require(static_cast<bool>(scores) || longest == 0, "extras.scores", "null",
+                        "fp32 scores, since this policy's scores are given");
+        const bool fits =
+            scores.batch == batch.count && scores.heads == cache.kv_heads && scores.length >= longest;
+        if (longest != 0 && !fits) {
+            detail::refuse("extras.scores",
+                           detail::text(scores.batch, " x ", scores.heads, " x ", scores.length),
+                           detail::text(batch.count, " x ", cache.kv_heads, " x at least ", longest));
+        }
+        for (std::int32_t i = 0; i < batch.count; ++i) {
+            for (std::int32_t h = 0; h < cache.kv_heads; ++h) {
+                const float* score = scores.head(i, h);
+                for (std::int32_t j = 0; j < batch.tokens(i); ++j) {
+                    if (score[j] != score[j]) [[unlikely]] {
+                        detail::refuse(detail::text("extras.scores[", i, "][", h, "][", j, "]").c_str(),
+                                       "NaN", "a number (-inf and +inf are allowed)");
+                    }
+                }
+            }
+        }
+    }
+}
+
+/// A computed score that is NaN: the keys, values or weights that it was made from are not finite.
+[[noreturn]] inline void refuse_computed_score(std::int32_t entry, std::int32_t head, position_t position) {
+    detail::refuse(detail::text("score of entry ", entry, ", head ", head, ", position ", position).c_str(),
+                   "NaN", "a number; look for NaN or infinity in its key, its value or the scorer's weights");
+}
+
+template <class T>
+void copy_row(const T* from, std::int32_t dim, T* to) {
+    std::memcpy(to, from, static_cast<std::size_t>(dim) * sizeof(T));
+}
+
+/// Whether a key may live on after its window: without budget, gate and keep parts none does.
+template <class P>
+inline constexpr bool retains = P::ranked || P::has_keep;
+
+/// One head's rows in a cache, and how they change at a step.
+template <class Cache>
+struct head_state {
+    using P = typename Cache::policy_type;
+    using T = typename Cache::value_type;
+
+    const Cache& cache;
+    decltype(std::declval<const Cache&>().head_rows(0, 0)) rows;
+    std::int64_t index;  // slot * kv_heads + head
+    HeadRule rule;
+    HeadRows layout;
+
+    head_state(const Cache& ref, std::int32_t slot, std::int32_t head)
+        : cache(ref),
+          rows(ref.head_rows(slot, head)),
+          index(ref.head_index(slot, head)),
+          rule(ref.rules[head]),
+          layout(ref.layout(head)) {}
+
+    T* k(std::int32_t row) const { return rows.k(row); }
+    T* v(std::int32_t row) const { return rows.v(row); }
+    position_t& position(std::int32_t row) const { return rows.position(row); }
+    float& score(std::int32_t row) const { return rows.score(row); }
+
+    void put(std::int32_t row, const T* key, const T* value, position_t t, float s) const {
+        copy_row(key, cache.dim_k, k(row));
+        copy_row(value, cache.dim_v, v(row));
+        position(row) = t;
+        score(row) = s;
+    }
+
+    /// Whether a keep part holds position t: such a key gets a place of its own, outside gate and budget.
+    bool keeps([[maybe_unused]] position_t t) const {
+        if constexpr (P::has_keep) {
+            return cache.keep.keeps(t);
+        } else {
+            return false;
+        }
+    }
+    /// Long-range places whose keys compete.
+    std::int32_t competitors() const {
+        std::int32_t count = cache.kept[index];
+        if constexpr (P::has_keep) {
+            count -= cache.pinned[index];
+        }
+        return count;
+    }
+    /// Whether key t, leaving the window with score s, gets a place without taking it from another.
+    bool takes_new_place(position_t t, float s) const {
+        if (keeps(t)) {
+            return true;
+        }
+        return rule.budget != 0 && cache.gate.open(s, rule) &&
+               (rule.budget == unlimited || competitors() < rule.budget);
+    }
+
+    /// The worst long-range place at query q: the one found before, while ranks stand still.
+    std::int32_t worst_place(position_t q) const {
+        std::int32_t& known = cache.victim[index];
+        if (known >= 0 && rule.decay_step == 1) {
+            return known;
+        }
+        std::int32_t worst = -1;
+        double worst_value = 0.0;
+        for (std::int32_t p = 0; p < cache.kept[index]; ++p) {
+            if (keeps(position(layout.place(p)))) {
+                continue;
+            }
+            const double value = value_of(p, q);
+            if (worst < 0 ||
+                ranks_before(worst_value, position(layout.place(worst)), value, position(layout.place(p)))) {
+                worst = p;
+                worst_value = value;
+            }
+        }
+        return known = worst;
+    }
+
+    double value_of(std::int32_t place, position_t q) const {
+        const std::int32_t row = layout.place(place);
+        return rank_value(rule, score(row), position(row), q, cache.rebase_limit);
+    }
+
+    /// The key in ring row `row` leaves the window at query q with score s: it takes a free place, takes the worst place,
+    /// or goes.
+    void leave(std::int32_t row, float s, position_t q) const {
+        if (priority_base(q, cache.rebase_limit) != priority_base(q - 1, cache.rebase_limit)) {
+            cache.victim[index] = -1;  // priorities are rounded anew, which may reorder near-equal keys
+        }
+        const position_t t = position(row);
+        if (takes_new_place(t, s)) {
+            std::int32_t& kept = cache.kept[index];
+            put(layout.place(kept), k(row), v(row), t, s);
+            ++kept;
+            if constexpr (P::has_keep) {
+                if (keeps(t)) {
+                    ++cache.pinned[index];
+                    return;
+                }
+            }
+            cache.victim[index] = -1;
+            return;
+        }
+        if (rule.budget == 0 || !cache.gate.open(s, rule)) {
+            return;
+        }
+        const std::int32_t worst = worst_place(q);
+        const double value = rank_value(rule, s, t, q, cache.rebase_limit);
+        if (!ranks_before(value, t, value_of(worst, q), position(layout.place(worst)))) {
+            return;
+        }
+        put(layout.place(worst), k(row), v(row), t, s);
+        cache.victim[index] = -1;
+    }
+};
+
+}  // namespace kvpolicy::host_backend

@@ -1,0 +1,102 @@
+// Tokens that are attended to before it is known whether they stay: prefill in two halves.
+#pragma once
+
+#include <kvpolicy/caches/calls.hpp>
+#include <kvpolicy/host/cache_prefill.hpp>
+
+#include <algorithm>
+#include <cstring>
+
+namespace kvpolicy {
+
+namespace host_backend {
+
+/// Refuses counts that were not proposed, or not here.
+template <class Cache>
+void check_proposed(const Cache& cache, const Batch& batch) {
+    for (std::int32_t i = 0; i < batch.count; ++i) {
+        const std::int32_t slot = batch.slot(i), waiting = cache.proposed[slot];
+        if (batch.tokens(i) == 0) {
+            continue;
+        }
+        if (batch.tokens(i) > waiting) {
+            detail::refuse(detail::text("batch tokens[", i, "]").c_str(), batch.tokens(i),
+                           detail::text("0 to the ", waiting, " that slot ", slot, " has proposed"));
+        }
+        const position_t made_at = cache.spare_rows(slot, 0).position(0);
+        if (made_at != cache.length[slot]) {
+            detail::refuse(detail::text("length of slot ", slot).c_str(), cache.length[slot],
+                           detail::text("what it was when the tokens were proposed, ", made_at));
+        }
+    }
+}
+
+/// The spare rows as a source.
+template <class Cache>
+auto spare_source(const Cache& cache, const Batch& batch) {
+    using T = typename Cache::value_type;
+    return [&cache, &batch](std::int32_t i, std::int32_t h) {
+        const PlainRows<T> rows = cache.spare_rows(batch.slot(i), h);
+        // One (entry, head) at a time, so those strides are 0.
+        return chunk_source<T>{
+            {rows.k_data, batch.count, cache.kv_heads, cache.proposals, cache.dim_k, 0, 0, cache.dim_k},
+            {rows.v_data, batch.count, cache.kv_heads, cache.proposals, cache.dim_v, 0, 0, cache.dim_v},
+            rows.score_data};
+    };
+}
+
+}  // namespace host_backend
+
+template <class P, Storage T, template <class, class> class Ref>
+requires CacheRef<Ref<P, T>>
+void propose(const host& on, const Ref<P, T>& cache, const Batch& batch, rows_view<const T> q,
+             rows_view<const T> k, rows_view<const T> v, rows_view<T> out, workspace_view workspace,
+             const CacheExtras& extras) {
+    namespace hb = host_backend;
+    const std::int32_t longest =
+        hb::check_batch(batch, cache.slots, cache.proposals, "the cache's proposals, CacheShape::proposals");
+    hb::check_cache_call(cache, batch, longest, q, k, v, out, extras);
+    hb::check_longest(cache, batch);
+    hb::check_workspace(workspace, cache_workspace_bytes<P, T>(on, cache, batch.count, longest));
+    const hb::chunk_pass<Ref<P, T>> pass(on, cache, longest, hb::aligned(workspace.data));
+    pass.decide(batch, hb::tensor_source(k, v, extras.scores));
+    pass.attend(batch, q, k, v, out, extras.lse);
+    pass.for_each_head(batch, [&](std::int32_t i, std::int32_t h) {
+        const std::int32_t slot = batch.slot(i);
+        const PlainRows<T> spare = cache.spare_rows(slot, h);
+        for (std::int32_t j = 0; j < batch.tokens(i); ++j) {
+            hb::copy_row(k.row(i, h, j), cache.dim_k, spare.k(j));
+            hb::copy_row(v.row(i, h, j), cache.dim_v, spare.v(j));
+            spare.position(j) = cache.length[slot] + j;
+            spare.score(j) = extras.scores ? extras.scores.head(i, h)[j] : 0.0f;
+        }
+        if (h == 0) {
+            cache.proposed[slot] = batch.tokens(i);
+        }
+    });
+}
+
+template <class P, Storage T, template <class, class> class Ref>
+requires CacheRef<Ref<P, T>>
+void commit(const host& on, const Ref<P, T>& cache, const Batch& all, workspace_view workspace,
+            std::uint32_t* status) {
+    namespace hb = host_backend;
+    const std::int32_t longest =
+        hb::check_batch(all, cache.slots, cache.proposals, "the cache's proposals, CacheShape::proposals");
+    hb::check_proposed(cache, all);
+    hb::check_workspace(workspace, cache_workspace_bytes<P, T>(on, cache, all.count, longest));
+    std::byte* const start = hb::aligned(workspace.data);
+    const hb::chunk_pass<Ref<P, T>> pass(on, cache, longest, start + hb::admission_bytes(cache, all.count));
+    const auto source = hb::spare_source(cache, all);
+    pass.decide(all, source);
+    const Batch batch = hb::admit(cache, all, status, start,
+                                  [&](std::int32_t i, std::int32_t h) { return pass.rows_after(all, i, h); });
+    pass.commit(batch, source);
+    for (std::int32_t i = 0; i < all.count; ++i) {
+        if (all.tokens(i) == 0) {
+            cache.proposed[all.slot(i)] = 0;
+        }
+    }
+}
+
+}  // namespace kvpolicy

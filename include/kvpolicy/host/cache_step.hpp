@@ -1,0 +1,165 @@
+// One decode step of a cache on the host, and the calls that only look.
+#pragma once
+
+#include <kvpolicy/caches/calls.hpp>
+#include <kvpolicy/host/cache_admit.hpp>
+#include <kvpolicy/host/cache_attend.hpp>
+#include <kvpolicy/host/cache_rows.hpp>
+#include <kvpolicy/host/score_step.hpp>
+
+#include <algorithm>
+#include <limits>
+
+namespace kvpolicy {
+
+template <class P, Storage T, template <class, class> class Ref>
+requires CacheRef<Ref<P, T>>
+void step(const host& on, const Ref<P, T>& cache, const Batch& all, rows_view<const T> q,
+          rows_view<const T> k, rows_view<const T> v, rows_view<T> out, workspace_view workspace,
+          std::uint32_t* status, const CacheExtras& extras) {
+    namespace hb = host_backend;
+    const std::int32_t longest =
+        hb::check_batch(all, cache.slots, 1, "a step takes one token; prefill takes chunks");
+    hb::check_cache_call(cache, all, longest, q, k, v, out, extras);
+    hb::check_longest(cache, all);
+    hb::check_workspace(workspace, cache_workspace_bytes<P, T>(on, cache, all.count, 1));
+    std::byte* const start = hb::aligned(workspace.data);
+    std::byte* const memory = start + hb::admission_bytes(cache, all.count);
+    const std::int64_t tasks = std::int64_t{all.count} * cache.kv_heads;
+    const std::size_t score_bytes = hb::step_task_bytes(cache);
+    const auto task_memory = [&](std::int64_t task) {
+        return memory + static_cast<std::size_t>(task) * score_bytes;
+    };
+    const auto entry_of = [&](std::int64_t task) { return static_cast<std::int32_t>(task / cache.kv_heads); };
+    const auto head_of = [&](std::int64_t task) { return static_cast<std::int32_t>(task % cache.kv_heads); };
+    const auto found = [&](std::int64_t task) -> hb::step_scores& {
+        return *reinterpret_cast<hb::step_scores*>(task_memory(task));
+    };
+
+    // Phase one only reads the cache, so that a NaN score is refused, and a step without pages given up, with nothing changed.
+    if constexpr (P::ranked) {
+        on.parallel_for(tasks, [&](std::int64_t task) {
+            const std::int32_t i = entry_of(task), h = head_of(task);
+            if (all.tokens(i) == 0) {
+                return;
+            }
+            const float* given = extras.scores ? extras.scores.head(i, h) : nullptr;
+            found(task) = hb::score_step(cache, all.slot(i), h, k.row(i, h, 0), v.row(i, h, 0), given,
+                                         task_memory(task) + hb::aligned_size(sizeof(hb::step_scores)));
+        });
+        // Refused from here and not from a task: without exceptions a handler may jump out of the call.
+        for (std::int64_t task = 0; task < tasks; ++task) {
+            const std::int32_t i = entry_of(task), h = head_of(task);
+            if (all.tokens(i) == 0) {
+                continue;
+            }
+            const hb::step_scores& scores = found(task);
+            const position_t position = cache.length[all.slot(i)];
+            if (scores.arriving != scores.arriving) {
+                hb::refuse_computed_score(i, h, position);
+            }
+            if (scores.leaving != scores.leaving) {
+                hb::refuse_computed_score(i, h, position - cache.rules[h].window);
+            }
+        }
+    }
+    const Batch batch = hb::admit(cache, all, status, start, [&](std::int32_t i, std::int32_t h) {
+        const std::int32_t slot = all.slot(i);
+        const hb::head_state<Ref<P, T>> rows(cache, slot, h);
+        const position_t u = cache.length[slot] - rows.rule.window;
+        bool grows = false;
+        if constexpr (hb::retains<P>) {
+            const float score = P::ranked ? found(std::int64_t{i} * cache.kv_heads + h).leaving : 0.0f;
+            grows = u >= rows.rule.sinks && rows.takes_new_place(u, score);
+        }
+        return rows.layout.used(cache.length[slot] + 1, cache.kept[rows.index] + (grows ? 1 : 0));
+    });
+
+    on.parallel_for(tasks, [&](std::int64_t task) {
+        const std::int32_t i = entry_of(task), h = head_of(task);
+        if (batch.tokens(i) == 0) {
+            return;
+        }
+        const std::int32_t slot = batch.slot(i);
+        const hb::head_state<Ref<P, T>> rows(cache, slot, h);
+        const position_t position = cache.length[slot];
+        hb::step_scores scores{0.0f, 0.0f};
+        if constexpr (P::ranked) {
+            scores = found(task);
+            if constexpr (StatefulScorer<typename P::scorer_type>) {
+                const auto* state = reinterpret_cast<const float*>(task_memory(task) +
+                                                                   hb::aligned_size(sizeof(hb::step_scores)));
+                std::copy_n(state, cache.state_size, cache.state + rows.index * cache.state_size);
+            }
+        }
+        const position_t u = position - rows.rule.window;
+        if constexpr (hb::retains<P>) {
+            if (u >= rows.rule.sinks) {
+                rows.leave(rows.layout.recent(u), scores.leaving, position);
+            }
+        }
+        rows.put(rows.layout.recent(position), k.row(i, h, 0), v.row(i, h, 0), position, scores.arriving);
+        if (h == 0) {
+            cache.proposed[slot] = 0;
+        }
+    });
+    hb::attend_rows(on, cache, batch, q, out, extras.lse, 1,
+                    memory + static_cast<std::size_t>(tasks) * score_bytes);
+    hb::clear_refused(cache, all, batch, out, extras.lse);
+}
+
+template <class P, Storage T, template <class, class> class Ref>
+requires CacheRef<Ref<P, T>>
+void attend(const host& on, const Ref<P, T>& cache, const Batch& batch, rows_view<const T> q,
+            rows_view<T> out, plane_view<float> lse, workspace_view workspace) {
+    namespace hb = host_backend;
+    const std::int32_t longest = hb::check_batch(batch, cache.slots, 1, "one query a sequence");
+    hb::check_rows("q", q, batch.count, cache.kv_heads * cache.group, longest, cache.dim_k);
+    hb::check_rows("out", out, batch.count, cache.kv_heads * cache.group, longest, cache.dim_v);
+    hb::check_lse(lse, batch.count, cache.kv_heads * cache.group, longest);
+    hb::check_workspace(workspace, cache_workspace_bytes<P, T>(on, cache, batch.count, 1));
+    hb::attend_rows(on, cache, batch, q, out, lse, 0, hb::aligned(workspace.data));
+}
+
+template <class P, Storage T, template <class, class> class Ref>
+requires CacheRef<Ref<P, T>>
+void export_heads(const host&, const Ref<P, T>& cache, const Batch& batch, const HeadPages& pages) {
+    host_backend::check_batch(batch, cache.slots, std::numeric_limits<std::int32_t>::max(), "any");
+    const std::int64_t page_rows = cache.page_rows;
+    std::int64_t needed = 0;
+    const auto for_each_head = [&](auto&& visit) {
+        for (std::int32_t i = 0; i < batch.count; ++i) {
+            for (std::int32_t h = 0; h < cache.kv_heads; ++h) {
+                visit(batch.slot(i), h);
+            }
+        }
+    };
+    for_each_head([&](std::int32_t slot, std::int32_t h) {
+        needed += (cache.used(slot, h) + page_rows - 1) / page_rows;
+    });
+    if (needed > pages.indices_capacity) {
+        detail::refuse("pages.indices_capacity", pages.indices_capacity,
+                       detail::text("at least the pages in use, ", needed));
+    }
+    detail::require(pages.indptr != nullptr, "pages.indptr", "null", "an array of batch.count * Hkv + 1");
+    detail::require(pages.indices != nullptr || needed == 0, "pages.indices", "null",
+                    "an array of indices_capacity");
+    detail::require(pages.last_page_rows != nullptr || batch.count == 0, "pages.last_page_rows", "null",
+                    "an array of batch.count * Hkv");
+    detail::require(cache.page_count() <= std::numeric_limits<std::int32_t>::max(), "pages of the layer",
+                    cache.page_count(), "below 2^31, as indices are 32 bits");
+    std::int64_t at = 0;
+    std::int64_t sequence = 0;
+    pages.indptr[0] = 0;
+    for_each_head([&](std::int32_t slot, std::int32_t h) {
+        const std::int64_t used = cache.used(slot, h);
+        for (std::int64_t page = 0; page * page_rows < used; ++page) {
+            pages.indices[at++] = static_cast<std::int32_t>(cache.page_id(slot, h, page));
+        }
+        pages.last_page_rows[sequence++] =
+            static_cast<std::int32_t>(used == 0 ? 0 : (used - 1) % page_rows + 1);
+        pages.indptr[sequence] = static_cast<std::int32_t>(at);
+    });
+}
+
+}  // namespace kvpolicy

@@ -1,0 +1,226 @@
+// The members of a DualCache on the host: planning, lending, reserving, clearing.
+#pragma once
+
+#include <kvpolicy/caches/dual.hpp>
+#include <kvpolicy/host/cache_admit.hpp>
+#include <kvpolicy/host/cache_owner.hpp>
+
+#include <algorithm>
+#include <cstring>
+#include <limits>
+
+namespace kvpolicy {
+
+template <AnyPolicy P, Storage T>
+DualCache<P, T>::DualCache(const CacheShape& shape, const PoolShape& pool, const P& policy,
+                           const scorer_type* scorers, const Attention& attention)
+    : base(shape, policy, scorers, attention), pool_(pool) {
+    constexpr std::int64_t most = std::numeric_limits<std::int32_t>::max();
+    detail::require(pool.slab_pages >= 1, "slab_pages", pool.slab_pages, "1 or more");
+    detail::require(pool.most_slabs >= 1, "most_slabs", pool.most_slabs, "1 or more");
+    detail::require(pool.longest >= 1 && pool.longest <= most - shape.page_rows, "longest", pool.longest,
+                    "1 to 2^31 less a page");
+    const std::int64_t pages = std::int64_t{pool.slab_pages} * pool.most_slabs;
+    detail::require(pages <= most, "slab_pages * most_slabs", pages, "below 2^31, as page ids are 32 bits");
+    for (std::int32_t layer = 0; layer < shape.layers; ++layer) {
+        std::int64_t table = 0;
+        bool limited = false;
+        for (std::int32_t head = 0; head < shape.kv_heads; ++head) {
+            const HeadRule& rule = this->rule_of(layer, head);
+            const std::int64_t recent = std::int64_t{rule.sinks} + rule.window;
+            detail::require(
+                recent <= most - shape.page_rows,
+                [&] { return detail::text("sinks + window of layer ", layer, ", head ", head); }, recent,
+                "below 2^31");
+            const std::int64_t rows = ref_type::capacity_of(rule, pool.longest);
+            limited = limited || P::has_keep || rule.budget == unlimited || rows < recent + rule.budget;
+            table_offset_.push_back(table);
+            table += (rows + shape.page_rows - 1) / shape.page_rows;
+        }
+        table_offset_.push_back(table);
+        limited_.push_back(limited ? 1 : 0);
+    }
+    plan();
+}
+
+template <AnyPolicy P, Storage T>
+void DualCache<P, T>::plan() {
+    typename base::layout memory;
+    const CacheShape& shape = this->shape_;
+    this->plan_common(memory);
+    const auto slots = static_cast<std::size_t>(shape.slots);
+    const std::size_t heads = slots * static_cast<std::size_t>(shape.kv_heads);
+    const auto slabs = static_cast<std::size_t>(pool_.most_slabs);
+    const std::size_t pages = slabs * static_cast<std::size_t>(pool_.slab_pages);
+    const std::size_t k_row = static_cast<std::size_t>(shape.dim_k) * sizeof(T);
+    const std::size_t v_row = static_cast<std::size_t>(shape.dim_v) * sizeof(T);
+    offsets_at_ = memory.take(table_offset_.size() * sizeof(std::int64_t));
+    slabs_at_ = memory.take(slabs * sizeof(Slab<T>));
+    free_at_ = memory.take(pages * sizeof(std::int32_t));
+    count_at_ = memory.take(sizeof(std::int32_t));
+    names_at_ = memory.take(pages * sizeof(std::int32_t));
+    const std::size_t spare = heads * static_cast<std::size_t>(shape.proposals);
+    for (std::int32_t layer = 0; layer < shape.layers; ++layer) {
+        const auto table = static_cast<std::size_t>(table_offset_[offset_index(layer, shape.kv_heads)]);
+        layer_plan plan{};
+        plan.table = memory.take(slots * table * sizeof(std::int32_t));
+        plan.held = memory.take(heads * sizeof(std::int32_t));
+        plan.spare_k = memory.take(spare * k_row);
+        plan.spare_v = memory.take(spare * v_row);
+        plan.spare_position = memory.take(spare * sizeof(position_t));
+        plan.spare_score = memory.take(spare * sizeof(float));
+        plan.common = this->plan_layer(memory, layer);
+        plan_.push_back(plan);
+        this->bytes_.keys_and_values += spare * (k_row + v_row);
+    }
+    this->bytes_.bookkeeping =
+        memory.at + host_backend::alignment - this->bytes_.keys_and_values - this->bytes_.scorer_state;
+
+    const std::size_t rows =
+        static_cast<std::size_t>(pool_.slab_pages) * static_cast<std::size_t>(shape.page_rows);
+    typename base::layout slab;
+    slab.take(rows * k_row);
+    slab.take(rows * v_row);
+    slab.take(rows * sizeof(position_t));
+    slab.take(rows * sizeof(float));
+    slab_bytes_ = slab.at + host_backend::alignment;
+}
+
+template <AnyPolicy P, Storage T>
+void DualCache<P, T>::bind(const host&, void* buffer, std::size_t buffer_bytes) {
+    this->bind_common(buffer, buffer_bytes);
+    std::memcpy(this->memory_ + offsets_at_, table_offset_.data(),
+                table_offset_.size() * sizeof(std::int64_t));
+    slabs_ = 0;
+    *this->template at<std::int32_t>(count_at_) = 0;
+    for (std::int32_t layer = 0; layer < this->shape_.layers; ++layer) {
+        const ref_type cache = ref(layer);
+        std::fill_n(cache.held, std::int64_t{cache.slots} * cache.kv_heads, 0);
+        for (std::int32_t slot = 0; slot < cache.slots; ++slot) {
+            this->reset(cache, slot);
+        }
+    }
+}
+
+template <AnyPolicy P, Storage T>
+void DualCache<P, T>::add_slab(const host&, void* buffer, std::size_t buffer_bytes) {
+    this->require_bound();
+    detail::require(buffer != nullptr, "slab", "null", "memory of slab_bytes()");
+    detail::require(buffer_bytes >= slab_bytes_, "bytes of the slab", buffer_bytes,
+                    [&] { return detail::text("at least slab_bytes() = ", slab_bytes_); });
+    detail::require(slabs_ < pool_.most_slabs, "slabs", slabs_ + 1,
+                    [&] { return detail::text("at most most_slabs = ", pool_.most_slabs); });
+    const std::size_t rows =
+        static_cast<std::size_t>(pool_.slab_pages) * static_cast<std::size_t>(this->shape_.page_rows);
+    std::byte* const memory = host_backend::aligned(buffer);
+    typename base::layout slab;
+    Slab<T>& lent = this->template at<Slab<T>>(slabs_at_)[slabs_];
+    lent.k = reinterpret_cast<T*>(memory +
+                                  slab.take(rows * static_cast<std::size_t>(this->shape_.dim_k) * sizeof(T)));
+    lent.v = reinterpret_cast<T*>(memory +
+                                  slab.take(rows * static_cast<std::size_t>(this->shape_.dim_v) * sizeof(T)));
+    lent.position = reinterpret_cast<position_t*>(memory + slab.take(rows * sizeof(position_t)));
+    lent.score = reinterpret_cast<float*>(memory + slab.take(rows * sizeof(float)));
+    // The stack hands out low ids first.
+    auto* ids = this->template at<std::int32_t>(free_at_);
+    std::int32_t& count = *this->template at<std::int32_t>(count_at_);
+    const std::int32_t first = slabs_ * pool_.slab_pages;
+    for (std::int32_t page = pool_.slab_pages - 1; page >= 0; --page) {
+        ids[count++] = first + page;
+    }
+    ++slabs_;
+}
+
+template <AnyPolicy P, Storage T>
+std::int64_t DualCache<P, T>::free_pages() const {
+    this->require_bound();
+    return *this->template at<const std::int32_t>(count_at_);
+}
+
+template <AnyPolicy P, Storage T>
+std::int64_t DualCache<P, T>::reserve(const host&, const Batch& batch) {
+    this->require_bound();
+    host_backend::check_batch(batch, this->shape_.slots, std::numeric_limits<std::int32_t>::max(), "any");
+    const auto rows_after = [&](const ref_type& cache, std::int32_t i, std::int32_t h) {
+        // Every token adds at most one row: to the ring until it is full, to the global part from then on.
+        return std::min<std::int64_t>(std::int64_t{cache.used(batch.slot(i), h)} + batch.tokens(i),
+                                      cache.capacity(h));
+    };
+    const auto for_each_head = [&](auto&& visit) {
+        for (std::int32_t layer = 0; layer < this->shape_.layers; ++layer) {
+            const ref_type cache = ref(layer);
+            for (std::int32_t i = 0; i < batch.count; ++i) {
+                for (std::int32_t h = 0; batch.tokens(i) != 0 && h < cache.kv_heads; ++h) {
+                    visit(cache, i, h);
+                }
+            }
+        }
+    };
+    for (std::int32_t layer = 0; layer < this->shape_.layers; ++layer) {
+        host_backend::check_longest(ref(layer), batch);
+    }
+    std::int64_t needed = 0;
+    for_each_head([&](const ref_type& cache, std::int32_t i, std::int32_t h) {
+        needed += cache.pages_missing(batch.slot(i), h, rows_after(cache, i, h));
+    });
+    const std::int64_t missing = needed - free_pages();
+    if (missing > 0) {
+        return (missing + pool_.slab_pages - 1) / pool_.slab_pages;
+    }
+    for_each_head([&](const ref_type& cache, std::int32_t i, std::int32_t h) {
+        cache.take_pages(batch.slot(i), h, rows_after(cache, i, h));
+    });
+    return 0;
+}
+
+template <AnyPolicy P, Storage T>
+DualRef<P, T> DualCache<P, T>::ref(std::int32_t layer) const {
+    this->require_layer(layer);
+    const layer_plan& plan = plan_[static_cast<std::size_t>(layer)];
+    ref_type ref;
+    this->fill(ref, layer, plan.common);
+    ref.pool.slabs = this->template at<const Slab<T>>(slabs_at_);
+    ref.pool.free_ids = this->template at<std::int32_t>(free_at_);
+    ref.pool.free_count = this->template at<std::int32_t>(count_at_);
+    ref.pool.names = this->template at<std::int32_t>(names_at_);
+    ref.pool.slab_pages = pool_.slab_pages;
+    ref.pool.page_rows = this->shape_.page_rows;
+    ref.pool.dim_k = this->shape_.dim_k;
+    ref.pool.dim_v = this->shape_.dim_v;
+    ref.table = this->template at<std::int32_t>(plan.table);
+    ref.table_offset = this->template at<const std::int64_t>(offsets_at_) +
+                       static_cast<std::ptrdiff_t>(offset_index(layer, 0));
+    ref.held = this->template at<std::int32_t>(plan.held);
+    ref.spare = {this->template at<T>(plan.spare_k),
+                 this->template at<T>(plan.spare_v),
+                 this->template at<position_t>(plan.spare_position),
+                 this->template at<float>(plan.spare_score),
+                 this->shape_.dim_k,
+                 this->shape_.dim_v};
+    ref.most_slabs = pool_.most_slabs;
+    ref.limited = limited_[static_cast<std::size_t>(layer)] != 0;
+    ref.longest = pool_.longest;
+    return ref;
+}
+
+template <AnyPolicy P, Storage T>
+void DualCache<P, T>::give_pages(const ref_type& cache, std::int32_t slot) const {
+    for (std::int32_t head = 0; head < cache.kv_heads; ++head) {
+        std::int32_t& held = cache.held[cache.head_index(slot, head)];
+        while (held > 0) {
+            cache.pool.give(cache.pages(slot, head)[--held]);
+        }
+    }
+}
+
+template <AnyPolicy P, Storage T>
+void DualCache<P, T>::clear(const host&, std::int32_t slot) {
+    this->require_slot(slot);
+    for (std::int32_t layer = 0; layer < this->shape_.layers; ++layer) {
+        const ref_type cache = ref(layer);
+        give_pages(cache, slot);
+        this->reset(cache, slot);
+    }
+}
+
+}  // namespace kvpolicy

@@ -1,0 +1,240 @@
+// Bodies of losses/gates.hpp on the host.
+#pragma once
+
+#include <kvpolicy/host/build_mask.hpp>
+#include <kvpolicy/host/log_bias.hpp>
+#include <kvpolicy/losses/gates.hpp>
+
+#include <algorithm>
+#include <cmath>
+
+namespace kvpolicy {
+
+namespace host_backend {
+
+/// Calls visit(t) for the keys of one (sequence, head) that a gate loss is about.
+template <class P, class Visit>
+void for_each_in_scope(const P& policy, gate_scope scope, const HeadRule& rule, const Sequences& sequences,
+                       std::int32_t b, Visit&& visit) {
+    for_each_segment<P>(sequences, b, [&](std::int32_t begin, std::int32_t end) {
+        if (scope == gate_scope::all) {
+            for (std::int32_t t = begin; t < end; ++t) {
+                visit(t);
+            }
+        } else {
+            for_each_leaver(policy, rule, end - begin,
+                            [&](std::int32_t t, std::int32_t) { visit(begin + t); });
+        }
+    });
+}
+
+struct LossTerm {
+    double value, slope;
+};
+
+/// Names the first number of a row that is not finite.
+template <class T>
+void refuse_not_finite(const char* name, std::int64_t b, std::int64_t h, std::int64_t t,
+                       const rows_view<const T>& rows) {
+    for (std::int32_t i = 0; i < rows.dim; ++i) {
+        const auto x = static_cast<compute_t<T>>(rows.row(b, h, t)[i]);
+        if (std::isfinite(x)) {
+            continue;
+        }
+        detail::refuse(detail::text(name, "[", b, "][", h, "][", t, "]").c_str(), x, "finite numbers");
+    }
+}
+
+/// A loss that is the sum over keys of term(h, z), divided by the number of keys or of sequences.
+template <class P, class Real, class Term>
+LossValue gate_loss(const host& on, const P& policy, gate_scope scope, std::int32_t layer,
+                    const plane_view<const Real>& scores, const Sequences& sequences,
+                    const plane_view<Real>& d_scores, bool by_keys, Term&& term) {
+    const std::int32_t heads = d_scores.heads, batch = d_scores.batch;
+    policy.check_layer(layer, heads);
+    check_sequences(sequences, batch, d_scores.length);
+    check_plane("d_scores", d_scores, batch, heads, sequences.length);
+    check_plane("scores", scores, batch, heads, sequences.length);
+    LossValue result;
+    for (std::int32_t b = 0; b < batch; ++b) {
+        for (std::int32_t h = 0; h < heads; ++h) {
+            for_each_in_scope(policy, scope, policy.rule(layer, h), sequences, b, [&](std::int32_t t) {
+                refuse_nan("scores", b, h, t, scores.head(b, h)[t]);
+                ++result.count;
+            });
+        }
+    }
+    const double mean = result.count == 0 ? 0.0 : 1.0 / static_cast<double>(by_keys ? result.count : batch);
+    for (std::int32_t b = 0; b < batch; ++b) {
+        for (std::int32_t h = 0; h < heads; ++h) {
+            const Real* z = scores.head(b, h);
+            Real* d = d_scores.head(b, h);
+            std::fill_n(d, sequences.length_of(b), Real(0));
+            double sum = 0.0;
+            for_each_in_scope(policy, scope, policy.rule(layer, h), sequences, b, [&](std::int32_t t) {
+                const LossTerm one = term(h, static_cast<double>(z[t]));
+                sum += one.value;
+                d[t] = static_cast<Real>(mean * one.slope);
+            });
+            result.value += mean * sum;
+        }
+    }
+    static_cast<void>(on);
+    return result;
+}
+
+inline void check_gate_scale(float scale) { detail::require(std::isfinite(scale), "scale", scale, "finite"); }
+
+}  // namespace host_backend
+
+template <AnyPolicy P, class Real>
+LossValue GateSparsity::operator()(const host& on, const P& policy,
+                                   std::type_identity_t<plane_view<const Real>> scores,
+                                   const Sequences& sequences, plane_view<Real> d_scores) const {
+    namespace hb = host_backend;
+    hb::check_gate_scale(scale);
+    return hb::gate_loss(
+        on, policy, scope, layer, scores, sequences, d_scores, true, [&](std::int32_t, double z) {
+            const double g = hb::sigmoid(z), closed = hb::sigmoid(-z), factor = static_cast<double>(scale);
+            return hb::LossTerm{factor * (g + g * closed), factor * 2.0 * closed * closed * g};
+        });
+}
+
+template <AnyPolicy P, class Real>
+LossValue GateDensity::operator()(const host& on, const P& policy,
+                                  std::type_identity_t<plane_view<const Real>> scores,
+                                  const Sequences& sequences, plane_view<Real> d_scores) const {
+    namespace hb = host_backend;
+    hb::check_gate_scale(scale);
+    return hb::gate_loss(on, policy, scope, layer, scores, sequences, d_scores, true,
+                         [&](std::int32_t, double z) {
+                             const double u = hb::sigmoid(z), factor = -static_cast<double>(scale);
+                             return hb::LossTerm{factor * u, factor * u * hb::sigmoid(-z)};
+                         });
+}
+
+template <AnyPolicy P, class Real>
+LossValue RetentionPenalty::operator()(const host& on, const P& policy,
+                                       std::type_identity_t<plane_view<const Real>> scores,
+                                       const Sequences& sequences, plane_view<Real> d_scores) const {
+    namespace hb = host_backend;
+    hb::check_gate_scale(scale);
+    detail::require(lambda != nullptr || d_scores.heads == 0, "lambda", "null", "an array by head");
+    return hb::gate_loss(
+        on, policy, scope, layer, scores, sequences, d_scores, false, [&](std::int32_t h, double z) {
+            if (!(z > 0.0)) {
+                return hb::LossTerm{0.0, 0.0};
+            }
+            const double factor = static_cast<double>(scale) * static_cast<double>(lambda[h]);
+            return hb::LossTerm{factor * (hb::sigmoid(z) - 0.5), factor * hb::sigmoid(z) * hb::sigmoid(-z)};
+        });
+}
+
+template <AnyPolicy P, Storage T>
+void straight_through_values(const host& on, const P& policy,
+                             std::type_identity_t<plane_view<const compute_t<T>>> scores,
+                             rows_view<const T> v, rows_view<const T> d_v, const Sequences& sequences,
+                             plane_view<compute_t<T>> d_scores, std::int32_t layer) {
+    namespace hb = host_backend;
+    using Real = compute_t<T>;
+    const std::int32_t heads = d_scores.heads, batch = d_scores.batch;
+    policy.check_layer(layer, heads);
+    hb::check_sequences(sequences, batch, d_scores.length);
+    hb::check_plane("d_scores", d_scores, batch, heads, sequences.length);
+    hb::check_plane("scores", scores, batch, heads, sequences.length);
+    hb::check_rows("v", v, batch, heads, sequences.length, v.dim);
+    hb::check_rows("d_v", d_v, batch, heads, sequences.length, v.dim);
+    const auto dot = [&](std::int64_t b, std::int64_t h, std::int64_t t) {
+        double sum = 0.0;
+        for (std::int32_t i = 0; i < v.dim; ++i) {
+            sum += static_cast<double>(static_cast<Real>(v.row(b, h, t)[i])) *
+                   static_cast<double>(static_cast<Real>(d_v.row(b, h, t)[i]));
+        }
+        return sum;
+    };
+    for (std::int32_t b = 0; b < batch; ++b) {
+        for (std::int32_t h = 0; h < heads; ++h) {
+            hb::for_each_in_scope(policy, gate_scope::decided, policy.rule(layer, h), sequences, b,
+                                  [&](std::int32_t t) {
+                                      hb::refuse_nan("scores", b, h, t, scores.head(b, h)[t]);
+                                      if (std::isfinite(dot(b, h, t))) [[likely]] {
+                                          return;
+                                      }
+                                      hb::refuse_not_finite("v", b, h, t, v);
+                                      hb::refuse_not_finite("d_v", b, h, t, d_v);
+                                  });
+        }
+    }
+    on.parallel_for(std::int64_t{batch} * heads, [&](std::int64_t task) {
+        const auto b = static_cast<std::int32_t>(task / heads);
+        const auto h = static_cast<std::int32_t>(task % heads);
+        Real* d = d_scores.head(b, h);
+        std::fill_n(d, sequences.length_of(b), Real(0));
+        hb::for_each_in_scope(policy, gate_scope::decided, policy.rule(layer, h), sequences, b,
+                              [&](std::int32_t t) {
+                                  const double z = static_cast<double>(scores.head(b, h)[t]);
+                                  d[t] = static_cast<Real>(dot(b, h, t) * hb::sigmoid(z) * hb::sigmoid(-z));
+                              });
+    });
+}
+
+template <AnyPolicy P, class Real>
+void retention_counts(const host&, const P& policy, plane_view<const Real> scores, const Sequences& sequences,
+                      double* counts, std::int32_t layer) {
+    namespace hb = host_backend;
+    policy.check_layer(layer, scores.heads);
+    hb::check_sequences(sequences, scores.batch, scores.length);
+    hb::check_plane("scores", scores, scores.batch, scores.heads, sequences.length);
+    hb::check_metric("counts", counts, 1, scores.heads);
+    for (std::int32_t h = 0; h < scores.heads; ++h) {
+        std::int64_t count = 0;
+        for (std::int32_t b = 0; b < scores.batch; ++b) {
+            hb::for_each_in_scope(policy, gate_scope::decided, policy.rule(layer, h), sequences, b,
+                                  [&](std::int32_t t) { count += scores.head(b, h)[t] > Real(0) ? 1 : 0; });
+        }
+        counts[h] = scores.batch > 0 ? static_cast<double>(count) / static_cast<double>(scores.batch) : 0.0;
+    }
+}
+
+inline void LambdaController::check() const {
+    detail::require(heads >= 0, "heads", heads, "0 or more");
+    detail::require(lambda != nullptr || heads == 0, "lambda", "null", "an array by head");
+    detail::require(average != nullptr || heads == 0, "average", "null", "an array by head");
+    detail::require(cap > 0.0, "cap", cap, "above 0");
+    detail::require(slack > 0.0 && slack <= 1.0, "slack", slack, "above 0 and at most 1");
+    detail::require(factor > 1.0f && std::isfinite(factor), "factor", factor, "above 1 and finite");
+    detail::require(least > 0.0f && least <= 1.0f, "least", least, "above 0 and at most 1");
+    detail::require(every >= 1, "every", every, "1 or more");
+}
+inline void LambdaController::start() const {
+    check();
+    std::fill_n(lambda, heads, least);
+    std::fill_n(average, heads, -1.0);
+}
+inline void LambdaController::observe(const double* counts) const {
+    check();
+    // With every = 1 or 2 the paper's coefficient reaches 1: the average is the last count.
+    const double a = std::min(1.0, 2.0 / (1.0 + 0.5 * every));
+    for (std::int32_t h = 0; h < heads; ++h) {
+        detail::require(
+            counts[h] >= 0.0, [&] { return detail::text("counts[", h, "]"); }, counts[h], "0 or more");
+        average[h] = average[h] < 0.0 ? counts[h] : (1.0 - a) * average[h] + a * counts[h];
+    }
+}
+inline void LambdaController::update() const {
+    check();
+    for (std::int32_t h = 0; h < heads; ++h) {
+        if (average[h] > cap) {
+            lambda[h] *= factor;
+        }
+        if (average[h] < slack * cap) {
+            lambda[h] /= factor;
+        }
+        lambda[h] = std::min(lambda[h], 1.0f);
+        if (lambda[h] < least) {
+            lambda[h] = average[h] > cap ? least : 0.0f;
+        }
+    }
+}
+
+}  // namespace kvpolicy

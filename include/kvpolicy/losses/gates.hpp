@@ -1,0 +1,104 @@
+// Losses and gradients of learned gates: WG-KV's sparsity, SP-KV's density, LTE's penalty, straight-through values and
+// lambda controller. Scores are raw logits z; u = g = r = sigmoid(z).
+#pragma once
+
+#include <kvpolicy/core/context.hpp>
+#include <kvpolicy/core/types.hpp>
+#include <kvpolicy/core/view.hpp>
+#include <kvpolicy/losses/concept.hpp>
+#include <kvpolicy/masks/build.hpp>
+#include <kvpolicy/policies/window.hpp>
+
+#include <cstdint>
+#include <type_traits>
+
+namespace kvpolicy {
+
+/// Which keys a gate loss is about.
+enum class gate_scope : std::uint8_t {
+    decided,  ///< keys whose gate is asked: out of the window before the end, no sink, not kept by position
+    all,      ///< every key, as the papers' sums have it; a gate that nobody asks gets a gradient too
+};
+
+/// WG-KV's sparsity term (3.3): scale * mean over heads and keys of g + g (1 - g).
+struct GateSparsity {
+    float scale = 1.0f;  ///< lambda, over the number of layers
+    gate_scope scope = gate_scope::all;
+    std::int32_t layer = 0;
+
+    /// scores and d_scores [B, Hkv, S]; overwrites d_scores for the sequences' lengths. Refuses a NaN score that is read.
+    template <AnyPolicy P, class Real>
+    LossValue operator()(const host& on, const P& policy, std::type_identity_t<plane_view<const Real>> scores,
+                         const Sequences& sequences, plane_view<Real> d_scores) const;
+};
+
+/// SP-KV's density regulariser (eq. 13): -scale * mean of u, as the paper has the sign: minimising it raises density. A
+/// negative scale lowers it.
+struct GateDensity {
+    float scale = 1.0f;  ///< lambda_aux, over the number of layers
+    gate_scope scope = gate_scope::all;
+    std::int32_t layer = 0;
+
+    template <AnyPolicy P, class Real>
+    LossValue operator()(const host& on, const P& policy, std::type_identity_t<plane_view<const Real>> scores,
+                         const Sequences& sequences, plane_view<Real> d_scores) const;
+};
+
+/// LTE's penalty (eq. 7): sum over heads of lambda_h times the sum over keys of relu(r - 0.5), averaged over sequences.
+struct RetentionPenalty {
+    const float* lambda = nullptr;  ///< [Hkv], as the controller has them
+    float scale = 1.0f;
+    gate_scope scope = gate_scope::all;
+    std::int32_t layer = 0;
+
+    template <AnyPolicy P, class Real>
+    LossValue operator()(const host& on, const P& policy, std::type_identity_t<plane_view<const Real>> scores,
+                         const Sequences& sequences, plane_view<Real> d_scores) const;
+};
+
+/// LTE's straight-through gradient (eq. 6): d r[t] = <v_t, dv_t>, times r (1 - r) for the logit. v and d_v [B, Hkv, S, Dv]
+/// (what attend_backward gives); overwrites d_scores [B, Hkv, S] for the sequences' lengths, with 0 for keys whose gate
+/// is not asked (gate_scope::decided). Refuses a NaN in v or d_v at a key that counts.
+template <AnyPolicy P, Storage T>
+void straight_through_values(const host& on, const P& policy,
+                             std::type_identity_t<plane_view<const compute_t<T>>> scores,
+                             rows_view<const T> v, rows_view<const T> d_v, const Sequences& sequences,
+                             plane_view<compute_t<T>> d_scores, std::int32_t layer = 0);
+
+/// counts[h] = how many keys of head h are out of the window, no sinks, and have r > 0.5 (z > 0): mean over sequences.
+/// Overwrites counts [Hkv].
+template <AnyPolicy P, class Real>
+void retention_counts(const host& on, const P& policy, plane_view<const Real> scores,
+                      const Sequences& sequences, double* counts, std::int32_t layer = 0);
+
+/// LTE's controller of lambda by head (algorithm 1): arrays are the caller's, `heads` of them over all layers. Each step
+/// observe(counts); where due(step), after the caller has averaged `average` over its devices, update().
+///
+///     c <- (1 - a) c + a count,  a = 2 / (1 + every / 2)         (the paper's line 6 has the weights the other way round)
+///     lambda <- min(lambda factor^s, 1),  s = [c > cap] - [c < slack cap];  below `least` it becomes 0;
+///     0 becomes `least` again where c > cap
+struct LambdaController {
+    std::int32_t heads = 0;
+    float* lambda = nullptr;    ///< [heads]; start() fills it
+    double* average = nullptr;  ///< [heads]: c; negative until the first observation, which it starts from
+    double cap = 512.0;         ///< b, in keys
+    double slack = 0.95;
+    float factor = 1.2f;  ///< the paper leaves its alpha open
+    float least = 1e-9f;
+    std::int32_t every = 32;  ///< u, steps from update to update
+
+    void start() const;
+    void observe(const double* counts) const;
+    [[nodiscard]] bool due(std::int64_t step) const { return step % every == 0; }
+    void update() const;
+    void check() const;
+};
+
+}  // namespace kvpolicy
+
+#include <kvpolicy/host/losses/gates.hpp>
+
+namespace kvpolicy {
+static_assert(GateLoss<GateSparsity, Policy<Window<8>>> && GateLoss<GateDensity, Policy<Window<8>>>);
+static_assert(GateLoss<RetentionPenalty, Policy<Window<8>>>);
+}  // namespace kvpolicy

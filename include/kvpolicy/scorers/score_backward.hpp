@@ -1,0 +1,24 @@
+// The arguments of a scorer's backward pass.
+#pragma once
+
+#include <kvpolicy/core/types.hpp>
+#include <kvpolicy/core/view.hpp>
+
+#include <cstdint>
+
+namespace kvpolicy {
+
+/// What a backward pass is given: the arrays of the score_sequence call, and the gradient of its scores. Nothing else is
+/// kept from the forward pass; hidden layers and states are computed again. Real numbers are compute_t<T>.
+template <Storage T>
+struct ScoreBackward {
+    rows_view<const T> k;  ///< [B, Hkv, S, Dk]
+    rows_view<const T> v;  ///< [B, Hkv, S, Dv]
+    Sequences sequences;
+    std::int32_t delay = 0;                   ///< of a stateful scorer, as in score_sequence
+    plane_view<const compute_t<T>> d_scores;  ///< [B, Hkv, S]; not read where no score is written
+    rows_view<compute_t<T>> d_k{};  ///< [B, Hkv, S, Dk], overwritten for the lengths; empty: not wanted
+    rows_view<compute_t<T>> d_v{};  ///< [B, Hkv, S, Dv], the same; both or neither
+};
+
+}  // namespace kvpolicy

@@ -1,0 +1,100 @@
+// A DualCache with the memory that it is bound to and the slabs that it was lent: exactly as much as it asks for, poisoned.
+#pragma once
+
+#include <kvpolicy/caches/dual.hpp>
+
+#include "support/bound_cache.hpp"
+#include "support/cases.hpp"
+
+#include <algorithm>
+#include <cstdint>
+#include <memory>
+#include <vector>
+
+namespace test {
+
+template <class P, class T>
+struct BoundDual {
+    kvpolicy::DualCache<P, T> cache;
+    std::vector<unsigned char> memory;
+    std::vector<std::unique_ptr<std::vector<unsigned char>>> slabs;
+
+    BoundDual(const kvpolicy::host& on, const kvpolicy::CacheShape& shape, const kvpolicy::PoolShape& pool,
+              const P& policy = P{}, const typename P::scorer_type* scorers = nullptr,
+              kvpolicy::position_t rebase_limit = kvpolicy::rebase_limit)
+        : cache(shape, pool, policy, scorers), memory(cache.bytes().total(), poison) {
+        cache.rebase_limit(rebase_limit);
+        cache.bind(on, memory.data(), memory.size());
+    }
+    BoundDual(const BoundDual&) = delete;
+
+    void add_slab(const kvpolicy::host& on) {
+        slabs.push_back(std::make_unique<std::vector<unsigned char>>(cache.slab_bytes(), poison));
+        cache.add_slab(on, slabs.back()->data(), slabs.back()->size());
+    }
+    void reserve(const kvpolicy::host& on, const kvpolicy::Batch& batch) {
+        while (cache.reserve(on, batch) > 0) {
+            add_slab(on);
+        }
+    }
+
+    /// All memory that was lent, byte for byte.
+    [[nodiscard]] std::vector<unsigned char> everything() const {
+        std::vector<unsigned char> bytes = memory;
+        for (const auto& slab : slabs) {
+            bytes.insert(bytes.end(), slab->begin(), slab->end());
+        }
+        return bytes;
+    }
+    [[nodiscard]] std::vector<kvpolicy::position_t> sorted(std::int32_t layer, std::int32_t slot,
+                                                           std::int32_t head) const {
+        std::vector<kvpolicy::position_t> held(
+            static_cast<std::size_t>(cache.occupancy(layer, slot, head).rows()));
+        cache.retained(layer, slot, head, held.data());
+        std::sort(held.begin(), held.end());
+        return held;
+    }
+};
+
+/// What one slot of one layer holds, row by row, wherever the rows lie; for caches of any kind.
+template <class Ref>
+std::vector<unsigned char> content_of(const Ref& ref, std::int32_t slot) {
+    std::vector<unsigned char> bytes;
+    const auto add = [&](const auto* data, std::int64_t count) {
+        const auto* from = reinterpret_cast<const unsigned char*>(data);
+        bytes.insert(bytes.end(), from, from + static_cast<std::size_t>(count) * sizeof *data);
+    };
+    for (std::int32_t head = 0; head < ref.kv_heads; ++head) {
+        const auto rows = ref.head_rows(slot, head);
+        for (std::int32_t r = 0; r < ref.used(slot, head); ++r) {
+            add(rows.k(r), ref.dim_k);
+            add(rows.v(r), ref.dim_v);
+            add(&rows.position(r), 1);
+            add(&rows.score(r), 1);
+        }
+    }
+    add(ref.kept + std::int64_t{slot} * ref.kv_heads, ref.kv_heads);
+    add(ref.state + std::int64_t{slot} * ref.kv_heads * ref.state_size, ref.kv_heads * ref.state_size);
+    add(ref.length + slot, 1);
+    return bytes;
+}
+
+/// One call on any cache's layer, with a workspace of exactly the size asked for. Does not advance.
+template <class P, class T, class Ref>
+void call_ref(const kvpolicy::host& on, const Ref& ref, const kvpolicy::Batch& batch,
+              kvpolicy::rows_view<const T> q, kvpolicy::rows_view<const T> k, kvpolicy::rows_view<const T> v,
+              kvpolicy::rows_view<T> out, const kvpolicy::CacheExtras& extras, bool steps,
+              std::uint32_t* status = nullptr) {
+    std::int32_t longest = 1;
+    for (std::int32_t i = 0; i < batch.count; ++i) {
+        longest = std::max(longest, batch.tokens(i));
+    }
+    Workspace workspace(kvpolicy::cache_workspace_bytes(on, ref, batch.count, longest));
+    if (steps) {
+        kvpolicy::step<P, T>(on, ref, batch, q, k, v, out, workspace, status, extras);
+    } else {
+        kvpolicy::prefill<P, T>(on, ref, batch, q, k, v, out, workspace, status, extras);
+    }
+}
+
+}  // namespace test

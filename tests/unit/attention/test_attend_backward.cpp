@@ -1,0 +1,388 @@
+// Gradients of attention through a mask: against their definition pair by pair in double, and against differences.
+#include "../../support/differences.hpp"
+#include "../../support/refusal.hpp"
+#include "attention_reference.hpp"
+
+#include <doctest/doctest.h>
+
+#include <cstring>
+
+using namespace attention_test;
+
+namespace {
+
+template <class T>
+struct Gradients {
+    std::vector<T> d_q, d_k, d_v;
+    std::vector<compute_t<T>> d_bias;
+};
+
+/// d_out, and where it is used.
+template <class T>
+std::vector<T> draw_d_out(const Problem<T>& p, unsigned seed) {
+    std::mt19937 generator(seed);
+    std::normal_distribution<double> normal;
+    std::vector<T> d(static_cast<std::size_t>(std::int64_t{p.shape.batch} * p.shape.kv_heads * p.shape.group *
+                                              p.shape.queries * p.shape.dim_v));
+    for (T& x : d) {
+        x = stored<T>(normal(generator));
+    }
+    return d;
+}
+
+template <class T>
+Gradients<T> run_backward(const host& on, const Problem<T>& p, Result<T>& forward,
+                          const std::vector<T>& d_out) {
+    const Shape& s = p.shape;
+    const std::int32_t heads = s.kv_heads * s.group;
+    Gradients<T> out;
+    out.d_q.assign(p.q.size(), stored<T>(-77.0));
+    out.d_k.assign(p.k.size(), stored<T>(-77.0));
+    out.d_v.assign(p.v.size(), stored<T>(-77.0));
+    out.d_bias.assign(p.planes(), -77);
+    const auto all = p.key_views();
+    const Sequences sequences = p.sequences();
+    const AttendGradient<T> given{forward.out_view(), forward.lse_view(),
+                                  view_bhsd<const T>(d_out.data(), s.batch, heads, s.queries, s.dim_v)};
+    AttendGradients<T> into{view_bhsd(out.d_q.data(), s.batch, heads, s.queries, s.dim_k),
+                            view_bhsd(out.d_k.data(), s.batch, s.kv_heads, s.rows, s.dim_k),
+                            view_bhsd(out.d_v.data(), s.batch, s.kv_heads, s.rows, s.dim_v)};
+    if (!p.log_bias.empty()) {
+        into.d_log_bias = view_bhs(out.d_bias.data(), s.batch, s.kv_heads, s.rows);
+    }
+    std::vector<unsigned char> memory(
+        attend_backward_workspace_bytes(on, p.attention, p.q_view(), all, sequences), 0xff);
+    attend_backward(on, p.attention, p.q_view(), all, sequences, given, into, {memory.data(), memory.size()});
+    return out;
+}
+
+/// A sum and the sum of its terms' magnitudes, which rounding is relative to.
+struct Sum {
+    double value = 0.0, size = 0.0;
+    void add(double x, double magnitude) {
+        value += x;
+        size += magnitude;
+    }
+};
+
+struct Reference {
+    std::vector<Sum> d_q, d_k, d_v, d_bias;
+};
+
+/// By the definition; delta from the outputs as stored.
+template <class T>
+Reference reference(const Problem<T>& p, const Result<T>& forward, const std::vector<T>& d_out) {
+    const Shape& s = p.shape;
+    Reference r;
+    r.d_q.resize(p.q.size());
+    r.d_k.resize(p.k.size());
+    r.d_v.resize(p.v.size());
+    r.d_bias.resize(p.planes());
+    const double scale = static_cast<double>(
+        p.attention.scale != 0.0f ? p.attention.scale : 1.0f / std::sqrt(static_cast<float>(s.dim_k)));
+    const double cap = static_cast<double>(p.attention.softcap);
+    for (std::int32_t b = 0; b < s.batch; ++b) {
+        for (std::int32_t head = 0; head < s.kv_heads * s.group; ++head) {
+            const std::int32_t h = head / s.group;
+            for (std::int32_t i = 0; i < p.tokens(b); ++i) {
+                const std::int32_t at = (p.starts.empty() ? 0 : p.starts[static_cast<std::size_t>(b)]) + i;
+                const std::size_t q_at =
+                    static_cast<std::size_t>((std::int64_t{b} * s.kv_heads * s.group + head) * s.queries + i);
+                const double lse = expect(p, b, head, i).lse;
+                if (lse == -infinity) {
+                    continue;
+                }
+                double delta = 0.0, delta_size = 0.0;
+                for (std::int32_t c = 0; c < s.dim_v; ++c) {
+                    const std::size_t o =
+                        q_at * static_cast<std::size_t>(s.dim_v) + static_cast<std::size_t>(c);
+                    delta += number(forward.out[o]) * number(d_out[o]);
+                    delta_size += std::fabs(number(forward.out[o]) * number(d_out[o]));
+                }
+                for (std::int32_t t = 0; t < s.rows; ++t) {
+                    const std::size_t k_at = p.plane_at(b, h, t);
+                    const std::int32_t born = p.position.empty() ? p.first + t : p.position[k_at];
+                    if (born > at || (!p.expiry.empty() && at >= p.expiry[k_at])) {
+                        continue;
+                    }
+                    const auto segment = [&](std::int32_t x) {
+                        return std::upper_bound(p.edges.begin(), p.edges.end(), x) - p.edges.begin();
+                    };
+                    if (!p.edges.empty() && segment(born) != segment(at)) {
+                        continue;
+                    }
+                    double x = 0.0, dp = 0.0, dp_size = 0.0;
+                    for (std::int32_t c = 0; c < s.dim_k; ++c) {
+                        x +=
+                            scale *
+                            number(
+                                p.q[q_at * static_cast<std::size_t>(s.dim_k) + static_cast<std::size_t>(c)]) *
+                            number(
+                                p.k[k_at * static_cast<std::size_t>(s.dim_k) + static_cast<std::size_t>(c)]);
+                    }
+                    const double y = cap > 0.0 ? std::tanh(x / cap) : 0.0;
+                    double logit = cap > 0.0 ? cap * y : x;
+                    const bool biased =
+                        !p.log_bias.empty() &&
+                        at - born >= (p.bias_from.empty() ? 0 : p.bias_from[static_cast<std::size_t>(h)]);
+                    if (biased) {
+                        logit += static_cast<double>(p.log_bias[k_at]);
+                    }
+                    if (logit == -infinity) {
+                        continue;
+                    }
+                    const double weight = std::exp(logit - lse);
+                    for (std::int32_t c = 0; c < s.dim_v; ++c) {
+                        const std::size_t o =
+                            q_at * static_cast<std::size_t>(s.dim_v) + static_cast<std::size_t>(c);
+                        const std::size_t v =
+                            k_at * static_cast<std::size_t>(s.dim_v) + static_cast<std::size_t>(c);
+                        dp += number(d_out[o]) * number(p.v[v]);
+                        dp_size += std::fabs(number(d_out[o]) * number(p.v[v]));
+                        r.d_v[v].add(weight * number(d_out[o]), std::fabs(weight * number(d_out[o])));
+                    }
+                    const double d = weight * (dp - delta), size = weight * (dp_size + delta_size);
+                    if (biased) {
+                        r.d_bias[k_at].add(d, size);
+                    }
+                    const double slope = scale * (1.0 - y * y);
+                    for (std::int32_t c = 0; c < s.dim_k; ++c) {
+                        const std::size_t q =
+                            q_at * static_cast<std::size_t>(s.dim_k) + static_cast<std::size_t>(c);
+                        const std::size_t k =
+                            k_at * static_cast<std::size_t>(s.dim_k) + static_cast<std::size_t>(c);
+                        r.d_q[q].add(d * slope * number(p.k[k]), std::fabs(size * scale * number(p.k[k])));
+                        r.d_k[k].add(d * slope * number(p.q[q]), std::fabs(size * scale * number(p.q[q])));
+                    }
+                }
+            }
+        }
+    }
+    return r;
+}
+
+/// Every term of a sum is off by at most about 40 u relative to its size (its logit by 2 sqrt(Dk) u |x| with |x| below 8 or
+/// so, exp and the products by a few u), sums of n terms by sqrt(n) u; lse is stored as fp32 for every type.
+template <class T>
+void compare(const char* name, const std::vector<T>& got, const std::vector<Sum>& expected,
+             std::int64_t& wrong) {
+    const double u = std::max(compute_rounding<T>(), 0x1p-26);
+    for (std::size_t i = 0; i < got.size(); ++i) {
+        const double tolerance = 100.0 * u * expected[i].size +
+                                 storage_rounding<T>() * std::fabs(expected[i].value) +
+                                 (std::is_same_v<T, fp16> ? 0x1p-24 : 1e-30);
+        if (!(std::fabs(number(got[i]) - expected[i].value) <= tolerance)) {
+            if (wrong == 0) {
+                MESSAGE(name << " " << i << ": " << number(got[i]) << " for " << expected[i].value);
+            }
+            ++wrong;
+        }
+    }
+}
+
+template <class T>
+void check_problem(const Problem<T>& p, unsigned seed) {
+    for (const isa set : instruction_sets()) {
+        const host on(2, set);
+        Result<T> forward = run(on, p);
+        const std::vector<T> d_out = draw_d_out(p, seed);
+        const Gradients<T> got = run_backward(on, p, forward, d_out);
+        Reference expected = reference(p, forward, d_out);
+        // Beyond a sequence's length nothing is written.
+        for (std::size_t i = 0; i < got.d_q.size(); ++i) {
+            const auto row = static_cast<std::int32_t>(i / static_cast<std::size_t>(p.shape.dim_k));
+            const std::int32_t b = row / p.shape.queries / (p.shape.kv_heads * p.shape.group);
+            if (row % p.shape.queries >= p.tokens(b)) {
+                expected.d_q[i].value = -77.0;
+            }
+        }
+        std::int64_t wrong = 0;
+        compare("d_q", got.d_q, expected.d_q, wrong);
+        compare("d_k", got.d_k, expected.d_k, wrong);
+        compare("d_v", got.d_v, expected.d_v, wrong);
+        if (!p.log_bias.empty()) {
+            compare("d_log_bias", got.d_bias, expected.d_bias, wrong);
+        }
+        CAPTURE(p.shape.queries);
+        CAPTURE(p.shape.dim_k);
+        CHECK(wrong == 0);
+    }
+}
+
+template <class T>
+void add_bias(Problem<T>& p, unsigned seed) {
+    std::mt19937 generator(seed);
+    std::normal_distribution<float> normal;
+    p.log_bias.resize(p.planes());
+    for (float& x : p.log_bias) {
+        x = generator() % 9 == 0 ? -std::numeric_limits<float>::infinity() : -std::fabs(normal(generator));
+    }
+    p.bias_from.assign(static_cast<std::size_t>(p.shape.kv_heads), 0);
+    for (std::size_t h = 0; h < p.bias_from.size(); ++h) {
+        p.bias_from[h] = static_cast<std::int32_t>(5 * h);
+    }
+}
+
+template <class T>
+std::vector<Problem<T>> problems() {
+    std::vector<Problem<T>> all;
+    all.emplace_back(Shape{1, 2, 1, 70, 70, 16, 16}, 1u);
+    all.emplace_back(Shape{2, 1, 3, 130, 130, 24, 40}, 2u);
+    all.back().random_expiry(3);
+    all.back().lengths = {130, 77};
+    all.emplace_back(Shape{1, 2, 2, 200, 200, 64, 8}, 4u);
+    all.back().random_expiry(5);
+    add_bias(all.back(), 6);
+    all.back().attention.softcap = 3.0f;
+    all.emplace_back(Shape{1, 1, 5, 33, 300, 8, 64}, 7u);  // a chunk that follows a prefix
+    all.back().starts = {267};
+    all.back().random_expiry(8);
+    all.emplace_back(Shape{1, 1, 2, 90, 90, 16, 16}, 9u);
+    all.back().edges = {0, 31, 40, 90};
+    all.back().random_expiry(10);
+    add_bias(all.back(), 11);
+    all.emplace_back(Shape{1, 2, 1, 3, 40, 16, 16}, 12u);  // rows in no order
+    all.back().starts = {20};
+    all.back().attention.scale = 0.5f;
+    for (std::int32_t i = 0; i < 80; ++i) {
+        all.back().position.push_back((i * 13) % 41 - 3);
+    }
+    all.emplace_back(Shape{1, 1, 1, 0, 5, 8, 8}, 13u);
+    return all;
+}
+
+}  // namespace
+
+TEST_CASE("attention gradients by their definition, double") {
+    unsigned seed = 1;
+    for (const Problem<double>& p : problems<double>()) {
+        check_problem(p, seed++);
+    }
+}
+TEST_CASE("attention gradients by their definition, fp32") {
+    unsigned seed = 21;
+    for (const Problem<float>& p : problems<float>()) {
+        check_problem(p, seed++);
+    }
+}
+TEST_CASE("attention gradients by their definition, bf16") {
+    unsigned seed = 41;
+    for (const Problem<bf16>& p : problems<bf16>()) {
+        check_problem(p, seed++);
+    }
+}
+
+TEST_CASE("attention gradients by differences") {
+    const host on(2);
+    unsigned seed = 61;
+    for (Problem<double>& p : problems<double>()) {
+        if (p.shape.queries == 0) {
+            continue;
+        }
+        Result<double> forward = run(on, p);
+        const std::vector<double> d_out = draw_d_out(p, seed++);
+        const Gradients<double> got = run_backward(on, p, forward, d_out);
+        const auto loss = [&] {
+            const Result<double> again = run(on, p);
+            double sum = 0.0;
+            for (std::size_t i = 0; i < again.out.size(); ++i) {
+                sum += again.out[i] == -77.0 ? 0.0 : again.out[i] * d_out[i];
+            }
+            return sum;
+        };
+        const auto check = [&](std::vector<double>& values, const std::vector<double>& d) {
+            double scale = 0.0;
+            for (const double x : d) {
+                scale = std::max(scale, x == -77.0 ? 0.0 : std::fabs(x));
+            }
+            for (std::size_t i = 3; i < values.size(); i += values.size() / 9 + 1) {
+                if (d[i] == -77.0) {
+                    continue;
+                }
+                const double slope = test::difference(
+                    values[i], 1e-3, [&](double x) { values[i] = x; }, loss);
+                CHECK(test::relative(d[i], slope, scale) < 1e-6);
+            }
+        };
+        check(p.q, got.d_q);
+        check(p.k, got.d_k);
+        check(p.v, got.d_v);
+        for (std::size_t i = 1; i < p.log_bias.size(); i += p.log_bias.size() / 12 + 1) {
+            if (std::isinf(p.log_bias[i])) {
+                continue;
+            }
+            p.log_bias[i] = std::nearbyint(p.log_bias[i] * 1024.0f) / 1024.0f;
+            forward = run(on, p);
+            const double d = run_backward(on, p, forward, d_out).d_bias[i];
+            const double slope = test::difference(
+                static_cast<double>(p.log_bias[i]), 0x1p-9,
+                [&](double x) { p.log_bias[i] = static_cast<float>(x); }, loss);
+            CHECK(std::fabs(d - slope) < 1e-6);
+        }
+    }
+}
+
+TEST_CASE("attention gradients: unseen garbage, rows that see nothing, any threads") {
+    Problem<float> p(Shape{1, 1, 2, 60, 60, 16, 16}, 1u);
+    p.expiry.assign(60, never);
+    for (std::size_t t = 0; t < 60; t += 3) {
+        p.expiry[t] = 0;
+    }  // never seen
+    p.expiry[1] = 1;
+    for (std::size_t t = 0; t < 60; t += 3) {
+        for (std::size_t c = 0; c < 16; ++c) {
+            p.k[t * 16 + c] = p.v[t * 16 + c] = std::nanf("");
+        }
+    }
+    const host on(1);
+    Result<float> forward = run(on, p);
+    const std::vector<float> d_out = draw_d_out(p, 2);
+    const Gradients<float> got = run_backward(on, p, forward, d_out);
+    CHECK(forward.lse[0] == -std::numeric_limits<float>::infinity());
+    for (std::size_t c = 0; c < 16; ++c) {
+        CHECK(got.d_q[c] == 0.0f);  // query 0 sees nothing
+        CHECK(got.d_k[c] == 0.0f);
+        CHECK(got.d_v[3 * 16 + c] == 0.0f);
+    }
+    for (const float x : got.d_q) {
+        CHECK(std::isfinite(x));
+    }
+    for (const int threads : {2, 5}) {
+        const host more(threads);
+        const Gradients<float> again = run_backward(more, p, forward, d_out);
+        CHECK(std::memcmp(again.d_k.data(), got.d_k.data(), got.d_k.size() * sizeof(float)) == 0);
+        CHECK(std::memcmp(again.d_q.data(), got.d_q.data(), got.d_q.size() * sizeof(float)) == 0);
+    }
+    const auto call = [&] { return run_backward(on, p, forward, d_out); };
+    p.k[4 * 16 + 2] = std::nanf("");
+    CHECK_REFUSED(call(), "k[0][0][4]: NaN or infinite");
+    p.k[4 * 16 + 2] = 0.0f;
+    p.v[5 * 16] = std::numeric_limits<float>::infinity();
+    CHECK_REFUSED(call(), "v[0][0][5]: NaN or infinite");
+    p.v[5 * 16] = 0.0f;
+    p.q[61 * 16] = std::nanf("");
+    CHECK_REFUSED(call(), "q[0][1][1]: NaN or infinite");
+    p.q[61 * 16] = 0.0f;
+    forward.lse[7] = std::nanf("");
+    CHECK_REFUSED(call(), "lse[0][0][7]: nan");
+    forward.lse[7] = 0.0f;
+    const auto all = p.key_views();
+    Gradients<float> into = got;
+    AttendGradient<float> given{forward.out_view(), forward.lse_view(),
+                                view_bhsd<const float>(d_out.data(), 1, 2, 60, 16)};
+    AttendGradients<float> where{view_bhsd(into.d_q.data(), 1, 2, 60, 16),
+                                 view_bhsd(into.d_k.data(), 1, 1, 60, 16),
+                                 view_bhsd(into.d_v.data(), 1, 1, 60, 16)};
+    const auto direct = [&] {
+        attend_backward(on, p.attention, p.q_view(), all, p.sequences(), given, where, {});
+    };
+    CHECK_REFUSED(direct(), "workspace.bytes: 0");
+    where.d_log_bias = view_bhs(into.d_bias.data(), 1, 1, 60);
+    CHECK_REFUSED(direct(), "d_log_bias: given");
+    where.d_log_bias = {};
+    where.d_k.length = 59;
+    CHECK_REFUSED(direct(), "d_k: [1, 1, 59]");
+    where.d_k.length = 60;
+    given.d_out.dim = 8;
+    CHECK_REFUSED(direct(), "d_out.dim: 8");
+}

@@ -1,0 +1,287 @@
+// propose and commit, in both kinds of caches: proposed tokens get what stepping would give them, nothing changes before
+// the commit, and a commit of the first m leaves what m steps would leave.
+#include <kvpolicy/policies/decay.hpp>
+#include <kvpolicy/policies/sink.hpp>
+#include <kvpolicy/policies/threshold_gate.hpp>
+#include <kvpolicy/policies/topk_budget.hpp>
+#include <kvpolicy/policies/window.hpp>
+
+#include "support/bound_dual.hpp"
+#include "support/refusal.hpp"
+
+#include <doctest/doctest.h>
+
+#include <memory>
+#include <utility>
+
+using namespace kvpolicy;
+
+namespace {
+
+constexpr std::int32_t most = 6;
+constexpr CacheShape shape{.layers = 2,
+                           .slots = 3,
+                           .query_heads = 4,
+                           .kv_heads = 2,
+                           .dim_k = 8,
+                           .dim_v = 16,
+                           .page_rows = 3,
+                           .proposals = most};
+constexpr PoolShape pool{.slab_pages = 2, .most_slabs = 600, .longest = 400};
+
+/// A cache of either kind.
+template <class P, bool Pooled>
+struct Bound : std::conditional_t<Pooled, test::BoundDual<P, float>, test::BoundCache<P, float>> {
+    Bound(const host& on, const P& policy) requires Pooled
+        : test::BoundDual<P, float>(on, shape, pool, policy) {}
+    Bound(const host& on, const P& policy) requires(!Pooled)
+        : test::BoundCache<P, float>(on, shape, policy) {}
+    void room(const host& on, const Batch& batch) {
+        if constexpr (Pooled) {
+            this->reserve(on, batch);
+        }
+    }
+};
+
+/// Tokens of one call.
+struct Call {
+    test::Tensor<float> q, k, v, out;
+    test::Plane<float> scores, lse;
+    Call(std::int32_t length, std::mt19937& generator)
+        : q(3, 4, length, 8),
+          k(3, 2, length, 8),
+          v(3, 2, length, 16),
+          out(3, 4, length, 16),
+          scores(3, 2, length),
+          lse(3, 4, length) {
+        q.fill_normal(generator);
+        k.fill_normal(generator);
+        v.fill_normal(generator);
+        test::fill_scores(scores, test::Scores::random, generator);
+    }
+    CacheExtras extras() { return {.scores = std::as_const(scores).view(), .lse = lse.view()}; }
+};
+
+template <class P, class Ref>
+void propose_call(const host& on, const Ref& ref, const Batch& batch, Call& in) {
+    test::Workspace room(cache_workspace_bytes(on, ref, batch.count, most));
+    propose<P, float>(on, ref, batch, in.q.view(), in.k.view(), in.v.view(), in.out.view(), room,
+                      in.extras());
+}
+
+template <bool Pooled, class P>
+void check_speculation(const P& policy, std::uint32_t seed) {
+    const host on(2);
+    Bound<P, Pooled> guessing(on, policy), stepping(on, policy);
+    std::mt19937 generator(seed);
+    bool same_rows = true, unchanged = true;
+    double off = 0.0;
+    for (int round = 0; round < 25; ++round) {
+        std::int32_t proposed[3], accepted[3];
+        for (std::size_t i = 0; i < 3; ++i) {
+            proposed[i] = static_cast<std::int32_t>(generator() % (most + 1));
+            accepted[i] =
+                static_cast<std::int32_t>(generator() % static_cast<std::uint32_t>(proposed[i] + 1));
+        }
+        const Batch guess{.count = 3, .q_len = proposed, .length = most},
+            taken{.count = 3, .q_len = accepted, .length = most};
+        stepping.room(on, taken);
+        std::vector<std::unique_ptr<Call>> calls;
+        for (std::int32_t layer = 0; layer < 2; ++layer) {
+            calls.push_back(std::make_unique<Call>(most, generator));
+            std::vector<std::vector<unsigned char>> before;
+            for (std::int32_t slot = 0; slot < 3; ++slot) {
+                before.push_back(test::content_of(guessing.cache.ref(layer), slot));
+            }
+            if (round % 3 == 0) {  // a guess that nobody takes up
+                Call wrong(most, generator);
+                propose_call<P>(on, guessing.cache.ref(layer), guess, wrong);
+            }
+            propose_call<P>(on, guessing.cache.ref(layer), guess, *calls.back());
+            for (std::int32_t slot = 0; slot < 3; ++slot) {
+                unchanged = unchanged && before[static_cast<std::size_t>(slot)] ==
+                                             test::content_of(guessing.cache.ref(layer), slot);
+            }
+        }
+        for (std::int32_t layer = 0; layer < 2; ++layer) {
+            const auto ref = guessing.cache.ref(layer);
+            test::Workspace room(cache_workspace_bytes(on, ref, 3, most));
+            std::int32_t left[3] = {accepted[0], accepted[1], accepted[2]};
+            for (bool again = true; again;) {
+                std::uint32_t status[3] = {};
+                commit(on, ref, {.count = 3, .q_len = left, .length = most}, room, status);
+                again = false;
+                std::vector<std::int32_t> failed;
+                for (std::int32_t i = 0; i < 3; ++i) {
+                    if (status[i] != 0) {
+                        again = true;
+                    }
+                }
+                if (!again) {
+                    break;
+                }
+                if constexpr (Pooled) {
+                    guessing.add_slab(on);
+                }
+                // Those that are through are not named again: 0 tokens would be right too, since nothing waits there.
+                for (std::int32_t i = 0; i < 3; ++i) {
+                    left[i] = status[i] == 0 ? 0 : left[i];
+                }
+            }
+        }
+        guessing.cache.advance(on, taken);
+        for (std::int32_t j = 0; j < most; ++j) {
+            std::int32_t now[3];
+            for (std::size_t i = 0; i < 3; ++i) {
+                now[i] = j < accepted[i] ? 1 : 0;
+            }
+            const Batch one{.count = 3, .q_len = now, .length = 1};
+            for (std::int32_t layer = 0; layer < 2; ++layer) {
+                Call& in = *calls[static_cast<std::size_t>(layer)];
+                test::Tensor<float> out(3, 4, 1, 16);
+                test::Plane<float> lse(3, 4, 1);
+                test::call_ref<P, float>(on, stepping.cache.ref(layer), one, std::as_const(in.q).tokens(j, 1),
+                                         std::as_const(in.k).tokens(j, 1), std::as_const(in.v).tokens(j, 1),
+                                         out.view(), {.scores = in.scores.tokens(j, 1), .lse = lse.view()},
+                                         true);
+                for (std::int32_t i = 0; i < 3; ++i) {
+                    for (std::int32_t h = 0; now[i] != 0 && h < 4; ++h) {
+                        off = std::max(off,
+                                       std::abs(static_cast<double>(lse.at(i, h, 0) - in.lse.at(i, h, j))));
+                        for (std::int32_t c = 0; c < 16; ++c) {
+                            off = std::max(off, std::abs(static_cast<double>(out.view().row(i, h, 0)[c] -
+                                                                             in.out.view().row(i, h, j)[c])));
+                        }
+                    }
+                }
+            }
+            stepping.cache.advance(on, one);
+        }
+        for (std::int32_t layer = 0; layer < 2; ++layer) {
+            for (std::int32_t slot = 0; slot < 3; ++slot) {
+                same_rows = same_rows && test::content_of(guessing.cache.ref(layer), slot) ==
+                                             test::content_of(stepping.cache.ref(layer), slot);
+            }
+        }
+    }
+    CHECK(off < 2e-5);
+    CHECK(same_rows);
+    CHECK(unchanged);
+}
+
+/// Scores on leaving: the sum of all first numbers so far, less the key's own.
+struct RunningSum {
+    static constexpr part_kind kind = part_kind::scorer;
+    static constexpr score_time when = score_time::on_leaving;
+    std::size_t state_size() const { return 1; }
+    std::size_t scratch_size() const { return 0; }
+    void reset(float* state) const { *state = 0.0f; }
+    void absorb(std::int32_t, float* state, const float* key, const float*, float*) const {
+        *state += key[0];
+    }
+    float read(std::int32_t, const float* state, const float* key, const float*, float*) const {
+        return *state - key[1];
+    }
+};
+
+using Budget = Policy<Sink<>, Window<>, TopKBudget<>, Decay<dynamic>>;
+using Gated = Policy<Sink<2>, Window<4>, ThresholdGate<at_least>>;
+
+Budget budget(std::int32_t s, std::int32_t w, std::int32_t k) {
+    return Budget{Sink<>{s}, Window<>{w}, TopKBudget<>{k}, Decay<dynamic>{-0.1f, 1}};
+}
+
+}  // namespace
+
+TEST_CASE("proposals: equal to stepping, and nothing is decided before the commit") {
+    for (const Budget& policy : {budget(0, 1, 3), budget(2, 4, 5), budget(1, 3, 0), budget(1, 30, 9)}) {
+        check_speculation<false>(policy, 1);
+        check_speculation<true>(policy, 2);
+    }
+    check_speculation<true>(budget(1, 3, unlimited), 3);
+    check_speculation<true>(Gated{}, 4);
+    const Policy<Sink<1>, Window<2>, ThresholdGate<above>, TopKBudget<4>, RunningSum> stateful{
+        {}, {}, ThresholdGate<above>{-2.0f}, {}, {}};
+    check_speculation<false>(stateful, 5);
+    check_speculation<true>(stateful, 6);
+    check_speculation<false>(Policy<Sink<1>, Window<3>>{}, 7);
+}
+
+template <bool Pooled>
+void check_refusals() {
+    const host on(1);
+    Bound<Budget, Pooled> bound(on, budget(1, 3, 4));
+    bound.room(on, {.count = 3, .length = 50});
+    const auto ref = bound.cache.ref(0);
+    std::mt19937 generator(1);
+    Call in(8, generator);
+    test::Workspace room(cache_workspace_bytes(on, ref, 3, 8));
+    const auto guess = [&](const Batch& batch) {
+        propose<Budget, float>(on, ref, batch, in.q.view(), in.k.view(), in.v.view(), in.out.view(), room,
+                               in.extras());
+    };
+    CHECK_REFUSED(guess({.count = 3, .length = 7}),
+                  "batch tokens[0]: 7 is not allowed; it must be 0 to 6 (the cache's proposals");
+    CHECK_REFUSED(commit(on, ref, {.count = 3, .length = 1}, room),
+                  "batch tokens[0]: 1 is not allowed; it must be 0 to the 0 that slot 0 has proposed");
+    const std::int32_t proposed[] = {3, 4, 2}, slots[] = {2, 0, 1};
+    guess({.count = 3, .slots = slots, .q_len = proposed, .length = 6});
+    const std::int32_t too_many[] = {3, 5, 2};
+    const std::vector<unsigned char> before = test::content_of(ref, 0);
+    CHECK_REFUSED(commit(on, ref, {.count = 3, .slots = slots, .q_len = too_many}, room),
+                  "batch tokens[1]: 5 is not allowed; it must be 0 to the 4 that slot 0 has proposed");
+    CHECK_REFUSED(commit(on, ref, {.count = 1, .length = 7}, room), "batch tokens[0]: 7");
+    CHECK_REFUSED(commit(on, ref, {.count = 1, .length = 2}, {nullptr, 0}), "workspace.bytes: 0");
+    CHECK(test::content_of(ref, 0) == before);
+    // Another layer proposed nothing.
+    CHECK_REFUSED(commit(on, bound.cache.ref(1), {.count = 1}, room),
+                  "batch tokens[0]: 1 is not allowed; it must be 0 to the 0");
+    // Proposals wait at one length only; a step forgets them, and so does a commit of none.
+    bound.cache.advance(on, {.count = 1});
+    CHECK_REFUSED(
+        commit(on, ref, {.count = 1}, room),
+        "length of slot 0: 1 is not allowed; it must be what it was when the tokens were proposed, 0");
+    bound.cache.clear(on, 0);
+    CHECK_REFUSED(commit(on, ref, {.count = 1}, room), "0 to the 0 that slot 0");
+    guess({.count = 3, .q_len = proposed, .length = 6});
+    const auto one = [](auto view) {
+        view.batch = 1;
+        return view;
+    };
+    step<Budget, float>(on, ref, {.count = 1}, one(in.q.view()), one(in.k.view()), one(in.v.view()),
+                        one(in.out.view()), room, nullptr, {.scores = one(std::as_const(in.scores).view())});
+    CHECK_REFUSED(commit(on, ref, {.count = 1}, room), "0 to the 0 that slot 0");
+    commit(on, ref, {.count = 2, .slots = slots, .length = 0}, room);
+    CHECK_REFUSED(commit(on, ref, {.count = 1, .slots = slots}, room), "0 to the 0 that slot 2");
+    const std::int32_t last = 1;
+    commit(on, ref, {.count = 1, .slots = &last, .length = 4}, room);
+}
+
+TEST_CASE("what a commit refuses") {
+    check_refusals<false>();
+    check_refusals<true>();
+}
+
+TEST_CASE("a commit without pages is a no-op that can be tried again") {
+    const host on(1);
+    test::BoundDual<Gated, float> bound(on, shape, {.slab_pages = 4, .most_slabs = 9, .longest = 50},
+                                        Gated{});
+    const auto ref = bound.cache.ref(0);
+    std::mt19937 generator(1);
+    Call in(6, generator);
+    propose_call<Gated>(on, ref, {.count = 3, .length = 5}, in);
+    test::Workspace room(cache_workspace_bytes(on, ref, 3, 5));
+    const std::vector<unsigned char> before = bound.everything();
+    CHECK_REFUSED(commit(on, ref, {.count = 3, .length = 5}, room), "free pages of the pool: 0");
+    std::uint32_t status[3] = {};
+    commit(on, ref, {.count = 3, .length = 5}, room, status);
+    CHECK((status[0] == status_pool_exhausted && status[1] == status_pool_exhausted &&
+           status[2] == status_pool_exhausted));
+    CHECK(bound.everything() == before);
+    for (int i = 0; i < 3; ++i) {
+        bound.add_slab(on);
+    }
+    commit(on, ref, {.count = 3, .length = 5}, room);
+    bound.cache.advance(on, {.count = 3, .length = 5});
+    CHECK(bound.cache.occupancy(0, 2, 1).rows() == 5);
+}

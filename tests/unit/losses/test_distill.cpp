@@ -1,0 +1,200 @@
+// Distillation losses against formulas written out in double, and against differences.
+#include <kvpolicy/losses/distill.hpp>
+
+#include "../../support/cases.hpp"
+#include "../../support/differences.hpp"
+#include "../../support/refusal.hpp"
+
+#include <doctest/doctest.h>
+
+#include <algorithm>
+#include <cmath>
+#include <limits>
+#include <random>
+#include <vector>
+
+using namespace kvpolicy;
+
+namespace {
+
+constexpr std::int32_t vocabulary = 37;
+
+struct Inputs {
+    std::vector<std::int32_t> lengths{19, 5};
+    test::Tensor<double> teacher{2, 1, 19, vocabulary}, student{2, 1, 19, vocabulary};
+    test::Tensor<double> d{2, 1, 19, vocabulary};
+    explicit Inputs(unsigned seed) {
+        std::mt19937 generator(seed);
+        teacher.fill_normal(generator, 2.0f);
+        student.fill_normal(generator, 2.0f);
+        d.fill(-5.0f);
+    }
+    [[nodiscard]] Sequences sequences() const {
+        return {.batch = 2, .length = 19, .lengths = lengths.data()};
+    }
+    [[nodiscard]] rows_view<const double> of_teacher() const { return teacher.view(); }
+    [[nodiscard]] rows_view<const double> of_student() const { return student.view(); }
+};
+
+LossValue distill(const host& on, const TopDistillation& loss, Inputs& in) {
+    test::Workspace workspace(loss.workspace_bytes(on, in.of_teacher()));
+    return loss(on, in.of_teacher(), in.of_student(), in.sequences(), in.d.view(), workspace);
+}
+
+/// KL of one token, with the set found by sorting.
+double reference(const TopDistillation& loss, const double* teacher, const double* student) {
+    std::vector<std::int32_t> order(vocabulary);
+    for (std::int32_t i = 0; i < vocabulary; ++i) {
+        order[static_cast<std::size_t>(i)] = i;
+    }
+    std::stable_sort(order.begin(), order.end(),
+                     [&](std::int32_t a, std::int32_t b) { return teacher[a] > teacher[b]; });
+    order.resize(static_cast<std::size_t>(std::min(loss.top, vocabulary)));
+    const double tau = static_cast<double>(loss.temperature);
+    double p_sum = 0.0, s_sum = 0.0, value = 0.0;
+    for (const std::int32_t i : order) {
+        p_sum += std::exp(teacher[i] / tau);
+        s_sum += std::exp(student[i] / tau);
+    }
+    for (const std::int32_t i : order) {
+        const double p = std::exp(teacher[i] / tau) / p_sum, s = std::exp(student[i] / tau) / s_sum;
+        value += loss.reverse ? s * std::log(s / p) : p * std::log(p / s);
+    }
+    return value;
+}
+
+}  // namespace
+
+TEST_CASE("KL over the teacher's top logits") {
+    const host on{2};
+    for (const TopDistillation loss :
+         {TopDistillation{}, TopDistillation{8, 1.0f, false, 1.0f}, TopDistillation{8, 2.0f, true, 0.5f},
+          TopDistillation{1, 1.0f, false, 1.0f}, TopDistillation{37, 0.5f, true, 1.0f}}) {
+        CAPTURE(loss.top);
+        Inputs in(static_cast<unsigned>(loss.top));
+        const LossValue got = distill(on, loss, in);
+        CHECK(got.count == 24);
+        double expected = 0.0;
+        for (std::int32_t b = 0; b < 2; ++b) {
+            for (std::int32_t t = 0; t < in.lengths[static_cast<std::size_t>(b)]; ++t) {
+                expected +=
+                    reference(loss, in.teacher.view().row(b, 0, t), in.student.view().row(b, 0, t)) / 24.0;
+            }
+        }
+        expected *= static_cast<double>(loss.scale);
+        CHECK(std::abs(got.value - expected) < 1e-12);
+        const test::Tensor<double> d = in.d;
+        double scale = 0.0;
+        for (const double x : d.data) {
+            scale = std::max(scale, x == -5.0 ? 0.0 : std::abs(x));
+        }
+        for (std::int32_t t = 0; t < 19; t += 3) {
+            for (std::int32_t i = 0; i < vocabulary; ++i) {
+                double& x = in.student.view().row(0, 0, t)[i];
+                const double slope = test::difference(
+                    x, 1e-2, [&](double to) { x = to; }, [&] { return distill(on, loss, in).value; });
+                CHECK(test::relative(d.view().row(0, 0, t)[i], slope, std::max(scale, 1e-6)) < 1e-6);
+            }
+        }
+        CHECK(d.view().row(1, 0, 5)[0] == -5.0);  // beyond the length
+    }
+}
+
+TEST_CASE("stored top logits give the same loss, ties by index, fp32 close to double") {
+    const host on{2};
+    Inputs in(3);
+    for (std::int32_t i = 0; i < vocabulary; ++i) {
+        in.teacher.view().row(0, 0, 2)[i] = 1.0;
+    }
+    const TopDistillation loss{8, 1.0f, false, 1.0f};
+    const LossValue expected = distill(on, loss, in);
+    const test::Tensor<double> d = in.d;
+    test::Tensor<double> values(2, 1, 19, 8);
+    test::Tensor<std::int32_t> indices(2, 1, 19, 8);
+    test::Workspace workspace(top_logits_workspace_bytes(on, vocabulary));
+    top_logits<double>(on, in.of_teacher(), in.sequences(), values.view(), indices.view(), workspace);
+    for (std::int32_t i = 0; i < 8; ++i) {
+        CHECK(indices.view().row(0, 0, 2)[i] == i);
+    }
+    const test::Tensor<double>& stored = values;
+    const test::Tensor<std::int32_t>& at = indices;
+    const LossValue got = loss(on, stored.view(), at.view(), in.of_student(), in.sequences(), in.d.view());
+    CHECK(got.value == expected.value);
+    CHECK(in.d.data == d.data);
+    test::Tensor<float> teacher(2, 1, 19, vocabulary), student(2, 1, 19, vocabulary),
+        d32(2, 1, 19, vocabulary);
+    for (std::size_t i = 0; i < teacher.data.size(); ++i) {
+        teacher.data[i] = static_cast<float>(in.teacher.data[i]);  // drawn as floats
+        student.data[i] = static_cast<float>(in.student.data[i]);
+    }
+    const test::Tensor<float>&t32 = teacher, &s32 = student;
+    test::Workspace more(loss.workspace_bytes(on, t32.view()));
+    CHECK(loss(on, t32.view(), s32.view(), in.sequences(), d32.view(), more).value == expected.value);
+    CHECK(std::abs(static_cast<double>(d32.data[5]) - d.data[5]) <= 0x1p-24 * std::abs(d.data[5]));
+
+    indices.view().row(1, 0, 4)[3] = vocabulary;
+    CHECK_REFUSED(loss(on, stored.view(), at.view(), in.of_student(), in.sequences(), in.d.view()),
+                  "indices[1][0][4][3]: 37");
+}
+
+TEST_CASE("cross-entropy and L2") {
+    const host on{2};
+    Inputs in(4);
+    test::Plane<std::int32_t> labels(2, 1, 19, -1);
+    for (std::int32_t t = 0; t < 19; t += 2) {
+        labels.at(0, 0, t) = (t * 7) % vocabulary;
+    }
+    labels.at(1, 0, 0) = 36;
+    const test::Plane<std::int32_t>& wanted = labels;
+    const auto entropy = [&] {
+        return CrossEntropy{0.5f}(on, wanted.view(), in.of_student(), in.sequences(), in.d.view());
+    };
+    const auto l2 = [&] {
+        return L2Distillation{3.0f}(on, in.of_teacher(), in.of_student(), in.sequences(), in.d.view());
+    };
+    CHECK(entropy().count == 11);
+    CHECK(l2().count == 24);
+    double squares = 0.0;
+    for (std::int32_t b = 0; b < 2; ++b) {
+        for (std::int32_t t = 0; t < in.lengths[static_cast<std::size_t>(b)]; ++t) {
+            for (std::int32_t i = 0; i < vocabulary; ++i) {
+                const double off = in.student.view().row(b, 0, t)[i] - in.teacher.view().row(b, 0, t)[i];
+                squares += off * off;
+            }
+        }
+    }
+    CHECK(l2().value == doctest::Approx(3.0 * squares / (24.0 * vocabulary)).epsilon(1e-12));
+    for (const bool first : {true, false}) {
+        const auto call = [&] { return first ? entropy().value : l2().value; };
+        call();
+        const test::Tensor<double> d = in.d;
+        for (std::int32_t t = 0; t < 4; ++t) {
+            for (std::int32_t i = 0; i < vocabulary; ++i) {
+                double& x = in.student.view().row(0, 0, t)[i];
+                const double slope = test::difference(
+                    x, 1e-2, [&](double to) { x = to; }, call);
+                CHECK(test::relative(d.view().row(0, 0, t)[i], slope, 0.01) < 1e-6);
+            }
+        }
+    }
+    labels.at(1, 0, 1) = vocabulary;
+    CHECK_REFUSED(entropy(), "labels[1][0][1]: 37");
+    labels.at(1, 0, 1) = -1;
+    in.student.view().row(0, 0, 2)[9] = std::numeric_limits<double>::quiet_NaN();
+    CHECK_REFUSED(entropy(), "student[0][0][2][9]: NaN");
+    CHECK_REFUSED(l2(), "student[0][0][2]");
+    CHECK_REFUSED(distill(on, TopDistillation{}, in), "student[0][0][2][9]: NaN");
+    in.student.view().row(0, 0, 2)[9] = 0.0;
+    in.teacher.view().row(1, 0, 3)[0] = std::numeric_limits<double>::quiet_NaN();
+    CHECK_REFUSED(distill(on, TopDistillation{}, in), "teacher[1][0][3][0]: NaN");
+    CHECK_REFUSED(distill(on, TopDistillation{0}, in), "top: 0");
+    CHECK_REFUSED(distill(on, TopDistillation{4, 0.0f}, in), "temperature: 0");
+    test::Tensor<double> narrow(2, 1, 19, 8);
+    const test::Tensor<double>& other = narrow;
+    CHECK_REFUSED(L2Distillation{}(on, other.view(), in.of_student(), in.sequences(), in.d.view()),
+                  "teacher: 2 x 1 x 19 x 8");
+    Inputs none(1);
+    none.lengths = {0, 0};
+    CHECK(distill(on, TopDistillation{}, none).count == 0);
+    CHECK(distill(on, TopDistillation{}, none).value == 0.0);
+}
