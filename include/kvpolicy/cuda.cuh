@@ -4,3 +4,5 @@
 #pragma once
 
 #include <kvpolicy/cuda/build_mask.cuh>
+#include <kvpolicy/cuda/log_bias.cuh>
+#include <kvpolicy/cuda/metrics.cuh>
