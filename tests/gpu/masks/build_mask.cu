@@ -212,6 +212,51 @@ TEST_CASE("contests whose order depends on the query") {
     }
 }
 
+TEST_CASE("contests for more places than a thread's registers hold, and around it") {
+    for (const std::int32_t k : {1024, 1025, 2000, 4096, 4097, 5000}) {
+        MaskCase input = random_case(1, 1, 6000, static_cast<unsigned>(k));
+        check_mask(budget(2, 20, k, -0.05f, 7), input, "survivors, k " + std::to_string(k));
+        // All keys equal: the younger loses, whoever holds it.
+        std::mt19937 generator(8);
+        fill_scores(input.scores, Scores::equal, generator);
+        check_mask(budget(2, 20, k, -0.05f, 7), input, "survivors, equal, k " + std::to_string(k));
+    }
+}
+
+TEST_CASE("priorities that agree to more bits than a sort key has") {
+    for (const std::int32_t length : {3000, 20000, 40000}) {
+        for (const float log_gamma : {-1e-3f, -0x1p-10f}) {  // the latter: equal to the last bit
+            MaskCase input = random_case(1, 3, length);
+            std::mt19937 generator(4);
+            for (const HardScores kind : {HardScores::level, HardScores::nearly_level,
+                                          HardScores::minus_infinity, HardScores::masked}) {
+                fill_scores(input.scores, kind, log_gamma, generator);
+                check_mask(budget(2, 20, 300, log_gamma), input,
+                           name(kind) + ", length " + std::to_string(length) + ", log gamma " +
+                               std::to_string(log_gamma));
+            }
+            // Packed, so that runs end with their segment.
+            input.cu_seqlens = {0, 5, length / 2, length};
+            fill_scores(input.scores, HardScores::level, log_gamma, generator);
+            check_mask(budget(2, 20, 300, log_gamma), input, "packed, length " + std::to_string(length));
+        }
+    }
+}
+
+// Small enough for compute-sanitizer: the whole grid sorts runs of several tiles, and single blocks shorter ones.
+TEST_CASE("a few long runs of level priorities") {
+    MaskCase input = random_case(1, 1, 12000);
+    std::mt19937 generator(4);
+    fill_scores(input.scores, HardScores::level, -1e-3f, generator);
+    const auto policy = budget(2, 20, 300, -1e-3f);
+    same(device_mask(policy, input, all_tunings()[1]).expiry, host_mask(policy, input).expiry, 12000,
+         "12000 tokens");
+    MaskCase shorter = random_case(1, 1, 3000);
+    fill_scores(shorter.scores, HardScores::level, -1e-3f, generator);
+    same(device_mask(policy, shorter, all_tunings()[1]).expiry, host_mask(policy, shorter).expiry, 3000,
+         "3000 tokens");
+}
+
 TEST_CASE("lengths and edges in device memory that cannot be") {
     MaskCase input = random_case(4, 2, 600, 2);
     input.lengths = {600, -1, 601, 77};
