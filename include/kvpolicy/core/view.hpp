@@ -28,6 +28,7 @@ struct rows_view {
         return data + b * batch_stride + h * head_stride + t * row_stride;
     }
 
+    // A template, since nvcc warns about a plain conversion to one's own type even where a constraint rules it out.
     template <class Const>
     requires(!std::is_const_v<T> && std::is_same_v<Const, const T>) KVPOLICY_HOST_DEVICE constexpr
     operator rows_view<Const>() const {

@@ -16,15 +16,22 @@ namespace host_backend {
 
 /// sigmoid, exact in relative terms at both ends.
 template <class Real>
-Real sigmoid(Real z) {
+KVPOLICY_HOST_DEVICE Real sigmoid(Real z) {
     const Real e = std::exp(-std::abs(z));
     return (z < Real(0) ? e : Real(1)) / (Real(1) + e);
 }
 
 /// log sigmoid, the same.
 template <class Real>
-Real log_sigmoid_of(Real z) {
-    return std::min(z, Real(0)) - std::log1p(std::exp(-std::abs(z)));
+KVPOLICY_HOST_DEVICE Real log_sigmoid_of(Real z) {
+    return (z < Real(0) ? z : Real(0)) - std::log1p(std::exp(-std::abs(z)));
+}
+
+/// A gate's answer in double, rounded: log(u + epsilon) near 0 would lose most of its bits in fp32, and every backend
+/// would lose others.
+template <class Real>
+KVPOLICY_HOST_DEVICE gate_value<Real> rounded(const gate_value<double>& value) {
+    return {static_cast<Real>(value.log_bias), static_cast<Real>(value.derivative), value.open};
 }
 
 inline void check_probability(const char* name, float value, float most) {
@@ -80,63 +87,80 @@ void for_each_gated(const P& policy, const HeadRule& rule, const G& gate,
 }  // namespace host_backend
 
 template <class Real>
-gate_value<Real> SoftGate::operator()(Real z, gate_place) const {
-    return {host_backend::log_sigmoid_of(z), host_backend::sigmoid(-z), true};
+KVPOLICY_HOST_DEVICE gate_value<Real> SoftGate::operator()(Real z, gate_place) const {
+    const double x = z;
+    return host_backend::rounded<Real>({host_backend::log_sigmoid_of(x), host_backend::sigmoid(-x), true});
 }
 
 template <class Real>
-gate_value<Real> WriteGate::operator()(Real z, gate_place) const {
-    const Real u = host_backend::sigmoid(z);
-    const Real total = u + static_cast<Real>(epsilon);
+KVPOLICY_HOST_DEVICE gate_value<Real> WriteGate::operator()(Real z, gate_place) const {
     // Without epsilon, u / total is 1 even where both underflow.
     if (epsilon == 0.0f) {
         return SoftGate{}(z);
     }
-    return {std::log(total), u * host_backend::sigmoid(-z) / total, true};
+    const double x = z;
+    const double u = host_backend::sigmoid(x);
+    const double total = u + static_cast<double>(epsilon);
+    return host_backend::rounded<Real>({std::log(total), u * host_backend::sigmoid(-x) / total, true});
 }
 inline void WriteGate::check() const {
     detail::require(epsilon >= 0.0f && epsilon <= 1.0f, "WriteGate.epsilon", epsilon, "0 to 1");
 }
 
 template <class Real>
-gate_value<Real> AnnealedGate::operator()(Real z, gate_place) const {
-    const Real a = static_cast<Real>(alpha);
-    const Real rest = Real(1) - a;
-    if (z >= static_cast<Real>(logit_of(static_cast<double>(tau)))) {
+KVPOLICY_HOST_DEVICE gate_value<Real> AnnealedGate::at(Real z, float threshold) const {
+    const double x = z;
+    const double a = alpha;
+    const double rest = 1.0 - a;
+    if (x >= static_cast<double>(threshold)) {
         if (alpha == 0.0f) {
             return SoftGate{}(z);
         }
-        const Real mixed = rest * host_backend::sigmoid(z) + a;
-        return {std::log(mixed), rest * host_backend::sigmoid(z) * host_backend::sigmoid(-z) / mixed, true};
+        const double u = host_backend::sigmoid(x);
+        const double mixed = rest * u + a;
+        return host_backend::rounded<Real>(
+            {std::log(mixed), rest * u * host_backend::sigmoid(-x) / mixed, true});
     }
     if (alpha == 1.0f) {
         return {Real(0), Real(0), false};
     }
-    return {std::log1p(-a) + host_backend::log_sigmoid_of(z), host_backend::sigmoid(-z), true};
+    return host_backend::rounded<Real>(
+        {std::log1p(-a) + host_backend::log_sigmoid_of(x), host_backend::sigmoid(-x), true});
 }
+template <class Real>
+gate_value<Real> AnnealedGate::operator()(Real z, gate_place) const {
+    return at(z, threshold());
+}
+inline float AnnealedGate::threshold() const { return logit_of(static_cast<double>(tau)); }
 inline void AnnealedGate::check() const {
     host_backend::check_probability("AnnealedGate.alpha", alpha, 1.0f);
     host_backend::check_probability("AnnealedGate.tau", tau, 1.0f);
 }
 
 template <class Real>
-gate_value<Real> ThresholdSoftGate::operator()(Real z, gate_place) const {
-    if (z >= static_cast<Real>(logit_of(static_cast<double>(tau)))) {
+KVPOLICY_HOST_DEVICE gate_value<Real> ThresholdSoftGate::at(Real z, float threshold) const {
+    if (static_cast<double>(z) >= static_cast<double>(threshold)) {
         return SoftGate{}(z);
     }
     return {Real(0), Real(0), false};
 }
+template <class Real>
+gate_value<Real> ThresholdSoftGate::operator()(Real z, gate_place) const {
+    return at(z, threshold());
+}
+inline float ThresholdSoftGate::threshold() const { return logit_of(static_cast<double>(tau)); }
 inline void ThresholdSoftGate::check() const {
     host_backend::check_probability("ThresholdSoftGate.tau", tau, 1.0f);
 }
 
 template <class Real>
-gate_value<Real> BernoulliGate::operator()(Real z, gate_place place) const {
-    // In double for both types, so that a check in double draws what fp32 drew.
-    const double u = host_backend::sigmoid(static_cast<double>(z));
-    const double p = static_cast<double>(clip);
-    const bool open = random_unit(seed, place.stream, place.position) < std::clamp(u, p, 1.0 - p);
-    return {Real(0), host_backend::sigmoid(-z), open};
+KVPOLICY_HOST_DEVICE gate_value<Real> BernoulliGate::operator()(Real z, gate_place place) const {
+    const double x = z;
+    const double u = host_backend::sigmoid(x);
+    const double p = clip;
+    const double chance = u < p ? p : 1.0 - p < u ? 1.0 - p : u;
+    const bool open = random_unit(seed, place.stream, place.position) < chance;
+    return host_backend::rounded<Real>({0.0, host_backend::sigmoid(-x), open});
 }
 inline void BernoulliGate::check() const {
     host_backend::check_probability("BernoulliGate.clip", clip, 0.5f);

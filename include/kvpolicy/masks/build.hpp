@@ -68,3 +68,6 @@ void expiry_from_cutoffs(const host& on, const P& policy, plane_view<const std::
 }  // namespace kvpolicy
 
 #include <kvpolicy/host/build_mask.hpp>
+#if defined(__CUDACC__)
+#include <kvpolicy/masks/build.cuh>
+#endif

@@ -42,7 +42,7 @@ concept TrainingGate = std::is_trivially_copyable_v<G> && requires(const G& gate
 /// log_bias = log u, the soft gate of SP-KV (eq. 6).
 struct SoftGate {
     template <class Real>
-    gate_value<Real> operator()(Real z, gate_place = {}) const;
+    KVPOLICY_HOST_DEVICE gate_value<Real> operator()(Real z, gate_place = {}) const;
     void check() const {}
 };
 
@@ -50,7 +50,7 @@ struct SoftGate {
 struct WriteGate {
     float epsilon = 1e-6f;
     template <class Real>
-    gate_value<Real> operator()(Real z, gate_place = {}) const;
+    KVPOLICY_HOST_DEVICE gate_value<Real> operator()(Real z, gate_place = {}) const;
     void check() const;
 };
 
@@ -61,6 +61,10 @@ struct AnnealedGate {
     float tau = 0.5f;    ///< a probability
     template <class Real>
     gate_value<Real> operator()(Real z, gate_place = {}) const;
+    /// The same with tau as a logit: for kernels, since only the host turns one into the other.
+    template <class Real>
+    KVPOLICY_HOST_DEVICE gate_value<Real> at(Real z, float threshold) const;
+    [[nodiscard]] float threshold() const;
     void check() const;
 };
 
@@ -69,6 +73,10 @@ struct ThresholdSoftGate {
     float tau = 0.5f;  ///< a probability
     template <class Real>
     gate_value<Real> operator()(Real z, gate_place = {}) const;
+    /// The same with tau as a logit: for kernels, since only the host turns one into the other.
+    template <class Real>
+    KVPOLICY_HOST_DEVICE gate_value<Real> at(Real z, float threshold) const;
+    [[nodiscard]] float threshold() const;
     void check() const;
 };
 
@@ -78,7 +86,7 @@ struct BernoulliGate {
     float clip = 0.0f;  ///< p, 0 to 0.5
     std::uint64_t seed = 0;
     template <class Real>
-    gate_value<Real> operator()(Real z, gate_place place = {}) const;
+    KVPOLICY_HOST_DEVICE gate_value<Real> operator()(Real z, gate_place place = {}) const;
     void check() const;
 };
 
@@ -115,3 +123,6 @@ void windows_of(const P& policy, std::int32_t heads, std::int32_t* out, std::int
 }  // namespace kvpolicy
 
 #include <kvpolicy/host/log_bias.hpp>
+#if defined(__CUDACC__)
+#include <kvpolicy/masks/log_bias.cuh>
+#endif

@@ -86,3 +86,7 @@ void evict_ratio(const host& on, const P& policy, plane_view<const expiry_t> exp
 }
 
 }  // namespace kvpolicy
+
+#if defined(__CUDACC__)
+#include <kvpolicy/metrics/metrics.cuh>
+#endif

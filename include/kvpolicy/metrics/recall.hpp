@@ -102,3 +102,7 @@ void oracle_recall(const host& on, const P& policy, plane_view<const expiry_t> t
 }
 
 }  // namespace kvpolicy
+
+#if defined(__CUDACC__)
+#include <kvpolicy/metrics/metrics.cuh>
+#endif

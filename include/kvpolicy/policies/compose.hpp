@@ -40,6 +40,31 @@ struct no_gate {
     KVPOLICY_HOST_DEVICE constexpr bool open(float, const HeadRule&) const { return true; }
 };
 
+/// Keep parts as one plain value, for kernels.
+template <class... Parts>
+struct keep_set {
+    KVPOLICY_HOST_DEVICE constexpr bool keeps(position_t) const { return false; }
+};
+template <class First, class... Rest>
+struct keep_set<First, Rest...> {
+    First first;
+    keep_set<Rest...> rest;
+    KVPOLICY_HOST_DEVICE constexpr bool keeps(position_t t) const { return first.keeps(t) || rest.keeps(t); }
+};
+
+constexpr keep_set<> make_keep_set() { return {}; }
+template <class First, class... Rest>
+constexpr auto make_keep_set(const First& first, const Rest&... rest) {
+    if constexpr (KeepPart<First>) {
+        const auto set = [&]<class... Kept>(const keep_set<Kept...>& others) {
+            return keep_set<First, Kept...>{first, others};
+        };
+        return set(make_keep_set(rest...));
+    } else {
+        return make_keep_set(rest...);
+    }
+}
+
 /// The keep parts of a policy without its other parts, as an aggregate that may go to a kernel (a tuple may not).
 template <class... Parts>
 struct keep_list {
@@ -150,6 +175,11 @@ class Policy {
     /// Whether a keep part holds position t for good.
     constexpr bool keeps(position_t t) const {
         return std::apply([&](const auto&... part) { return (false || ... || part_keeps(part, t)); }, parts_);
+    }
+
+    /// The keep parts alone, as a value that kernels can hold.
+    constexpr auto keep_set() const {
+        return std::apply([](const auto&... part) { return detail::make_keep_set(part...); }, parts_);
     }
 
     /// Refuses numbers that no policy can have, naming layer and head, and arrays that do not cover the heads.

@@ -1,11 +1,8 @@
 // The running cutoff of kvpop.txt, 3.2 and algorithm 2: for each query the rank of the k-th best eligible key. Two
-// exact algorithms for the host; both give the same integers.
+// exact algorithms, one query after the other, and the name of a third that takes all queries at once; they give the same
+// integers.
 #pragma once
 
-#include <kvpolicy/core/types.hpp>
-#include <kvpolicy/policies/parameters.hpp>
-
-#include <bit>
 #include <concepts>
 #include <cstddef>
 #include <cstdint>
@@ -31,18 +28,21 @@ concept Cutoff = requires(const C& cutoff, const std::int32_t* rank, std::int32_
 
 /// Algorithm 2 of the paper: a Fenwick tree over ranks, the k-th by binary lifting. O(S log S) time, 4 S bytes.
 struct FenwickCutoff {
-    static constexpr std::size_t scratch_bytes(std::int32_t length) {
+    KVPOLICY_HOST_DEVICE static constexpr std::size_t scratch_bytes(std::int32_t length) {
         return (static_cast<std::size_t>(length) + 1) * sizeof(std::int32_t);
     }
 
-    void operator()(const std::int32_t* rank, std::int32_t length, const HeadRule& rule, std::int32_t* cutoff,
-                    void* scratch) const {
+    KVPOLICY_HOST_DEVICE void operator()(const std::int32_t* rank, std::int32_t length, const HeadRule& rule,
+                                         std::int32_t* cutoff, void* scratch) const {
         auto* tree =
             static_cast<std::int32_t*>(scratch);  // 1-based: tree[i] counts ranks in (i - lowbit(i), i]
         for (std::int32_t i = 0; i <= length; ++i) {
             tree[i] = 0;
         }
-        const auto top = static_cast<std::int32_t>(std::bit_floor(static_cast<std::uint32_t>(length)));
+        std::int32_t top = length > 0 ? 1 : 0;  // the largest power of two within the length
+        while (top > 0 && top <= length / 2) {
+            top *= 2;
+        }
         std::int32_t eligible = 0;
         for (std::int32_t q = 0; q < length; ++q) {
             const std::int32_t t = q >= rule.window ? q - rule.window : -1;
@@ -74,12 +74,12 @@ struct FenwickCutoff {
 /// The same from the end: with all keys in a list ordered by rank, the last cutoff is its k-th entry; taking keys out in
 /// reverse order of arrival moves it only towards worse ranks. O(S) time after the ranks, 8 S bytes.
 struct LinkedCutoff {
-    static constexpr std::size_t scratch_bytes(std::int32_t length) {
+    KVPOLICY_HOST_DEVICE static constexpr std::size_t scratch_bytes(std::int32_t length) {
         return 2 * (static_cast<std::size_t>(length) + 2) * sizeof(std::int32_t);
     }
 
-    void operator()(const std::int32_t* rank, std::int32_t length, const HeadRule& rule, std::int32_t* cutoff,
-                    void* scratch) const {
+    KVPOLICY_HOST_DEVICE void operator()(const std::int32_t* rank, std::int32_t length, const HeadRule& rule,
+                                         std::int32_t* cutoff, void* scratch) const {
         // Node r + 1 is rank r; 0 and length + 1 are the ends. A rank that never becomes eligible is not in the list.
         auto* next = static_cast<std::int32_t*>(scratch);
         auto* previous = next + length + 2;
@@ -128,6 +128,9 @@ struct LinkedCutoff {
     static constexpr std::int32_t absent = -1;
 };
 
-static_assert(Cutoff<FenwickCutoff> && Cutoff<LinkedCutoff>);
+/// All queries at once: what CUDA does by default (cuda/blocks/expire_block.cuh). On the host it is LinkedCutoff.
+struct ParallelCutoff : LinkedCutoff {};
+
+static_assert(Cutoff<FenwickCutoff> && Cutoff<LinkedCutoff> && Cutoff<ParallelCutoff>);
 
 }  // namespace kvpolicy

@@ -1,0 +1,8 @@
+// The bodies of all CUDA operations. Umbrella headers (kvpop.hpp) declare the operations under nvcc; include this one where
+// they are instantiated. It reaches CUB, so one or two translation units of a project are enough: instantiate there what
+// the others call (docs/cuda.md has the recipe).
+#pragma once
+
+#include <kvpolicy/cuda/build_mask.cuh>
+#include <kvpolicy/cuda/log_bias.cuh>
+#include <kvpolicy/cuda/metrics.cuh>

@@ -1,0 +1,49 @@
+// Sums and scans over a warp and over the warps of a block, for the few places where CUB would be more than is needed.
+#pragma once
+
+#include <kvpolicy/cuda/config.cuh>
+
+#include <cstdint>
+
+namespace kvpolicy {
+inline namespace KVPOLICY_CUDA_NAMESPACE KVPOLICY_HIDDEN {
+namespace cuda_backend {
+
+inline constexpr unsigned all_lanes = 0xffffffffu;
+
+__device__ inline int lane_id() { return static_cast<int>(threadIdx.x) % 32; }
+__device__ inline int warp_id() { return static_cast<int>(threadIdx.x) / 32; }
+
+/// The lanes before `lane`, as a mask.
+__device__ inline unsigned lanes_before(int lane) { return (1u << lane) - 1u; }
+
+__device__ inline int warp_inclusive_sum(int value) {
+    const int lane = lane_id();
+    for (int step = 1; step < 32; step *= 2) {
+        const int other = __shfl_up_sync(all_lanes, value, static_cast<unsigned>(step));
+        if (lane >= step) {
+            value += other;
+        }
+    }
+    return value;
+}
+
+struct block_sum {
+    int before;  // sum over the warps before this one
+    int total;   // sum over all warps
+};
+
+/// From one number a warp in shared memory (after a barrier): the sum before this warp, and the whole.
+template <int Warps>
+__device__ inline block_sum sum_of_warps(const int* totals) {
+    static_assert(Warps >= 1 && Warps <= 32);
+    const int lane = lane_id();
+    const int mine = lane < Warps ? totals[lane] : 0;
+    const int inclusive = warp_inclusive_sum(mine);
+    const int before = __shfl_sync(all_lanes, inclusive - mine, warp_id());
+    return {before, __shfl_sync(all_lanes, inclusive, 31)};
+}
+
+}  // namespace cuda_backend
+}  // namespace KVPOLICY_HIDDEN
+}  // namespace kvpolicy

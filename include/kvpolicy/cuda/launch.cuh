@@ -1,0 +1,176 @@
+// From a dispatch to a kernel: error checks, the device of a context, launches, and the caller's workspace in parts.
+#pragma once
+
+#include <kvpolicy/core/cuda_context.hpp>
+#include <kvpolicy/core/cuda_error.hpp>
+#include <kvpolicy/core/error.hpp>
+#include <kvpolicy/core/view.hpp>
+#include <kvpolicy/cuda/config.cuh>
+
+#include <cuda_runtime.h>
+
+#include <cstddef>
+#include <cstdint>
+#include <source_location>
+#include <string>
+
+namespace kvpolicy {
+inline namespace KVPOLICY_CUDA_NAMESPACE KVPOLICY_HIDDEN {
+namespace cuda_backend {
+
+/// Reports a failed call with its name and the place of this check. A binary without code for the card is named as such,
+/// since CUDA's own text for it is easily misread.
+inline void check(cudaError_t error, const char* call,
+                  std::source_location where = std::source_location::current()) {
+    if (error == cudaSuccess) [[likely]] {
+        return;
+    }
+    static_cast<void>(
+        cudaGetLastError());  // the error is reported here, so the next call must not see it again
+    std::string text = std::string(cudaGetErrorName(error)) + ", " + cudaGetErrorString(error);
+    if (error == cudaErrorNoKernelImageForDevice || error == cudaErrorInvalidDeviceFunction ||
+        error == cudaErrorUnsupportedPtxVersion) {
+        int device = 0;
+        int major = 0;
+        int minor = 0;
+        if (cudaGetDevice(&device) == cudaSuccess &&
+            cudaDeviceGetAttribute(&major, cudaDevAttrComputeCapabilityMajor, device) == cudaSuccess &&
+            cudaDeviceGetAttribute(&minor, cudaDevAttrComputeCapabilityMinor, device) == cudaSuccess) {
+            const std::string here = std::to_string(major) + std::to_string(minor);
+            text += "; this binary has no code that runs on the present card of compute capability " +
+                    std::to_string(major) + "." + std::to_string(minor) + ": it was compiled for " +
+                    KVPOLICY_CUDA_ARCHS_TEXT + ", add -gencode arch=compute_" + here + ",code=sm_" + here;
+        }
+    }
+    detail::fail_cuda(text, static_cast<int>(error), call, where.file_name(), where.line());
+}
+
+/// The device that a context's work runs on. (A stream may not be asked for its device while it is capturing, and work can
+/// be enqueued only where the stream's device is current, so the current one is the answer.)
+inline int device_of(const cuda& on) {
+    if (on.device >= 0) {
+        return on.device;
+    }
+    int device = 0;
+    check(cudaGetDevice(&device), "cudaGetDevice");
+    return device;
+}
+
+/// Makes a context's device current for the length of a call, and gives the caller's back.
+class device_scope {
+  public:
+    explicit device_scope(const cuda& on) : device_(device_of(on)) {
+        check(cudaGetDevice(&before_), "cudaGetDevice");
+        if (device_ != before_) {
+            check(cudaSetDevice(device_), "cudaSetDevice");
+        }
+    }
+    device_scope(const device_scope&) = delete;
+    device_scope& operator=(const device_scope&) = delete;
+    ~device_scope() {
+        if (device_ != before_) {
+            static_cast<void>(cudaSetDevice(before_));
+        }
+    }
+
+    [[nodiscard]] int attribute(cudaDeviceAttr which) const {
+        int value = 0;
+        check(cudaDeviceGetAttribute(&value, which, device_), "cudaDeviceGetAttribute");
+        return value;
+    }
+    /// Compute capability as 10 * major + minor.
+    [[nodiscard]] int capability() const {
+        return 10 * attribute(cudaDevAttrComputeCapabilityMajor) +
+               attribute(cudaDevAttrComputeCapabilityMinor);
+    }
+
+  private:
+    int device_ = 0;
+    int before_ = 0;
+};
+
+/// Lets a kernel have more dynamic shared memory than every kernel may.
+inline void allow_shared(const char* name, const void* kernel, std::size_t shared_bytes) {
+    constexpr std::size_t without_asking = 48 * 1024;
+    if (shared_bytes > without_asking) {
+        check(cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize,
+                                   static_cast<int>(shared_bytes)),
+              name);
+    }
+}
+
+/// Enqueues a kernel on a 1-D grid; nothing where the grid is empty. `name` is a literal and names it in errors.
+template <class... Parameters, class... Arguments>
+void launch(const char* name, void (*kernel)(Parameters...), std::int64_t blocks, int threads,
+            std::size_t shared_bytes, const cuda& on, Arguments... arguments) {
+    if (blocks == 0) {
+        return;
+    }
+    detail::require(blocks > 0 && blocks <= 0x7fffffff, "blocks of a launch", blocks,
+                    "at most 2^31 - 1: split the batch");
+    allow_shared(name, reinterpret_cast<const void*>(kernel), shared_bytes);
+    cudaLaunchConfig_t config{};
+    config.gridDim = dim3(static_cast<unsigned>(blocks));
+    config.blockDim = dim3(static_cast<unsigned>(threads));
+    config.dynamicSmemBytes = shared_bytes;
+    config.stream = on.stream;
+    check(cudaLaunchKernelEx(&config, kernel, static_cast<Parameters>(arguments)...), name);
+}
+
+/// Enqueues a kernel whose blocks wait for each other: up to `most` of them on every multiprocessor, all at once.
+template <class... Parameters, class... Arguments>
+void launch_cooperative(const char* name, void (*kernel)(Parameters...), int most, const device_scope& device,
+                        int threads, std::size_t shared_bytes, const cuda& on, Arguments... arguments) {
+    allow_shared(name, reinterpret_cast<const void*>(kernel), shared_bytes);
+    int fit = 0;
+    check(cudaOccupancyMaxActiveBlocksPerMultiprocessor(&fit, kernel, threads, shared_bytes), name);
+    const int each = fit < most ? fit : most;
+    cudaLaunchAttribute together{};
+    together.id = cudaLaunchAttributeCooperative;
+    together.val.cooperative = 1;
+    cudaLaunchConfig_t config{};
+    config.gridDim = dim3(static_cast<unsigned>(each * device.attribute(cudaDevAttrMultiProcessorCount)));
+    config.blockDim = dim3(static_cast<unsigned>(threads));
+    config.dynamicSmemBytes = shared_bytes;
+    config.stream = on.stream;
+    config.attrs = &together;
+    config.numAttrs = 1;
+    check(cudaLaunchKernelEx(&config, kernel, static_cast<Parameters>(arguments)...), name);
+}
+
+/// The block's dynamic shared memory, aligned to 16 bytes. All kernels take theirs from here.
+__device__ inline unsigned char* dynamic_shared() {
+    extern __shared__ __align__(16) unsigned char kvpolicy_dynamic_shared[];
+    return kvpolicy_dynamic_shared;
+}
+
+/// Parts of the caller's workspace, in the order in which they are asked for. With no memory it only measures.
+class workspace_parts {
+  public:
+    static constexpr std::size_t alignment = 256;
+
+    explicit workspace_parts(void* memory) : memory_(static_cast<unsigned char*>(memory)) {
+        if (memory_ != nullptr) {
+            const auto address = reinterpret_cast<std::uintptr_t>(memory_);
+            memory_ += (alignment - address % alignment) % alignment;
+        }
+    }
+
+    template <class T>
+    T* take(std::int64_t count) {
+        T* part = memory_ == nullptr ? nullptr : reinterpret_cast<T*>(memory_ + used_);
+        used_ += (static_cast<std::size_t>(count) * sizeof(T) + alignment - 1) / alignment * alignment;
+        return part;
+    }
+
+    /// What a workspace must have, wherever it begins; 0 where nothing was asked for.
+    [[nodiscard]] std::size_t bytes() const { return used_ == 0 ? 0 : used_ + alignment; }
+
+  private:
+    unsigned char* memory_;
+    std::size_t used_ = 0;
+};
+
+}  // namespace cuda_backend
+}  // namespace KVPOLICY_HIDDEN
+}  // namespace kvpolicy

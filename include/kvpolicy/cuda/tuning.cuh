@@ -1,0 +1,38 @@
+// Sizes that depend on the card: a constexpr selector from compute capability to an aggregate. Results never depend on
+// them.
+#pragma once
+
+#include <kvpolicy/cuda/config.cuh>
+
+#include <cstdint>
+
+namespace kvpolicy {
+inline namespace KVPOLICY_CUDA_NAMESPACE KVPOLICY_HIDDEN {
+namespace cuda_backend {
+
+/// Sizes of build_mask's kernels.
+struct mask_tuning {
+    /// Sequences (or packed segments) up to this length are ranked by one block each, in shared memory; longer ones by a
+    /// sort over the whole device. One of the lengths of rank_block_sizes.
+    std::int32_t longest_block_sort;
+    /// Blocks a multiprocessor, at most, of the kernel that walks the lists of runs.
+    std::int32_t list_blocks;
+};
+
+/// `capability` is 10 * major + minor.
+constexpr mask_tuning select_mask_tuning(int capability) {
+    // 16k tokens a block take about 130 KB of shared memory. Cards of 8.6 and 8.9 (and 12.x) lend a block 99 KB.
+    if (capability == 80 || capability == 87 || (capability >= 90 && capability < 120)) {
+        return {16384, 4};
+    }
+    return {4096, 4};
+}
+
+static_assert(select_mask_tuning(90).longest_block_sort == 16384);
+
+/// Keys a block of the expiry kernel decides, one a thread; cutoffs are found beforehand at every multiple of it.
+inline constexpr std::int32_t mask_chunk = 512;
+
+}  // namespace cuda_backend
+}  // namespace KVPOLICY_HIDDEN
+}  // namespace kvpolicy

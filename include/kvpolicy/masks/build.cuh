@@ -1,0 +1,68 @@
+// build_mask and its kin on CUDA: declarations. kvpolicy/cuda.cuh has the bodies; include it where they are instantiated.
+#pragma once
+
+#include <kvpolicy/core/cuda_context.hpp>
+#include <kvpolicy/cuda/config.cuh>
+#include <kvpolicy/masks/build.hpp>
+
+#include <cstddef>
+#include <cstdint>
+
+namespace kvpolicy {
+inline namespace KVPOLICY_CUDA_NAMESPACE KVPOLICY_HIDDEN {
+
+// All calls below: scores, outputs, status, and of `sequences` the arrays lengths and cu_seqlens are device memory. The
+// policy and the numbers by head that it points to (per_head) are host memory, read during the call: a captured graph
+// keeps the numbers of its capture. Work is enqueued on the context's stream; nothing is allocated, nothing waited for,
+// and grids depend on shapes alone. `workspace` is device memory that the call's work uses until it has run: the next
+// call on the same stream may have it.
+//
+// What a host would refuse but a device finds too late: a NaN score ranks last and sets status_nan_score; a length below
+// 0 or over S counts as 0 and sets status_bad_length; cu_seqlens that do not rise from 0 to the length make every segment
+// empty and set status_bad_length for all sequences. `status`, where given, is one word per sequence, OR-ed into.
+//
+// Refused before anything is enqueued: numbers that no policy can have, shapes that disagree, too little workspace.
+// Failing CUDA calls throw kvpolicy::cuda_error.
+
+/// Bytes of device workspace that build_mask needs for `heads` KV heads.
+template <AnyPolicy P>
+std::size_t build_mask_workspace_bytes(const cuda& on, const P& policy, const Sequences& sequences,
+                                       std::int32_t heads, const MaskOptions& options = {});
+
+/// expiry [B, Hkv, S] (int32) from scores [B, Hkv, S] (fp32), the same integers as the host's build_mask with
+/// nan_ranks_last. Overwrites expiry[b][h][t] for t < the sequence's length and nothing else.
+///
+/// Gates and keep parts run in kernels: their `open` and `keeps` must be KVPOLICY_HOST_DEVICE. Decay steps above 1, and
+/// sequences longer than options.rebase_limit with gamma < 1, take one contest after the other, O(S k / 512) a head;
+/// everything else is a sort. Batch * heads * S must be below 2^31 where S is over 16384.
+template <AnyPolicy P>
+void build_mask(const cuda& on, const P& policy, plane_view<const float> scores, const Sequences& sequences,
+                plane_view<expiry_t> expiry, workspace_view workspace, const MaskOptions& options = {},
+                std::uint32_t* status = nullptr);
+
+/// Bytes of device workspace that build_cutoffs needs.
+template <Cutoff C = ParallelCutoff, AnyPolicy P>
+std::size_t build_cutoffs_workspace_bytes(const cuda& on, const P& policy, const Sequences& sequences,
+                                          std::int32_t heads);
+
+/// rank and cutoff [B, Hkv, S], int32, as the host's build_cutoffs writes them, for t < the sequence's length. Another
+/// Cutoff than ParallelCutoff runs on one thread a head, and must be KVPOLICY_HOST_DEVICE (FenwickCutoff and
+/// LinkedCutoff are).
+template <Cutoff C = ParallelCutoff, AnyPolicy P>
+void build_cutoffs(const cuda& on, const P& policy, plane_view<const float> scores,
+                   const Sequences& sequences, plane_view<std::int32_t> rank, plane_view<std::int32_t> cutoff,
+                   workspace_view workspace, std::int32_t layer = 0, std::uint32_t* status = nullptr);
+
+/// Bytes of device workspace that expiry_from_cutoffs needs.
+template <AnyPolicy P>
+std::size_t expiry_from_cutoffs_workspace_bytes(const cuda& on, const P& policy, const Sequences& sequences,
+                                                std::int32_t heads);
+
+/// Expiry from what build_cutoffs wrote, by binary search. The same integers as build_mask.
+template <AnyPolicy P>
+void expiry_from_cutoffs(const cuda& on, const P& policy, plane_view<const std::int32_t> rank,
+                         plane_view<const std::int32_t> cutoff, const Sequences& sequences,
+                         plane_view<expiry_t> expiry, workspace_view workspace, std::int32_t layer = 0);
+
+}  // namespace KVPOLICY_HIDDEN
+}  // namespace kvpolicy

@@ -1,0 +1,335 @@
+// build_mask on CUDA: the host's integers, for every composition, length and order of scores.
+#include <kvpolicy/policies/compose.hpp>
+#include <kvpolicy/policies/decay.hpp>
+#include <kvpolicy/policies/sink.hpp>
+#include <kvpolicy/policies/threshold_gate.hpp>
+#include <kvpolicy/policies/topk_budget.hpp>
+#include <kvpolicy/policies/window.hpp>
+
+#include "../../support/lifetime_cases.hpp"
+#include "../support/mask_check.hpp"
+
+#include <doctest/doctest.h>
+
+#include <cstdint>
+#include <random>
+#include <string>
+#include <vector>
+
+using namespace kvpolicy;
+using namespace test;
+using kvpolicy_test::KeepEvery;
+
+namespace {
+
+// A gate of a user's own, opposite in sign to the library's.
+struct BelowGate {
+    static constexpr part_kind kind = part_kind::gate;
+    float tau = 0.0f;
+    KVPOLICY_HOST_DEVICE constexpr void write(HeadRule& rule, std::int32_t, std::int32_t) const {
+        rule.threshold = tau;
+    }
+    // True for NaN: whether NaN competes is the gate's to say.
+    KVPOLICY_HOST_DEVICE constexpr bool open(float score, const HeadRule& rule) const {
+        return !(score > rule.threshold);
+    }
+};
+
+using Budget = Policy<Sink<>, Window<>, TopKBudget<>, Decay<dynamic>>;
+
+Budget budget(std::int32_t sinks, std::int32_t window, std::int32_t k, float log_gamma = 0.0f,
+              std::int32_t step = 1) {
+    return Budget(Sink<>{sinks}, Window<>{window}, TopKBudget<>{k}, Decay<dynamic>{log_gamma, step});
+}
+
+MaskCase random_case(std::int32_t batch, std::int32_t heads, std::int32_t length, unsigned seed = 1) {
+    MaskCase input{Plane<float>(batch, heads, length), {}, {}, {}};
+    std::mt19937 generator(seed);
+    fill_scores(input.scores, Scores::random, generator);
+    return input;
+}
+
+}  // namespace
+
+TEST_CASE("every composition gives the host's integers") {
+    for (const std::int32_t length : {1, 33, 700, 1500}) {
+        MaskCase input = random_case(2, 3, length, static_cast<unsigned>(length));
+        CAPTURE(length);
+        const Sink<> sink{3};
+        const Window<> window{17};
+        const TopKBudget<> k{40};
+        const ThresholdGate<at_least> gate(0.2f);
+        const ThresholdGate<above> strict(0.2f);
+        const Decay<1> decay(-0.01f);
+        check_mask(Policy<Window<>>(window), input, "window");
+        check_mask(Policy<Sink<>, Window<>>(sink, window), input, "sinks, window");
+        check_mask(Policy<Sink<>, Window<>, KeepEvery>(sink, window, KeepEvery{16}), input,
+                   "sinks, window, keep");
+        check_mask(Policy<Window<>, ThresholdGate<at_least>>(window, gate), input, "window, gate");
+        check_mask(Policy<Sink<>, Window<>, ThresholdGate<above>>(sink, window, strict), input,
+                   "strict gate");
+        check_mask(
+            Policy<Sink<>, Window<>, BelowGate, KeepEvery>(sink, window, BelowGate{-0.5f}, KeepEvery{7}),
+            input, "a user's gate, keep");
+        check_mask(Policy<TopKBudget<>>(k), input, "budget alone");
+        check_mask(Policy<Sink<>, Window<>, TopKBudget<>>(sink, window, k), input, "budget");
+        check_mask(Policy<Sink<>, Window<>, TopKBudget<>, Decay<1>>(sink, window, k, decay), input,
+                   "budget, decay");
+        check_mask(Policy<Sink<>, Window<>, ThresholdGate<above>, TopKBudget<>>(sink, window, strict, k),
+                   input, "capped gate");
+        check_mask(Policy<Sink<>, Window<>, BelowGate, TopKBudget<>, Decay<1>, KeepEvery>(
+                       sink, window, BelowGate{0.4f}, k, decay, KeepEvery{5}),
+                   input, "a user's gate, budget, decay, keep");
+    }
+}
+
+TEST_CASE("lengths around powers of two and the edges of chunks") {
+    for (const std::int32_t length :
+         {0, 1, 2, 31, 32, 33, 127, 128, 129, 511, 512, 513, 1023, 1024, 1025, 2047, 2048, 2049}) {
+        MaskCase input = random_case(1, 2, length, static_cast<unsigned>(length + 7));
+        for (const std::int32_t k : {1, 5, 100}) {
+            check_mask(budget(2, 9, k), input,
+                       "length " + std::to_string(length) + ", k " + std::to_string(k));
+            check_mask(budget(0, 1, k, -0.003f), input,
+                       "decay, length " + std::to_string(length) + ", k " + std::to_string(k));
+        }
+    }
+}
+
+TEST_CASE("long sequences") {
+    for (const std::int32_t length : {4095, 4096, 4097, 16383, 16384, 16385, 40000}) {
+        MaskCase input = random_case(1, 2, length, static_cast<unsigned>(length));
+        check_mask(budget(4, 256, 3836, -0.001f), input, "length " + std::to_string(length));
+        check_mask(budget(4, 64, 100), input, "k = 100, length " + std::to_string(length));
+    }
+}
+
+TEST_CASE("orders of scores that break careless rankings") {
+    std::mt19937 generator(5);
+    for (const std::int32_t length : {600, 3000}) {
+        for (const float log_gamma : {0.0f, -1e-3f, -0.5f, -1e-9f}) {
+            for (const std::int32_t k : {1, 33, 500, 1400}) {
+                const std::string end = ", length " + std::to_string(length) + ", k " + std::to_string(k) +
+                                        ", log gamma " + std::to_string(log_gamma);
+                MaskCase input = random_case(1, 1, length);
+                for (const Scores kind : all_scores) {
+                    fill_scores(input.scores, kind, generator);
+                    check_mask(budget(1, 13, k, log_gamma), input, name(kind) + end);
+                }
+                for (const HardScores kind : all_hard_scores) {
+                    fill_scores(input.scores, kind, log_gamma, generator);
+                    check_mask(budget(1, 13, k, log_gamma), input, name(kind) + end);
+                }
+            }
+        }
+    }
+}
+
+TEST_CASE("budgets of nothing, of everything, and without a limit") {
+    for (const std::int32_t length : {40, 1100}) {
+        MaskCase input = random_case(1, 2, length);
+        for (const std::int32_t k :
+             {0, 1, length - 30, length - 21, length - 20, length - 19, length, length + 5, unlimited}) {
+            const std::string end = ", length " + std::to_string(length) + ", k " + std::to_string(k);
+            check_mask(budget(2, 18, k), input, "budget" + end);
+            check_mask(budget(2, 18, k, -0.1f), input, "decay" + end);
+            check_mask(budget(2, 18, k, -0.1f, 8), input, "survivors" + end);
+        }
+        check_mask(budget(2, unlimited, 3), input, "a window over everything");
+        check_mask(budget(unlimited, 1, 3), input, "sinks only");
+    }
+}
+
+TEST_CASE("numbers by head") {
+    const std::int32_t heads = 5;
+    const std::vector<std::int32_t> sinks{0, 4, 1, 9, 2}, windows{1, 30, 256, 7, 64},
+        budgets{0, 50, unlimited, 1, 700};
+    const std::vector<std::int32_t> steps{1, 1, 1, 16, 1};
+    const std::vector<float> decays{0.0f, -0.01f, -0.2f, -0.05f, 0.0f}, taus{-0.5f, 0.0f, 0.7f, -9.0f, 0.1f};
+    const Policy<Sink<>, Window<>, ThresholdGate<at_least>, TopKBudget<>, Decay<dynamic>> policy(
+        Sink<>{per_head(sinks.data(), 1, heads)}, Window<>{per_head(windows.data(), 1, heads)},
+        ThresholdGate<at_least>(per_head(taus.data(), 1, heads)),
+        TopKBudget<>{per_head(budgets.data(), 1, heads)},
+        Decay<dynamic>(per_head(decays.data(), 1, heads), per_head(steps.data(), 1, heads)));
+    MaskCase input = random_case(2, heads, 2000, 3);
+    check_mask(policy, input, "numbers by head");
+
+    // More heads than one launch's parameters hold.
+    std::vector<std::int32_t> many(300);
+    for (std::size_t h = 0; h < many.size(); ++h) {
+        many[h] = static_cast<std::int32_t>(h % 37);
+    }
+    const Policy<Window<>, TopKBudget<>> wide(Window<>{3}, TopKBudget<>{per_head(many.data(), 1, 300)});
+    MaskCase wide_input = random_case(1, 300, 64, 4);
+    check_mask(wide, wide_input, "300 heads");
+}
+
+TEST_CASE("sequences of different lengths, and packed segments") {
+    for (const float log_gamma : {0.0f, -0.01f}) {
+        for (const std::int32_t step : {1, 4}) {
+            MaskCase input = random_case(5, 2, 1700, 9);
+            input.lengths = {1700, 0, 1, 513, 1024};
+            check_mask(budget(2, 20, 100, log_gamma, step), input, "lengths");
+            input.cu_seqlens = {0, 0, 1, 40, 513, 514, 1300, 1300, 1700};
+            check_mask(budget(2, 20, 100, log_gamma, step), input, "lengths and packed");
+            input.lengths.clear();
+            check_mask(budget(2, 20, 100, log_gamma, step), input, "packed");
+            check_mask(budget(0, 1, 3, log_gamma, step), input, "packed, small budget");
+        }
+    }
+    MaskCase input = random_case(2, 2, 1700, 10);
+    input.cu_seqlens = {0, 600, 1700};
+    check_mask(Policy<Sink<>, Window<>>(Sink<>{3}, Window<>{30}), input, "packed, unranked");
+    check_mask(
+        Policy<Sink<>, Window<>, ThresholdGate<above>>(Sink<>{3}, Window<>{30}, ThresholdGate<above>(0.3f)),
+        input, "packed, gate");
+}
+
+TEST_CASE("contests whose order depends on the query") {
+    for (const std::int32_t step : {2, 7, 64, 5000}) {
+        for (const std::int32_t k : {1, 64, 700}) {
+            MaskCase input = random_case(1, 2, 1500, static_cast<unsigned>(step));
+            const std::string end = ", step " + std::to_string(step) + ", k " + std::to_string(k);
+            check_mask(budget(2, 20, k, -0.05f, step), input, "survivors" + end);
+            std::mt19937 generator(8);
+            for (const Scores kind :
+                 {Scores::equal, Scores::improving, Scores::few_values, Scores::infinities}) {
+                fill_scores(input.scores, kind, generator);
+                check_mask(budget(2, 20, k, -0.05f, step), input, name(kind) + end);
+            }
+            fill_scores(input.scores, HardScores::nan, -0.05f, generator);
+            check_mask(budget(2, 20, k, -0.05f, step), input, "NaN" + end);
+        }
+    }
+    for (const position_t limit : {64, 1000}) {
+        MaskCase input = random_case(1, 2, 1500, 21);
+        input.options.rebase_limit = limit;
+        check_mask(budget(2, 20, 64, -0.05f), input, "rebase at " + std::to_string(limit));
+        check_mask(budget(2, 20, 64), input, "rebase without decay");
+        std::mt19937 generator(8);
+        fill_scores(input.scores, HardScores::nearly_level, -0.05f, generator);
+        check_mask(budget(2, 20, 64, -0.05f), input, "rebase, nearly level");
+    }
+}
+
+TEST_CASE("contests for more places than a thread's registers hold, and around it") {
+    for (const std::int32_t k : {1024, 1025, 2000, 4096, 4097, 5000}) {
+        MaskCase input = random_case(1, 1, 6000, static_cast<unsigned>(k));
+        check_mask(budget(2, 20, k, -0.05f, 7), input, "survivors, k " + std::to_string(k));
+        // All keys equal: the younger loses, whoever holds it.
+        std::mt19937 generator(8);
+        fill_scores(input.scores, Scores::equal, generator);
+        check_mask(budget(2, 20, k, -0.05f, 7), input, "survivors, equal, k " + std::to_string(k));
+    }
+}
+
+TEST_CASE("priorities that agree to more bits than a sort key has") {
+    for (const std::int32_t length : {3000, 20000, 40000}) {
+        for (const float log_gamma : {-1e-3f, -0x1p-10f}) {  // the latter: equal to the last bit
+            MaskCase input = random_case(1, 3, length);
+            std::mt19937 generator(4);
+            for (const HardScores kind : {HardScores::level, HardScores::nearly_level,
+                                          HardScores::minus_infinity, HardScores::masked}) {
+                fill_scores(input.scores, kind, log_gamma, generator);
+                check_mask(budget(2, 20, 300, log_gamma), input,
+                           name(kind) + ", length " + std::to_string(length) + ", log gamma " +
+                               std::to_string(log_gamma));
+            }
+            // Packed, so that runs end with their segment.
+            input.cu_seqlens = {0, 5, length / 2, length};
+            fill_scores(input.scores, HardScores::level, log_gamma, generator);
+            check_mask(budget(2, 20, 300, log_gamma), input, "packed, length " + std::to_string(length));
+        }
+    }
+}
+
+// Small enough for compute-sanitizer: the whole grid sorts runs of several tiles, and single blocks shorter ones.
+TEST_CASE("a few long runs of level priorities") {
+    MaskCase input = random_case(1, 1, 12000);
+    std::mt19937 generator(4);
+    fill_scores(input.scores, HardScores::level, -1e-3f, generator);
+    const auto policy = budget(2, 20, 300, -1e-3f);
+    same(device_mask(policy, input, all_tunings()[1]).expiry, host_mask(policy, input).expiry, 12000,
+         "12000 tokens");
+    MaskCase shorter = random_case(1, 1, 3000);
+    fill_scores(shorter.scores, HardScores::level, -1e-3f, generator);
+    same(device_mask(policy, shorter, all_tunings()[1]).expiry, host_mask(policy, shorter).expiry, 3000,
+         "3000 tokens");
+}
+
+TEST_CASE("lengths and edges in device memory that cannot be") {
+    MaskCase input = random_case(4, 2, 600, 2);
+    input.lengths = {600, -1, 601, 77};
+    for (const cuda_backend::mask_tuning& tuning : all_tunings()) {
+        for (const std::int32_t step : {1, 4}) {
+            const MaskResult got = device_mask(budget(2, 20, 100, -0.1f, step), input, tuning);
+            MaskCase right = input;
+            right.lengths = {600, 0, 0, 77};
+            same(got.expiry, host_mask(budget(2, 20, 100, -0.1f, step), right).expiry, 600, "bad lengths");
+            CHECK(got.status == std::vector<std::uint32_t>{0, status_bad_length, status_bad_length, 0});
+        }
+        MaskCase packed = random_case(1, 1, 600, 2);
+        for (const std::vector<std::int32_t>& edges : {std::vector<std::int32_t>{0, 300, 200, 600},
+                                                       {1, 300, 600},
+                                                       {0, 300, 599},
+                                                       {0, 1 << 30, 600},
+                                                       {0, -5, 600}}) {
+            packed.cu_seqlens = edges;
+            const MaskResult got = device_mask(budget(2, 20, 100, -0.1f), packed, tuning);
+            CHECK(got.expiry == std::vector<expiry_t>(600, untouched));
+            CHECK(got.status == std::vector<std::uint32_t>{status_bad_length});
+        }
+    }
+}
+
+TEST_CASE("ranks and cutoffs are the host's, by every algorithm") {
+    std::mt19937 generator(5);
+    for (const std::int32_t length : {1, 200, 1100, 2600}) {
+        for (const std::int32_t k : {0, 1, 60, 511, 2600, unlimited}) {
+            for (const Scores kind :
+                 {Scores::random, Scores::improving, Scores::worsening, Scores::few_values}) {
+                MaskCase input = random_case(2, 2, length);
+                fill_scores(input.scores, kind, generator);
+                input.lengths = {length, length / 2};
+                const auto policy = budget(2, 31, k, -0.004f);
+                const Sequences on_host = input.sequences(input.lengths.data(), nullptr);
+                Plane<std::int32_t> rank(2, 2, length, untouched), cutoff(2, 2, length, untouched);
+                const Plane<float>& scores = input.scores;
+                Workspace memory(build_cutoffs_workspace_bytes(oracle_context(), policy, on_host, 2));
+                build_cutoffs(oracle_context(), policy, scores.view(), on_host, rank.view(), cutoff.view(),
+                              memory);
+
+                const Device<float> device_scores(scores.data);
+                const Device<std::int32_t> lengths(input.lengths);
+                const Sequences on_device = input.sequences(lengths.data(), nullptr);
+                const kvpolicy::cuda on{};
+                const auto check = [&]<class C>(C, const std::string& algorithm) {
+                    const std::string what = algorithm + ", " + name(kind) + ", length " +
+                                             std::to_string(length) + ", k " + std::to_string(k);
+                    const Device<std::int32_t> got_rank(
+                        std::vector<std::int32_t>(rank.data.size(), untouched));
+                    const Device<std::int32_t> got_cutoff(
+                        std::vector<std::int32_t>(rank.data.size(), untouched));
+                    const Device<unsigned char> workspace(
+                        build_cutoffs_workspace_bytes<C>(on, policy, on_device, 2));
+                    build_cutoffs<C>(on, policy, view_bhs<const float>(device_scores.data(), 2, 2, length),
+                                     on_device, view_bhs(got_rank.data(), 2, 2, length),
+                                     view_bhs(got_cutoff.data(), 2, 2, length), workspace);
+                    same(got_rank.read(), rank.data, length, "rank, " + what);
+                    same(got_cutoff.read(), cutoff.data, length, "cutoff, " + what);
+                    const Device<expiry_t> expiry(std::vector<expiry_t>(rank.data.size(), untouched));
+                    const Device<unsigned char> more(
+                        expiry_from_cutoffs_workspace_bytes(on, policy, on_device, 2));
+                    expiry_from_cutoffs(on, policy,
+                                        view_bhs<const std::int32_t>(got_rank.data(), 2, 2, length),
+                                        view_bhs<const std::int32_t>(got_cutoff.data(), 2, 2, length),
+                                        on_device, view_bhs(expiry.data(), 2, 2, length), more);
+                    same(expiry.read(), host_mask(policy, input).expiry, length, "expiry, " + what);
+                };
+                check(ParallelCutoff{}, "parallel");
+                check(FenwickCutoff{}, "Fenwick");
+                check(LinkedCutoff{}, "linked");
+            }
+        }
+    }
+}

@@ -1,0 +1,130 @@
+// Metrics on CUDA against the host.
+#include <kvpolicy/metrics/metrics.cuh>
+#include <kvpolicy/policies/decay.hpp>
+#include <kvpolicy/policies/sink.hpp>
+#include <kvpolicy/policies/topk_budget.hpp>
+#include <kvpolicy/policies/window.hpp>
+
+#include "../../support/refusal.hpp"
+#include "../support/mask_check.hpp"
+
+#include <doctest/doctest.h>
+
+#include <cmath>
+#include <cstdint>
+#include <random>
+#include <string>
+#include <vector>
+
+using namespace kvpolicy;
+using namespace test;
+
+namespace {
+
+using Budget = Policy<Sink<>, Window<>, TopKBudget<>>;
+
+/// Expiries of a mask, and some that no policy gives: before birth, at birth, beyond the end.
+Plane<expiry_t> mask_of(const Budget& policy, MaskCase& input, bool odd) {
+    Plane<expiry_t> plane(input.scores.batch, input.scores.heads, input.scores.length, 0);
+    plane.data = host_mask(policy, input).expiry;
+    std::mt19937 generator(3);
+    for (std::size_t i = 0; odd && i < plane.data.size(); i += 7) {
+        const expiry_t values[] = {-5, 0, 100, never, static_cast<expiry_t>(generator() % 2000)};
+        plane.data[i] = values[generator() % 5];
+    }
+    return plane;
+}
+
+void check_metrics(const Budget& policy, const Budget& other, MaskCase& input, bool odd,
+                   const std::string& what) {
+    CAPTURE(what);
+    const std::int32_t batch = input.scores.batch, heads = input.scores.heads, length = input.scores.length;
+    const auto planes = static_cast<std::size_t>(batch) * static_cast<std::size_t>(heads);
+    MaskCase second = input;
+    for (float& x : second.scores.data) {
+        x = -x;
+    }
+    const Plane<expiry_t> teacher = mask_of(policy, input, odd);
+    const Plane<expiry_t> student = mask_of(other, second, odd);
+    const host& on_host = oracle_context();
+    const Sequences sequences = input.sequences(input.lengths.data(), nullptr);
+    Plane<std::int32_t> live(batch, heads, length, untouched);
+    std::vector<double> dense(planes), evicted(planes);
+    std::vector<Recall> recall(planes);
+    live_keys(on_host, teacher.view(), sequences, live.view());
+    density(on_host, teacher.view(), sequences, dense.data());
+    evict_ratio(on_host, policy, teacher.view(), sequences, evicted.data());
+    Workspace memory(oracle_recall_workspace_bytes(on_host, teacher.view(), sequences));
+    oracle_recall(on_host, policy, teacher.view(), student.view(), sequences, recall.data(), memory);
+
+    const kvpolicy::cuda on{};
+    const Device<expiry_t> device_teacher(teacher.data);
+    const Device<expiry_t> device_student(student.data);
+    const Device<std::int32_t> lengths(input.lengths);
+    const Device<std::int32_t> got_live(std::vector<std::int32_t>(live.data.size(), untouched));
+    const Device<double> got_dense(planes), got_evicted(planes);
+    const Device<Recall> got_recall(planes);
+    const Sequences of = input.sequences(lengths.data(), nullptr);
+    const auto view = view_bhs<const expiry_t>(device_teacher.data(), batch, heads, length);
+    const auto student_view = view_bhs<const expiry_t>(device_student.data(), batch, heads, length);
+    live_keys(on, view, of, view_bhs(got_live.data(), batch, heads, length));
+    density(on, view, of, got_dense.data());
+    evict_ratio(on, policy, view, of, got_evicted.data());
+    const Device<unsigned char> workspace(oracle_recall_workspace_bytes(on, view, of));
+    oracle_recall(on, policy, view, student_view, of, got_recall.data(), workspace);
+    same(got_live.read(), live.data, length, "live keys, " + what);
+    CHECK(got_dense.read() == dense);
+    CHECK(got_evicted.read() == evicted);
+    const std::vector<Recall> got = got_recall.read();
+    for (std::size_t i = 0; i < planes; ++i) {
+        CAPTURE(i);
+        CHECK(got[i].queries == recall[i].queries);
+        CHECK(std::abs(got[i].mean - recall[i].mean) <= 1e-12 * std::abs(recall[i].mean));
+        CHECK(std::abs(got[i].chance_mean - recall[i].chance_mean) <=
+              1e-12 * std::abs(recall[i].chance_mean));
+        CHECK(got[i].last == recall[i].last);
+        CHECK(got[i].chance_last == recall[i].chance_last);
+    }
+}
+
+}  // namespace
+
+TEST_CASE("live keys, density, evict ratio and recall are the host's") {
+    for (const std::int32_t length : {1, 2, 31, 511, 512, 513, 1700}) {
+        for (const bool odd : {false, true}) {
+            MaskCase input{Plane<float>(2, 3, length), {length, length / 2}, {}, {}};
+            std::mt19937 generator(static_cast<unsigned>(length));
+            fill_scores(input.scores, Scores::random, generator);
+            const std::string what = "length " + std::to_string(length) + (odd ? ", odd" : "");
+            check_metrics(Budget(Sink<>{2}, Window<>{9}, TopKBudget<>{40}),
+                          Budget(Sink<>{2}, Window<>{9}, TopKBudget<>{25}), input, odd, what);
+            check_metrics(Budget(Sink<>{0}, Window<>{1}, TopKBudget<>{0}),
+                          Budget(Sink<>{0}, Window<>{1}, TopKBudget<>{3}), input, odd, what + ", k 0");
+        }
+    }
+}
+
+TEST_CASE("metrics of more heads than one launch's parameters hold, with numbers by head") {
+    std::vector<std::int32_t> windows(300);
+    for (std::size_t h = 0; h < windows.size(); ++h) {
+        windows[h] = 1 + static_cast<std::int32_t>(h % 37);
+    }
+    const Budget policy(Sink<>{1}, Window<>{per_head(windows.data(), 1, 300)}, TopKBudget<>{5});
+    MaskCase input{Plane<float>(2, 300, 64), {}, {}, {}};
+    std::mt19937 generator(1);
+    fill_scores(input.scores, Scores::random, generator);
+    check_metrics(policy, policy, input, false, "300 heads");
+}
+
+TEST_CASE("metrics refuse what does not fit") {
+    const Device<expiry_t> expiry(std::vector<expiry_t>(100, never));
+    const Device<double> out(std::vector<double>(1, 0.0));
+    const kvpolicy::cuda on{};
+    const auto view = view_bhs<const expiry_t>(expiry.data(), 1, 1, 100);
+    const Budget policy(Sink<>{1}, Window<>{4}, TopKBudget<>{5});
+    const Device<Recall> recall(1);
+    CHECK_REFUSED(density(on, view, {1, 101}, out.data()), "sequences.length");
+    CHECK_REFUSED(density(on, view, {1, 100}, nullptr), "out");
+    CHECK_REFUSED(live_keys(on, view, {1, 100}, {}), "live");
+    CHECK_REFUSED(oracle_recall(on, policy, view, view, {1, 100}, recall.data(), {}), "workspace.bytes");
+}
