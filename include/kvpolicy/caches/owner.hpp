@@ -88,7 +88,14 @@ class CacheOwner {
         rebase_limit_ = limit;
     }
 
+    /// One owner a buffer: a cache may be moved, not copied.
+    CacheOwner(const CacheOwner&) = delete;
+    CacheOwner& operator=(const CacheOwner&) = delete;
+    CacheOwner(CacheOwner&&) = default;
+    CacheOwner& operator=(CacheOwner&&) = default;
+
   protected:
+    ~CacheOwner() = default;
     CacheOwner(const CacheShape& shape, const P& policy, const scorer_type* scorers,
                const Attention& attention);
 
