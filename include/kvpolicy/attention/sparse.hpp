@@ -13,7 +13,8 @@
 
 namespace kvpolicy {
 
-/// Bytes of workspace for the attend call with the same arguments.
+/// Bytes of workspace for the attend call with the same arguments, and for every call that differs from it only by fewer
+/// queries or keys: one workspace for the longest call serves them all.
 template <Storage T>
 std::size_t attend_workspace_bytes(const host& on, const Attention& attention,
                                    std::type_identity_t<rows_view<const T>> q, const keys<T>& all,

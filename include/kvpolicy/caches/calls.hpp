@@ -14,6 +14,7 @@
 namespace kvpolicy {
 
 /// Bytes of workspace for step, prefill, propose and commit with at most `count` entries of at most `tokens` tokens.
+/// Refuses counts below 0.
 template <class P, Storage T, template <class, class> class Ref>
 requires CacheRef<Ref<P, T>> std::size_t cache_workspace_bytes(const host& on, const Ref<P, T>& cache,
                                                                std::int32_t count, std::int32_t tokens);

@@ -114,7 +114,8 @@ class DualCache : public CacheOwner<DualCache<P, T>, P, T> {
     /// Bytes of one slab: slab_pages * page_rows * (row of k, row of v, position, score), and alignment.
     [[nodiscard]] std::size_t slab_bytes() const { return slab_bytes_; }
 
-    /// Takes `buffer`, at least bytes().total() long, for the bookkeeping; empties every slot and the pool.
+    /// Takes `buffer`, at least bytes().total() long and of any alignment, for the bookkeeping, the scorer states and the
+    /// spare rows; empties every slot and the pool.
     void bind(const host& on, void* buffer, std::size_t buffer_bytes);
     /// Lends slab_bytes() more to the pool. Refs stay valid. The memory is not written, and must outlive the cache's use.
     void add_slab(const host& on, void* buffer, std::size_t buffer_bytes);

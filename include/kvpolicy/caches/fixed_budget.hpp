@@ -44,13 +44,15 @@ class FixedBudgetCache : public CacheOwner<FixedBudgetCache<P, T>, P, T> {
     explicit FixedBudgetCache(const CacheShape& shape, const P& policy = P{},
                               const scorer_type* scorers = nullptr, const Attention& attention = {});
 
-    /// Rows of one sequence in one layer, over all heads (with spare rows and page rounding).
+    /// Rows of one sequence in one layer, over all heads (with spare rows and page rounding). Needs no bind().
     [[nodiscard]] std::int64_t rows(std::int32_t layer) const {
+        this->check_layer(layer);
         return row_offset_[offset_index(layer, this->shape_.kv_heads)];
     }
 
-    /// Takes `buffer`, at least bytes().total() long and aligned to 64 bytes, and empties every slot. Only the
-    /// bookkeeping is written. The buffer stays the caller's and must outlive the cache's use.
+    /// Takes `buffer`, at least bytes().total() long, and empties every slot. Any alignment will do: bytes() includes the
+    /// room to align it. The bookkeeping and the scorer states are written, keys and values are not. The buffer stays the
+    /// caller's and must outlive the cache's use.
     void bind(const host& on, void* buffer, std::size_t buffer_bytes);
 
     /// The layer's view, for the calls of caches/calls.hpp. Valid until the next bind.

@@ -110,6 +110,7 @@ class CacheOwner {
     void require_bound() const;
     void require_slot(std::int32_t slot, const char* name = "slot") const;
     void require_layer(std::int32_t layer) const;
+    void check_layer(std::int32_t layer) const;
     template <class PagesNeeded>
     bool drop(const std::int32_t* slots, std::int32_t count, PagesNeeded&& needed,
               std::uint32_t* status) const;

@@ -2,6 +2,7 @@
 #pragma once
 
 #include <kvpolicy/core/config.hpp>
+#include <kvpolicy/core/error.hpp>
 
 #include <atomic>
 #include <condition_variable>
@@ -9,8 +10,10 @@
 #include <exception>
 #include <memory>
 #include <mutex>
+#include <system_error>
 #include <thread>
 #include <type_traits>
+#include <utility>
 #include <vector>
 
 namespace kvpolicy::detail {
@@ -18,37 +21,55 @@ namespace kvpolicy::detail {
 /// Runs index ranges on `threads` threads (the caller is one of them). One range at a time: concurrent callers of one
 /// pool are serialised. A worker spins a moment before it sleeps, since a decode step asks for a range every few
 /// microseconds. What an index throws is thrown again to the caller, the lowest index first, after all have ended.
+///
+/// A range that an index asks for runs on the thread of that index, one after the other, under that thread's number: the
+/// pool is busy with the outer range. (A cycle through the workers of a second pool is not noticed, and hangs.)
 class thread_pool {
   public:
-    explicit thread_pool(int threads) {
+    /// Refuses where the system gives fewer threads than that; without exceptions std::thread itself ends the process then.
+    explicit thread_pool(int threads)
+        : thread_pool(threads, [](auto&& work) { return std::thread(std::forward<decltype(work)>(work)); }) {}
+
+    /// The same with start(work) in the place of std::thread(work), for tests.
+    template <class Start>
+    thread_pool(int threads, const Start& start) {
         workers_.reserve(static_cast<std::size_t>(threads > 1 ? threads - 1 : 0));
-        for (int i = 1; i < threads; ++i) {
-            workers_.emplace_back([this, i] { work(i); });
+#if KVPOLICY_EXCEPTIONS
+        try {
+            start_workers(threads, start);
+        } catch (const std::system_error&) {
+            stop();
+            refuse("host threads", threads,
+                   text("no more than the system allows, and the system gave ", this->threads()));
+        } catch (...) {
+            stop();
+            throw;
         }
+#else
+        start_workers(threads, start);
+#endif
     }
     thread_pool(const thread_pool&) = delete;
     thread_pool& operator=(const thread_pool&) = delete;
 
-    ~thread_pool() {
-        {
-            const std::lock_guard lock(mutex_);
-            stopping_ = true;
-            generation_.fetch_add(1, std::memory_order_release);
-        }
-        wake_.notify_all();
-        for (std::thread& worker : workers_) {
-            worker.join();
-        }
-    }
+    ~thread_pool() { stop(); }
 
     [[nodiscard]] int threads() const { return static_cast<int>(workers_.size()) + 1; }
 
     /// Calls body(i), or body(i, thread) with 0 <= thread < threads(), for every i in [0, count), in any order, on all
-    /// threads. `thread` tells which memory of its own an index may use.
+    /// threads. `thread` tells which memory of its own an index may use. From inside a body: all on the calling thread.
     template <class Body>
     void parallel_for(std::int64_t count, Body&& body) {
         if (count <= 0) {
             return;
+        }
+        for (const inside* range = innermost; range != nullptr; range = range->outer) {
+            if (range->pool == this) {
+                for (std::int64_t i = 0; i < count; ++i) {
+                    call(body, i, range->thread);
+                }
+                return;
+            }
         }
         if (workers_.empty() || count == 1) {
             for (std::int64_t i = 0; i < count; ++i) {
@@ -95,6 +116,33 @@ class thread_pool {
   private:
     static constexpr int spin_limit = 2000;
 
+    /// A range that the present thread runs indices of, and the one that it was asked for from.
+    struct inside {
+        const thread_pool* pool;
+        int thread;
+        const inside* outer;
+    };
+    static inline constinit thread_local const inside* innermost = nullptr;
+
+    template <class Start>
+    void start_workers(int threads, const Start& start) {
+        for (int i = 1; i < threads; ++i) {
+            workers_.push_back(start([this, i] { work(i); }));
+        }
+    }
+
+    void stop() {
+        {
+            const std::lock_guard lock(mutex_);
+            stopping_ = true;
+            generation_.fetch_add(1, std::memory_order_release);
+        }
+        wake_.notify_all();
+        for (std::thread& worker : workers_) {
+            worker.join();
+        }
+    }
+
     template <class Body>
     static void call(Body& body, std::int64_t i, int thread) {
         if constexpr (std::is_invocable_v<Body&, std::int64_t, int>) {
@@ -111,6 +159,8 @@ class thread_pool {
     }
 
     void drain(int thread) {
+        const inside range{this, thread, innermost};
+        innermost = &range;
         for (std::int64_t i; (i = next_.fetch_add(1, std::memory_order_relaxed)) < count_;) {
 #if KVPOLICY_EXCEPTIONS
             try {
@@ -126,6 +176,7 @@ class thread_pool {
             job_(context_, i, thread);
 #endif
         }
+        innermost = range.outer;
     }
 
     void work(int thread) {

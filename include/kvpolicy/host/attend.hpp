@@ -29,22 +29,37 @@ template <Storage T>
 struct attend_plan {
     std::int32_t tile, tiles, splits;
     std::int64_t heads, rows;
-    std::size_t scratch, out, lse;  // bytes: one thread's scratch, one partial result
+    std::size_t scratch, out, lse;  // bytes: one thread's scratch, one tile's partial results
+    std::size_t partial = 0;        // the most bytes of partial results of this call and of shorter ones
 
     attend_plan(const attention_shape& shape, std::int32_t batch, std::int32_t kv_heads, std::int32_t group,
                 std::int32_t queries, std::int64_t key_rows, bool may_split) {
+        const auto out_bytes = [&](std::int64_t parts) {
+            return aligned_size(static_cast<std::size_t>(parts * rows * shape.dim_v) * sizeof(compute_t<T>));
+        };
+        const auto lse_bytes = [&](std::int64_t parts) {
+            return aligned_size(static_cast<std::size_t>(parts * rows) * sizeof(float));
+        };
         tile = std::min(attend_tile<T>(shape, group), std::max(queries, 1));
         tiles = (queries + tile - 1) / tile;
         heads = std::int64_t{batch} * kv_heads;
         splits = may_split ? attend_splits(heads * tiles, key_rows) : 1;
         rows = std::int64_t{tile} * group;
         scratch = aligned_size(attend_scratch_bytes<T>(shape, group, tile, key_rows));
-        out = aligned_size(static_cast<std::size_t>(splits * rows * shape.dim_v) * sizeof(compute_t<T>));
-        lse = aligned_size(static_cast<std::size_t>(splits * rows) * sizeof(float));
+        out = out_bytes(splits);
+        lse = lse_bytes(splits);
+        // With fewer tiles each is split into more parts, so a shorter call may need more than this one. Fewer keys, or
+        // fewer queries in the same number of tiles, never do. Beyond so many tiles nothing is split.
+        for (std::int64_t few = 1; may_split && few <= tiles && heads * few < enough_attend_tasks; ++few) {
+            const std::int64_t parts = attend_splits(heads * few, key_rows);
+            const std::size_t needed =
+                static_cast<std::size_t>(heads * few) * (out_bytes(parts) + lse_bytes(parts));
+            partial = parts > 1 ? std::max(partial, needed) : partial;
+        }
     }
 
+    /// For this call and all shorter ones.
     std::size_t bytes(int threads) const {
-        const std::size_t partial = splits > 1 ? static_cast<std::size_t>(heads * tiles) * (out + lse) : 0;
         return static_cast<std::size_t>(threads) * scratch + partial + alignment;
     }
 };

@@ -36,15 +36,18 @@ std::int32_t attend_tile(const attention_shape& shape, std::int32_t group) {
     return std::max(rows / std::max(group, 1), 1);
 }
 
+/// As many tasks as keep any machine busy enough: none is split then.
+inline constexpr std::int64_t enough_attend_tasks = 32;
+
 /// Into how many parts a call that has `tasks` (KV head, tile) pairs should split each one's `keys`, so that few long
 /// tasks can use several threads: 1 where there are enough tasks or few keys. Depends on sizes only, never on threads.
 inline std::int32_t attend_splits(std::int64_t tasks, std::int64_t keys) {
-    constexpr std::int64_t enough_tasks = 32;
     constexpr std::int64_t least_keys = 2048;
-    if (tasks <= 0 || tasks >= enough_tasks) {
+    if (tasks <= 0 || tasks >= enough_attend_tasks) {
         return 1;
     }
-    return static_cast<std::int32_t>(std::clamp<std::int64_t>(keys / least_keys, 1, enough_tasks / tasks));
+    return static_cast<std::int32_t>(
+        std::clamp<std::int64_t>(keys / least_keys, 1, enough_attend_tasks / tasks));
 }
 
 /// Bytes of scratch for attend_head and attend_head_split on ranges of up to `count` queries. Any alignment will do. No

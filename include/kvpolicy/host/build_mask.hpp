@@ -76,22 +76,6 @@ void check_scores(const P& policy, plane_view<const float> scores, const Sequenc
     }
 }
 
-/// A plane that a call writes, or reads beside one: [batch, heads, at least length].
-template <class T>
-void check_plane(const char* name, plane_view<T> plane, std::int32_t batch, std::int32_t heads,
-                 std::int32_t length) {
-    detail::require(
-        plane.batch == batch && plane.heads == heads && plane.length >= length,
-        [&] { return detail::text(name, ".length"); }, plane.length,
-        [&] {
-            return detail::text(length, " or more, for ", batch, " sequences of ", heads, " heads (it has ",
-                                plane.batch, " of ", plane.heads, ")");
-        });
-    detail::require(
-        plane.data != nullptr || batch == 0 || heads == 0 || length == 0,
-        [&] { return detail::text(name, ".data"); }, "null", "a pointer to its numbers");
-}
-
 template <class P>
 void check_mask_call(const P& policy, plane_view<const float> scores, const Sequences& sequences,
                      std::int32_t batch, std::int32_t heads, std::int32_t length, std::int32_t layer) {
@@ -196,7 +180,7 @@ void build_mask(const host& on, const P& policy, plane_view<const float> scores,
     auto* storage = capacity == 0
                         ? nullptr
                         : reinterpret_cast<detail::contestant*>(host_backend::aligned(workspace.data));
-    // One task per sequence: the heads of a sequence share its status word.
+    // One task per sequence and head; the heads of a sequence share its status word.
     on.parallel_for(std::int64_t{sequences.batch} * heads, [&](std::int64_t task) {
         const auto b = static_cast<std::int32_t>(task / heads);
         const auto h = static_cast<std::int32_t>(task % heads);

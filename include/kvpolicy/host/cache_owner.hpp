@@ -12,10 +12,10 @@ namespace kvpolicy {
 
 namespace host_backend {
 
-/// The state floats of a scorer, 0 for a stateless one.
-template <class S>
-std::int64_t state_floats(const S& scorer) {
-    if constexpr (StatefulScorer<S>) {
+/// The state floats of a policy's scorer: 0 for a stateless one, and for one that nothing asks.
+template <AnyPolicy P>
+std::int64_t state_floats([[maybe_unused]] const typename P::scorer_type& scorer) {
+    if constexpr (P::ranked && StatefulScorer<typename P::scorer_type>) {
         return static_cast<std::int64_t>(scorer.state_size());
     } else {
         return 0;
@@ -75,7 +75,7 @@ typename CacheOwner<Derived, P, T>::common_plan CacheOwner<Derived, P, T>::plan_
     const auto slots = static_cast<std::size_t>(shape_.slots);
     const std::size_t heads = slots * static_cast<std::size_t>(shape_.kv_heads);
     const std::size_t state_bytes =
-        heads * static_cast<std::size_t>(host_backend::state_floats(scorer_of(layer))) * sizeof(float);
+        heads * static_cast<std::size_t>(host_backend::state_floats<P>(scorer_of(layer))) * sizeof(float);
     common_plan plan{};
     plan.state = memory.take(state_bytes);
     plan.kept = memory.take(heads * sizeof(std::int32_t));
@@ -106,7 +106,7 @@ void CacheOwner<Derived, P, T>::fill(LayerRef<P, T>& ref, std::int32_t layer, co
     ref.proposed = at<std::int32_t>(plan.proposed);
     ref.state = at<float>(plan.state);
     ref.scorer = scorer_of(layer);
-    ref.state_size = host_backend::state_floats(ref.scorer);
+    ref.state_size = host_backend::state_floats<P>(ref.scorer);
     ref.gate = policy_.gate();
     ref.keep = policy_.keep();
 }
@@ -131,7 +131,7 @@ void CacheOwner<Derived, P, T>::reset(const LayerRef<P, T>& ref, std::int32_t sl
             ref.pinned[index] = 0;
         }
         ref.victim[index] = -1;
-        if constexpr (StatefulScorer<scorer_type>) {
+        if constexpr (P::ranked && StatefulScorer<scorer_type>) {
             ref.scorer.reset(ref.state + index * ref.state_size);
         }
     }
@@ -152,6 +152,11 @@ void CacheOwner<Derived, P, T>::require_slot(std::int32_t slot, const char* name
 template <class Derived, AnyPolicy P, Storage T>
 void CacheOwner<Derived, P, T>::require_layer(std::int32_t layer) const {
     require_bound();
+    check_layer(layer);
+}
+
+template <class Derived, AnyPolicy P, Storage T>
+void CacheOwner<Derived, P, T>::check_layer(std::int32_t layer) const {
     detail::require(layer >= 0 && layer < shape_.layers, "layer", layer,
                     [&] { return detail::text("0 to ", shape_.layers - 1); });
 }

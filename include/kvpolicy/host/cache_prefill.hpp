@@ -80,10 +80,10 @@ inline std::int32_t relative(position_t t, position_t base) {
 
 /// Runs the chunk's contests without touching the cache, and fills the plan.
 template <class Cache, class T>
-void decide_chunk(const Cache& cache, std::int32_t slot, std::int32_t head, std::int32_t tokens,
-                  [[maybe_unused]] rows_view<const T> k, [[maybe_unused]] rows_view<const T> v,
-                  [[maybe_unused]] std::int32_t entry, [[maybe_unused]] const float* given,
-                  const chunk_plan& plan) {
+void decide_chunk([[maybe_unused]] isa set, const Cache& cache, std::int32_t slot, std::int32_t head,
+                  std::int32_t tokens, [[maybe_unused]] rows_view<const T> k,
+                  [[maybe_unused]] rows_view<const T> v, [[maybe_unused]] std::int32_t entry,
+                  [[maybe_unused]] const float* given, const chunk_plan& plan) {
     using P = typename Cache::policy_type;
     using S = typename P::scorer_type;
     const head_state<Cache> rows(cache, slot, head);
@@ -131,7 +131,7 @@ void decide_chunk(const Cache& cache, std::int32_t slot, std::int32_t head, std:
         if constexpr (P::ranked && S::when == score_time::on_arrival) {
             // A sink is never scored, and neither is a key that is kept for its position.
             const auto from = static_cast<std::int32_t>(std::clamp<position_t>(rule.sinks - base, 0, tokens));
-            scorer_input<S, T> input(cache.scorer, head, cache.dim_k, cache.dim_v, scratch);
+            scorer_input<S, T> input(set, cache.scorer, head, cache.dim_k, cache.dim_v, scratch);
             input.score_all(k.row(entry, head, from), k.row_stride, v.row(entry, head, from), v.row_stride,
                             tokens - from, plan.score + from);
             for (std::int32_t j = from; j < tokens; ++j) {
@@ -146,7 +146,7 @@ void decide_chunk(const Cache& cache, std::int32_t slot, std::int32_t head, std:
         for (std::int32_t j = 0; j < tokens; ++j) {
             const position_t q = base + j;
             if constexpr (P::ranked && S::when == score_time::on_leaving) {
-                scorer_input<S, T> input(cache.scorer, head, cache.dim_k, cache.dim_v, scratch);
+                scorer_input<S, T> input(set, cache.scorer, head, cache.dim_k, cache.dim_v, scratch);
                 input.absorb(state, k.row(entry, head, j), v.row(entry, head, j));
             }
             const position_t u = q - rule.window;
@@ -159,7 +159,7 @@ void decide_chunk(const Cache& cache, std::int32_t slot, std::int32_t head, std:
             float score = 0.0f;
             if constexpr (P::ranked && S::when == score_time::on_leaving) {
                 if (!pinned) {
-                    scorer_input<S, T> input(cache.scorer, head, cache.dim_k, cache.dim_v, scratch);
+                    scorer_input<S, T> input(set, cache.scorer, head, cache.dim_k, cache.dim_v, scratch);
                     score = input.read(state, key_at(u), value_at(u));
                 }
                 if (score != score) {
@@ -320,8 +320,8 @@ class chunk_pass {
     void decide(const Batch& batch, const Source& source) const {
         for_each_head(batch, [&](std::int32_t i, std::int32_t h) {
             const chunk_source<T> from = source(i, h);
-            decide_chunk(cache_, batch.slot(i), h, batch.tokens(i), from.k, from.v, i, from.scores,
-                         plan(i, h));
+            decide_chunk(on_.instructions(), cache_, batch.slot(i), h, batch.tokens(i), from.k, from.v, i,
+                         from.scores, plan(i, h));
         });
         refuse_bad(batch);
     }
@@ -378,6 +378,8 @@ template <class P, Storage T, template <class, class> class Ref>
 requires CacheRef<Ref<P, T>> std::size_t cache_workspace_bytes(const host& on, const Ref<P, T>& cache,
                                                                std::int32_t count, std::int32_t tokens) {
     namespace hb = host_backend;
+    detail::require(count >= 0, "count", count, "0 or more");
+    detail::require(tokens >= 0, "tokens", tokens, "0 or more");
     const std::size_t heads = static_cast<std::size_t>(count) * static_cast<std::size_t>(cache.kv_heads);
     const std::size_t step_bytes = heads * hb::step_task_bytes(cache) + hb::decode_bytes(on, cache, count);
     const std::size_t chunk_bytes = hb::chunk_pass<Ref<P, T>>::bytes(on, cache, count, tokens);

@@ -238,7 +238,7 @@ std::uint64_t CacheOwner<Derived, P, T>::fingerprint() const {
     sum.number(P::ranked ? static_cast<std::int32_t>(scorer_type::when) : -1);
     for (std::int32_t layer = 0; layer < shape_.layers; ++layer) {
         const scorer_type scorer = scorer_of(layer);
-        sum.number(host_backend::state_floats(scorer));
+        sum.number(host_backend::state_floats<P>(scorer));
         if constexpr (requires { scorer.fingerprint(); }) {
             sum.number(static_cast<std::uint64_t>(scorer.fingerprint()));
         }

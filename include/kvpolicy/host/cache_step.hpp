@@ -44,8 +44,9 @@ void step(const host& on, const Ref<P, T>& cache, const Batch& all, input_rows<T
                 return;
             }
             const float* given = extras.scores ? extras.scores.head(i, h) : nullptr;
-            found(task) = hb::score_step(cache, all.slot(i), h, k.row(i, h, 0), v.row(i, h, 0), given,
-                                         task_memory(task) + hb::aligned_size(sizeof(hb::step_scores)));
+            found(task) =
+                hb::score_step(on.instructions(), cache, all.slot(i), h, k.row(i, h, 0), v.row(i, h, 0),
+                               given, task_memory(task) + hb::aligned_size(sizeof(hb::step_scores)));
         });
         // Refused from here and not from a task: without exceptions a handler may jump out of the call.
         for (std::int64_t task = 0; task < tasks; ++task) {

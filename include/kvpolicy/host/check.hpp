@@ -89,6 +89,42 @@ void check_rows(const char* name, rows_view<T> view, std::int32_t batch, std::in
                     "a pointer to its elements");
 }
 
+/// A plane of a call: [batch, heads, at least length].
+template <class T>
+void check_plane(const char* name, plane_view<T> view, std::int32_t batch, std::int32_t heads,
+                 std::int32_t length) {
+    const bool fits = view.batch == batch && view.heads == heads && view.length >= length;
+    if (!fits) {
+        detail::refuse(name, detail::text(view.batch, " x ", view.heads, " x ", view.length),
+                       detail::text(batch, " x ", heads, " x at least ", length));
+    }
+    detail::require(view.data != nullptr || batch == 0 || heads == 0 || length == 0, name, "null",
+                    "a pointer to its numbers");
+}
+
+/// The first entry whose slot an entry before it names too, or `count`. All slots are in [0, slots). One pass over the
+/// entries for every 4096 slots, and no memory but the stack's.
+inline std::int32_t first_named_twice(const std::int32_t* named, std::int32_t count, std::int32_t slots) {
+    constexpr std::int32_t range = 4096, word_bits = 64;
+    std::int32_t first = count;
+    for (std::int32_t begin = 0; begin < slots; begin += std::min(range, slots - begin)) {
+        std::uint64_t seen[range / word_bits];
+        std::fill_n(seen, (std::min(range, slots - begin) + word_bits - 1) / word_bits, std::uint64_t{0});
+        for (std::int32_t i = 0; i < first; ++i) {
+            const std::int32_t slot = named[i] - begin;
+            if (slot < 0 || slot >= range) {
+                continue;
+            }
+            const std::uint64_t bit = std::uint64_t{1} << (slot % word_bits);
+            if ((seen[slot / word_bits] & bit) != 0) {
+                first = i;
+            }
+            seen[slot / word_bits] |= bit;
+        }
+    }
+    return first;
+}
+
 /// Slots and token counts of a batch. Returns the largest token count.
 inline std::int32_t check_batch(const Batch& batch, std::int32_t slots, std::int32_t most,
                                 const char* most_name) {
@@ -96,7 +132,7 @@ inline std::int32_t check_batch(const Batch& batch, std::int32_t slots, std::int
         detail::refuse("batch.count", batch.count, detail::text("0 to the cache's slots, ", slots));
     }
     const auto refuse = [](std::int32_t i, const char* what, std::int32_t value, const std::string& allowed) {
-        detail::refuse((what + detail::text("[", i, "]")).c_str(), value, allowed);
+        detail::refuse(detail::text(what, "[", i, "]").c_str(), value, allowed);
     };
     std::int32_t longest = 0;
     for (std::int32_t i = 0; i < batch.count; ++i) {
@@ -106,12 +142,13 @@ inline std::int32_t check_batch(const Batch& batch, std::int32_t slots, std::int
         if (batch.tokens(i) < 0 || batch.tokens(i) > most) {
             refuse(i, "batch tokens", batch.tokens(i), detail::text("0 to ", most, " (", most_name, ")"));
         }
-        for (std::int32_t j = 0; batch.slots != nullptr && j < i; ++j) {
-            if (batch.slots[j] == batch.slots[i]) {
-                refuse(i, "batch.slots", batch.slots[i], "a slot that no other entry names");
-            }
-        }
         longest = std::max(longest, batch.tokens(i));
+    }
+    if (batch.slots != nullptr && batch.count > 1) {
+        const std::int32_t twice = first_named_twice(batch.slots, batch.count, slots);
+        if (twice < batch.count) {
+            refuse(twice, "batch.slots", batch.slots[twice], "a slot that no other entry names");
+        }
     }
     return longest;
 }
@@ -119,8 +156,9 @@ inline std::int32_t check_batch(const Batch& batch, std::int32_t slots, std::int
 /// The plane for log-sum-exps, where one is given.
 inline void check_lse(plane_view<float> lse, std::int32_t batch, std::int32_t query_heads,
                       std::int32_t length) {
-    detail::require(!lse || (lse.batch == batch && lse.heads == query_heads && lse.length >= length),
-                    "lse.length", lse.length, "the shape of q without its last dimension");
+    if (lse) {
+        check_plane("lse", lse, batch, query_heads, length);
+    }
 }
 
 /// Looks at many numbers with all threads: good(i, false) for every i in [0, count). The first i that is not good is asked

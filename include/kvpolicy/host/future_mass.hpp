@@ -30,13 +30,14 @@ void check_mass_call(rows_view<const T> q, rows_view<const T> k, plane_view<cons
     detail::require(sequences.cu_seqlens == nullptr, "sequences.cu_seqlens", "given", "null");
     detail::require(k.batch == q.batch, "k.batch", k.batch, detail::text("q.batch = ", q.batch));
     detail::require(k.length >= sequences.length, "k.length", k.length,
-                    detail::text("at least sequences.length = ", sequences.length));
+                    [&] { return detail::text("at least sequences.length = ", sequences.length); });
     detail::require(k.heads >= 1 && q.heads % k.heads == 0, "q.heads", q.heads,
-                    detail::text("a multiple of k.heads = ", k.heads));
+                    [&] { return detail::text("a multiple of k.heads = ", k.heads); });
     detail::require(q.dim == k.dim && head_dim_supported(q.dim), "head_dim", q.dim,
                     detail::text("that of k (", k.dim, "), a multiple of 8 up to ", max_head_dim));
-    detail::require(lse.batch == q.batch && lse.heads == q.heads && lse.length >= sequences.length,
-                    "lse.length", lse.length, "the shape of q without its last dimension");
+    check_rows("q", q, q.batch, q.heads, sequences.length, q.dim);
+    check_rows("k", k, q.batch, k.heads, sequences.length, k.dim);
+    check_plane("lse", lse, q.batch, q.heads, sequences.length);
 }
 
 template <class T>
@@ -137,8 +138,7 @@ void future_mass(const host& on, const Attention& attention, rows_view<const T> 
     namespace hb = host_backend;
     hb::check_attention(attention);
     hb::check_mass_call(q, k, lse, sequences);
-    detail::require(target.batch == q.batch && target.heads == k.heads && target.length >= sequences.length,
-                    "target.length", target.length, "[B, Hkv, S] as k's");
+    hb::check_plane("target", target, q.batch, k.heads, sequences.length);
     detail::require(options.beta >= 1.0f, "beta", options.beta, "1 to infinity");
     detail::require(options.epsilon >= 0.0f, "epsilon", options.epsilon, "0 or more");
     detail::require(options.look_ahead >= 0, "look_ahead", options.look_ahead,
@@ -197,7 +197,9 @@ void future_mass(const host& on, const Attention& attention, rows_view<const T> 
         if (begin >= length) {
             return;
         }
-        const std::int32_t window = options.window.at(options.layer, static_cast<std::int32_t>(h / group));
+        // A window beyond the sequence hides all of it; how far beyond does not matter, and has no room in 32 bits.
+        const std::int32_t window =
+            std::min(options.window.at(options.layer, static_cast<std::int32_t>(h / group)), length);
         hb::mass_tile(on.instructions(), shape, q.row(b, h, length - 1), q.row_stride, k.row(b, h / group, 0),
                       k.row_stride, bias_of(head), options.look_ahead == unlimited ? nullptr : expiry_of(b),
                       length, window, largest, begin, std::min(length, begin + tile), sums_of(head) + begin,

@@ -22,7 +22,7 @@ std::size_t step_task_bytes(const Cache& cache) {
 
 /// Scores of one (entry, head), computed without writing to the cache: a stateful scorer absorbs into a copy.
 template <class Cache, class T>
-step_scores score_step(const Cache& cache, std::int32_t slot, std::int32_t head,
+step_scores score_step([[maybe_unused]] isa set, const Cache& cache, std::int32_t slot, std::int32_t head,
                        [[maybe_unused]] const T* key, [[maybe_unused]] const T* value,
                        [[maybe_unused]] const float* given, [[maybe_unused]] std::byte* memory) {
     using S = typename Cache::scorer_type;
@@ -41,7 +41,7 @@ step_scores score_step(const Cache& cache, std::int32_t slot, std::int32_t head,
     } else {
         std::byte* scratch =
             memory + aligned_size(static_cast<std::size_t>(cache.state_size) * sizeof(float));
-        scorer_input<S, T> input(cache.scorer, head, cache.dim_k, cache.dim_v, scratch);
+        scorer_input<S, T> input(set, cache.scorer, head, cache.dim_k, cache.dim_v, scratch);
         if constexpr (S::when == score_time::on_arrival) {
             if (q >= rows.rule.sinks && !rows.keeps(q)) {
                 scores.arriving = input.score(key, value);

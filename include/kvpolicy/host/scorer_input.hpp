@@ -24,9 +24,11 @@ class scorer_input {
     static std::size_t bytes(const S& scorer, std::int32_t dim_k, std::int32_t dim_v) {
         return rows_bytes(dim_k) + rows_bytes(dim_v) + aligned_size(scratch_floats(scorer) * sizeof(float));
     }
-    scorer_input(const S& scorer, std::int32_t head, std::int32_t dim_k, std::int32_t dim_v,
+    /// `set` goes to the scorer where it takes one: built-in ones do, a user's own need not.
+    scorer_input(isa set, const S& scorer, std::int32_t head, std::int32_t dim_k, std::int32_t dim_v,
                  std::byte* memory)
-        : scorer_(scorer),
+        : set_(set),
+          scorer_(scorer),
           head_(head),
           dim_k_(dim_k),
           dim_v_(dim_v),
@@ -36,7 +38,7 @@ class scorer_input {
 
     float score(const T* k, const T* v) {
         load(k, v, 0);
-        return static_cast<float>(scorer_.score(head_, k_, v_, scratch_));
+        return score_loaded();
     }
     /// Scores tokens [0, count) of rows `stride` apart.
     void score_all(const T* k, std::int64_t k_stride, const T* v, std::int64_t v_stride, std::int32_t count,
@@ -47,19 +49,27 @@ class scorer_input {
                 load(k + (begin + r) * k_stride, v + (begin + r) * v_stride, r);
             }
             if constexpr (BlockScorer<S>) {
-                scorer_.score_block(head_, rows, k_, v_, scores + begin, scratch_, detected_isa());
+                scorer_.score_block(head_, rows, k_, v_, scores + begin, scratch_, set_);
             } else {
-                scores[begin] = static_cast<float>(scorer_.score(head_, k_, v_, scratch_));
+                scores[begin] = score_loaded();
             }
         }
     }
     void absorb(float* state, const T* k, const T* v) {
         load(k, v, 0);
-        scorer_.absorb(head_, state, k_, v_, scratch_);
+        if constexpr (requires { scorer_.absorb(head_, state, k_, v_, scratch_, set_); }) {
+            scorer_.absorb(head_, state, k_, v_, scratch_, set_);
+        } else {
+            scorer_.absorb(head_, state, k_, v_, scratch_);
+        }
     }
     float read(const float* state, const T* k, const T* v) {
         load(k, v, 0);
-        return static_cast<float>(scorer_.read(head_, state, k_, v_, scratch_));
+        if constexpr (requires { scorer_.read(head_, state, k_, v_, scratch_, set_); }) {
+            return static_cast<float>(scorer_.read(head_, state, k_, v_, scratch_, set_));
+        } else {
+            return static_cast<float>(scorer_.read(head_, state, k_, v_, scratch_));
+        }
     }
 
   private:
@@ -75,10 +85,18 @@ class scorer_input {
             return scorer.scratch_size();
         }
     }
+    float score_loaded() {
+        if constexpr (requires { scorer_.score(head_, k_, v_, scratch_, set_); }) {
+            return static_cast<float>(scorer_.score(head_, k_, v_, scratch_, set_));
+        } else {
+            return static_cast<float>(scorer_.score(head_, k_, v_, scratch_));
+        }
+    }
     void load(const T* k, const T* v, std::int32_t r) {
         convert_row(k, dim_k_, k_ + std::int64_t{r} * dim_k_);
         convert_row(v, dim_v_, v_ + std::int64_t{r} * dim_v_);
     }
+    isa set_;
     const S& scorer_;
     std::int32_t head_, dim_k_, dim_v_;
     float* k_;

@@ -18,10 +18,8 @@ namespace kvpolicy {
 inline void live_keys(const host& on, plane_view<const expiry_t> expiry, const Sequences& sequences,
                       plane_view<std::int32_t> live) {
     host_backend::check_sequences(sequences, expiry.batch, expiry.length);
-    detail::require(
-        live.batch == expiry.batch && live.heads == expiry.heads && live.length >= sequences.length,
-        "live.length", live.length, "the shape of expiry");
-    host_backend::check_metric("live.data", live.data, expiry.batch, sequences.length);
+    host_backend::check_plane("expiry", expiry, expiry.batch, expiry.heads, sequences.length);
+    host_backend::check_plane("live", live, expiry.batch, expiry.heads, sequences.length);
     on.parallel_for(std::int64_t{expiry.batch} * expiry.heads, [&](std::int64_t task) {
         const std::int64_t b = task / expiry.heads, h = task % expiry.heads;
         const std::int32_t length = sequences.length_of(b);
@@ -47,6 +45,7 @@ inline void live_keys(const host& on, plane_view<const expiry_t> expiry, const S
 inline void density(const host& on, plane_view<const expiry_t> expiry, const Sequences& sequences,
                     double* out) {
     host_backend::check_sequences(sequences, expiry.batch, expiry.length);
+    host_backend::check_plane("expiry", expiry, expiry.batch, expiry.heads, sequences.length);
     host_backend::check_metric("out", out, expiry.batch, 1);
     on.parallel_for(std::int64_t{expiry.batch} * expiry.heads, [&](std::int64_t task) {
         const std::int64_t b = task / expiry.heads;
@@ -68,6 +67,7 @@ void evict_ratio(const host& on, const P& policy, plane_view<const expiry_t> exp
                  const Sequences& sequences, double* out, std::int32_t layer = 0) {
     host_backend::check_sequences(sequences, expiry.batch, expiry.length);
     policy.check_layer(layer, expiry.heads);
+    host_backend::check_plane("expiry", expiry, expiry.batch, expiry.heads, sequences.length);
     host_backend::check_metric("out", out, expiry.batch, 1);
     on.parallel_for(std::int64_t{expiry.batch} * expiry.heads, [&](std::int64_t task) {
         const std::int64_t b = task / expiry.heads;

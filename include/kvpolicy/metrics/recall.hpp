@@ -40,9 +40,8 @@ void oracle_recall(const host& on, const P& policy, plane_view<const expiry_t> t
                    workspace_view workspace, std::int32_t layer = 0) {
     host_backend::check_sequences(sequences, teacher.batch, teacher.length);
     policy.check_layer(layer, teacher.heads);
-    detail::require(student.batch == teacher.batch && student.heads == teacher.heads &&
-                        student.length >= sequences.length,
-                    "student.length", student.length, "the shape of teacher");
+    host_backend::check_plane("teacher", teacher, teacher.batch, teacher.heads, sequences.length);
+    host_backend::check_plane("student", student, teacher.batch, teacher.heads, sequences.length);
     host_backend::check_metric("out", out, teacher.batch, 1);
     host_backend::check_workspace(workspace, oracle_recall_workspace_bytes(on, teacher, sequences));
     const std::size_t row =

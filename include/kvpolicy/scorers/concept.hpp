@@ -26,7 +26,8 @@ struct GivenScores {
 
 /// A stateless scorer: float score(head, key, value, scratch) const, with key[Dk], value[Dv] as fp32 (cached values,
 /// so keys after RoPE) and scratch of scratch_size() floats. Called from several threads at once. One scorer object
-/// serves one layer.
+/// serves one layer. A scorer with bodies for several instruction sets takes the context's as one more argument, an isa
+/// with a default; so do absorb and read of a stateful one.
 template <class S>
 concept StatelessScorer = S::when == score_time::on_arrival&& requires(const S& scorer, std::int32_t head,
                                                                        const float* key, const float* value,

@@ -33,6 +33,46 @@ TEST_CASE("every group size, fp16") { shapes_of_type<fp16>(); }
 TEST_CASE("every group size, fp32") { shapes_of_type<float>(); }
 TEST_CASE("every group size, double") { shapes_of_type<double>(); }
 
+TEST_CASE("a workspace for the longest call serves every shorter one") {
+    const std::int32_t most_queries = 1200, most_keys = 30000;
+    const auto bytes = [](const host& on, std::int32_t heads, std::int32_t queries, std::int32_t rows,
+                          bool two_segments) {
+        // Sizes alone count: nothing is read.
+        static const float number = 0.0f;
+        const auto view = [&](std::int32_t h, std::int32_t length) {
+            return view_bhsd<const float>(&number, 1, h, length, 64);
+        };
+        const keys<float> past{.k = view(heads, rows), .v = view(heads, rows)};
+        const keys<float> self{.k = view(heads, queries), .v = view(heads, queries)};
+        const Sequences sequences{.batch = 1, .length = queries};
+        const rows_view<const float> q = view(2 * heads, queries);
+        return two_segments ? attend_workspace_bytes(on, {}, q, past, self, sequences)
+                            : attend_workspace_bytes(on, {}, q, past, sequences);
+    };
+    for (const int threads : {1, 3}) {
+        const host on(threads);
+        for (const std::int32_t heads : {1, 3, 8, 31, 32}) {
+            for (const bool two_segments : {false, true}) {
+                const std::size_t most = bytes(on, heads, most_queries, most_keys, two_segments);
+                std::size_t before = 0;
+                bool enough = true, rises = true;
+                for (std::int32_t queries = 0; queries <= most_queries; queries += queries < 260 ? 1 : 47) {
+                    const std::size_t now = bytes(on, heads, queries, most_keys, two_segments);
+                    rises = rises && now >= before;
+                    before = now;
+                    for (const std::int32_t rows : {0, 1, 2047, 4096, 9000, 20480}) {
+                        enough = enough && bytes(on, heads, queries, rows, two_segments) <= most;
+                    }
+                }
+                CAPTURE(heads);
+                CHECK(enough);
+                CHECK(rises);
+                CHECK(before <= most);
+            }
+        }
+    }
+}
+
 TEST_CASE("head dimensions, and values narrower or wider than keys") {
     unsigned seed = 100;
     for (const auto& [dim_k, dim_v] : std::vector<std::pair<std::int32_t, std::int32_t>>{{64, 64},

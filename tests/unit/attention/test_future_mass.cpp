@@ -9,6 +9,7 @@
 #include <cmath>
 #include <limits>
 #include <string>
+#include <utility>
 
 using namespace kvpolicy;
 
@@ -170,4 +171,65 @@ TEST_CASE("future mass refuses what it cannot mean") {
     options.epsilon = -1.0f;
     CHECK_REFUSED(call(options, workspace), "epsilon: -1");
     CHECK_REFUSED(call({}, workspace_view{}), "workspace.bytes: 0");
+
+    // What a call cannot read or write, by name.
+    const auto mass = [&](auto&& spoil) {
+        rows_view<const float> of_q = std::as_const(q).view(), of_k = std::as_const(k).view();
+        plane_view<const float> of_lse = std::as_const(lse).view();
+        plane_view<float> of_target = target.view();
+        spoil(of_q, of_k, of_lse, of_target);
+        future_mass<float>(on, {}, of_q, of_k, of_lse, sequences, {}, of_target, workspace);
+    };
+    const auto sums = [&](auto&& spoil) {
+        rows_view<const float> of_q = std::as_const(q).view(), of_k = std::as_const(k).view();
+        plane_view<float> of_lse = lse.view();
+        spoil(of_q, of_k, of_lse);
+        causal_lse<float>(on, {}, of_q, of_k, sequences, of_lse, workspace);
+    };
+    CHECK_REFUSED(mass([](auto& of_q, auto&...) { of_q.data = nullptr; }), "q: null is not allowed");
+    CHECK_REFUSED(mass([](auto&, auto& of_k, auto&...) { of_k.data = nullptr; }), "k: null is not allowed");
+    CHECK_REFUSED(mass([](auto&, auto&, auto& of_lse, auto&) { of_lse.data = nullptr; }), "lse: null");
+    CHECK_REFUSED(mass([](auto&, auto&, auto&, auto& of_target) { of_target.data = nullptr; }),
+                  "target: null is not allowed; it must be a pointer to its numbers");
+    CHECK_REFUSED(mass([](auto&, auto&, auto& of_lse, auto&) { of_lse.heads = 3; }),
+                  "lse: 1 x 3 x 8 is not allowed; it must be 1 x 4 x at least 8");
+    CHECK_REFUSED(mass([](auto&, auto&, auto&, auto& of_target) { of_target.batch = 2; }),
+                  "target: 2 x 2 x 8 is not allowed; it must be 1 x 2 x at least 8");
+    CHECK_REFUSED(sums([](auto& of_q, auto&...) { of_q.data = nullptr; }), "q: null");
+    CHECK_REFUSED(sums([](auto&, auto& of_k, auto&) { of_k.data = nullptr; }), "k: null");
+    CHECK_REFUSED(sums([](auto&, auto&, auto& of_lse) { of_lse.data = nullptr; }), "lse: null");
+}
+
+TEST_CASE("a window beyond the sequence leaves no future, however large it is") {
+    const host on{2};
+    std::mt19937 generator(5);
+    const std::int32_t lengths[] = {8, 0, 3};
+    test::Tensor<float> q(3, 2, 8, 16), k(3, 1, 8, 16);
+    q.fill_normal(generator);
+    k.fill_normal(generator);
+    const Sequences sequences{.batch = 3, .length = 8, .lengths = lengths};
+    test::Plane<float> lse(3, 2, 8);
+    test::Workspace workspace(future_mass_workspace_bytes<float>(on, q.view(), k.view()));
+    causal_lse<float>(on, {}, std::as_const(q).view(), std::as_const(k).view(), sequences, lse.view(),
+                      workspace);
+    for (const std::int32_t window : {8, 9, 1 << 30, 2147483640, 2147483647}) {
+        for (const std::int32_t look_ahead : {0, 5, 2147483646, unlimited}) {
+            test::Plane<float> target(3, 1, 8, -9.0f);
+            FutureMassOptions options;
+            options.window = window;
+            options.look_ahead = look_ahead;
+            future_mass<float>(on, {}, std::as_const(q).view(), std::as_const(k).view(),
+                               std::as_const(lse).view(), sequences, options, target.view(), workspace);
+            bool none = true;
+            for (std::int32_t b = 0; b < 3; ++b) {
+                for (std::int32_t t = 0; t < 8; ++t) {
+                    const float wanted = t < lengths[b] ? std::log(options.epsilon) : -9.0f;
+                    none = none && std::abs(target.at(b, 0, t) - wanted) < 1e-4f;
+                }
+            }
+            CAPTURE(window);
+            CAPTURE(look_ahead);
+            CHECK(none);
+        }
+    }
 }

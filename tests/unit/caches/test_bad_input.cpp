@@ -132,6 +132,11 @@ TEST_CASE("layers, slots and heads out of range") {
     auto& cache = under_test.cache;
     CHECK_REFUSED(cache.ref(2), "layer: 2 is not allowed; it must be 0 to 1");
     CHECK_REFUSED(cache.ref(-1), "layer: -1");
+    CHECK_REFUSED(cache.rows(2), "layer: 2 is not allowed; it must be 0 to 1");
+    CHECK_REFUSED(cache.rows(-1), "layer: -1");
+    CHECK_REFUSED(cache_workspace_bytes(on, cache.ref(0), -1, 1),
+                  "count: -1 is not allowed; it must be 0 or more");
+    CHECK_REFUSED(cache_workspace_bytes(on, cache.ref(0), 1, -2), "tokens: -2");
     CHECK_REFUSED(cache.length(3), "slot: 3 is not allowed; it must be 0 to 2");
     CHECK_REFUSED(cache.clear(on, -1), "slot: -1");
     CHECK_REFUSED(cache.occupancy(0, 0, 2), "head: 2 is not allowed; it must be 0 to 1");
@@ -148,6 +153,35 @@ TEST_CASE("layers, slots and heads out of range") {
                   "batch.count: 4 is not allowed; it must be 0 to the cache's slots, 3");
     CHECK_REFUSED(cache.advance(on, {.count = -1}), "batch.count: -1");
     CHECK(under_test.memory == before);
+}
+
+TEST_CASE("slots named twice are found among any number of them, the first entry first") {
+    const host on(1);
+    using One = Policy<Window<1>>;
+    for (const std::int32_t slots : {63, 64, 65, 4096, 4097, 9000}) {
+        test::BoundCache<One, float> under_test(
+            on, {.slots = slots, .query_heads = 1, .kv_heads = 1, .dim_k = 8, .dim_v = 8});
+        std::vector<std::int32_t> named(static_cast<std::size_t>(slots));
+        for (std::int32_t i = 0; i < slots; ++i) {
+            named[static_cast<std::size_t>(i)] = slots - 1 - i;
+        }
+        const Batch batch{.count = slots, .slots = named.data()};
+        under_test.cache.advance(on, batch);
+        CHECK(under_test.cache.length(slots - 1) == 1);
+        named[40] = named[17];
+        named[30] = named[29];
+        CHECK_REFUSED(under_test.cache.advance(on, batch),
+                      "batch.slots[30]: " + std::to_string(named[29]) +
+                          " is not allowed; it must be a slot that no other entry names");
+        named[30] = slots - 1;
+        CHECK_REFUSED(under_test.cache.advance(on, batch), "batch.slots[30]: " + std::to_string(slots - 1));
+        named[30] = slots - 1 - 30;
+        named[40] = slots - 1 - 40;
+        named.back() = named[0];
+        CHECK_REFUSED(under_test.cache.advance(on, batch),
+                      "batch.slots[" + std::to_string(slots - 1) + "]: " + std::to_string(slots - 1));
+        CHECK(under_test.cache.length(slots - 1) == 1);
+    }
 }
 
 namespace {
@@ -263,9 +297,10 @@ TEST_CASE("tensors: shapes and null pointers, each by name") {
     of_q("out: 3 x 4 x 5 x 16 is not allowed; it must be 3 x 4 x at least 1 x 8",
          [](Arguments& a) { a.out_view.dim = 16; });
     of_q("out: 3 x 4 x 0 x 8", [](Arguments& a) { a.out_view.length = 0; });
-    of_q("lse.length: 0", [](Arguments& a) { a.extras.lse.length = 0; });
-    of_q("lse.length", [](Arguments& a) { a.extras.lse.heads = 2; });
-    of_q("lse.length", [](Arguments& a) { a.extras.lse.batch = 1; });
+    of_q("lse: 3 x 4 x 0 is not allowed; it must be 3 x 4 x at least 1",
+         [](Arguments& a) { a.extras.lse.length = 0; });
+    of_q("lse: 3 x 2 x 5 is not allowed", [](Arguments& a) { a.extras.lse.heads = 2; });
+    of_q("lse: 1 x 4 x 5 is not allowed", [](Arguments& a) { a.extras.lse.batch = 1; });
     of_q("workspace.data: null", [](Arguments& a) { a.workspace.data = nullptr; });
     const auto of_k = [&](const std::string& text, const std::function<void(Arguments&)>& spoil) {
         refusals.check(text, spoil, true, true, false);

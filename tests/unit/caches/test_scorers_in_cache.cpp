@@ -438,6 +438,78 @@ TEST_CASE("what is never scored may be anything: sinks, and keys that are still 
     CHECK(leaving.cache.length(0) == 5);
 }
 
+namespace {
+
+/// Scores that say which instruction set they were asked to use.
+struct SetScorer : SumScorer {
+    float score(std::int32_t, const float*, const float*, float*, isa set = detected_isa()) const {
+        return set == isa::portable ? 1.0f : 2.0f;
+    }
+};
+struct BlockSetScorer : SetScorer {
+    [[nodiscard]] std::size_t block_scratch_size() const { return 0; }
+    void score_block(std::int32_t, std::int32_t count, const float*, const float*, float* scores, float*,
+                     isa set) const {
+        std::fill_n(scores, count, set == isa::portable ? 1.0f : 2.0f);
+    }
+};
+static_assert(BlockScorer<BlockSetScorer>);
+struct StatefulSetScorer : CountingScorer {
+    void absorb(std::int32_t, float* state, const float*, const float*, float*,
+                isa set = detected_isa()) const {
+        state[1] = set == isa::portable ? 1.0f : 2.0f;
+    }
+    float read(std::int32_t, const float* state, const float*, const float*, float*,
+               isa set = detected_isa()) const {
+        return 10.0f * state[1] + (set == isa::portable ? 1.0f : 2.0f);
+    }
+};
+
+/// The score of the one long-range key that is held, after steps or a chunk.
+template <class S>
+void check_set(isa set, float wanted) {
+    using P = Scored<S>;
+    for (const bool steps : {true, false}) {
+        const host on(1, set);
+        test::BoundCache<P, float> under_test(on, shape, scored(0, 2, 1, S{}));
+        Tokens<float> in(5, 3);
+        for (std::int32_t t = 0; t < 5; t += steps ? 1 : 5) {
+            feed(on, under_test, in, t, steps ? 1 : 5, steps);
+        }
+        const auto ref = under_test.cache.ref(0);
+        CHECK(ref.used(0, 0) == 3);
+        CHECK(ref.head_rows(0, 0).score(2) == wanted);
+    }
+}
+
+}  // namespace
+
+TEST_CASE("a scorer gets the context's instruction set, not the machine's") {
+    for (const isa set : {isa::portable, detected_isa()}) {
+        const float one = set == isa::portable ? 1.0f : 2.0f;
+        check_set<SetScorer>(set, one);
+        check_set<BlockSetScorer>(set, one);
+        check_set<StatefulSetScorer>(set, 11.0f * one);
+    }
+}
+
+TEST_CASE("a scorer that no decision asks has no state in the cache") {
+    const host on(1);
+    using P = Policy<Sink<>, Window<>, CountingScorer>;
+    Journal journal;
+    test::BoundCache<P, float> under_test(
+        on, shape, P{Sink<>{1}, Window<>{3}, CountingScorer{.factor = 1, .journal = &journal}});
+    CHECK(under_test.cache.bytes().scorer_state == 0);
+    CHECK(under_test.cache.ref(0).state_size == 0);
+    Tokens<float> in(9, 3);
+    feed(on, under_test, in, 0, 6, false);
+    for (std::int32_t t = 6; t < 9; ++t) {
+        feed(on, under_test, in, t, 1, true);
+    }
+    CHECK(journal.events.empty());
+    CHECK(under_test.sorted(0, 0, 0) == std::vector<position_t>{0, 6, 7, 8});
+}
+
 TEST_CASE("a given score that is NaN refuses the call, names its place and leaves the cache as it was") {
     const host on(1);
     using P = Policy<Sink<1>, Window<3>, TopKBudget<4>>;

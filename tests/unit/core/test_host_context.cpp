@@ -11,6 +11,7 @@
 #include <numeric>
 #include <stdexcept>
 #include <string>
+#include <system_error>
 #include <thread>
 #include <utility>
 #include <vector>
@@ -126,7 +127,61 @@ TEST_CASE("a number of threads that makes no sense is refused") {
     }
 }
 
+TEST_CASE("a range inside a range runs on the thread that asks for it") {
+    const host on(3), other(2);
+    std::vector<std::int64_t> sums(3, 0);  // not atomic: the inner index has the outer one's number
+    std::atomic<bool> same_thread{true};
+    std::atomic<int> in_other{0};
+    on.parallel_for(40, [&](std::int64_t i, int thread) {
+        const std::thread::id mine = std::this_thread::get_id();
+        on.parallel_for(10, [&](std::int64_t j, int inner) {
+            if (inner != thread || std::this_thread::get_id() != mine) {
+                same_thread = false;
+            }
+            on.parallel_for(1, [&](std::int64_t, int innermost) {
+                sums[static_cast<std::size_t>(innermost)] += i * 10 + j;
+            });
+        });
+        // Through another pool and back, on the thread that waits for it.
+        other.parallel_for(1, [&](std::int64_t) { on.parallel_for(2, [&](std::int64_t) { ++in_other; }); });
+        other.parallel_for(4, [&](std::int64_t) { ++in_other; });
+    });
+    CHECK(same_thread);
+    CHECK(std::accumulate(sums.begin(), sums.end(), std::int64_t{0}) == 400 * 399 / 2);
+    CHECK(in_other == 40 * 6);
+    // Afterwards all threads take part again.
+    std::atomic<int> visits{0};
+    on.parallel_for(100, [&](std::int64_t) { ++visits; });
+    CHECK(visits == 100);
+}
+
 #if KVPOLICY_EXCEPTIONS
+TEST_CASE("a system that gives fewer threads: refused, and those that it gave have ended") {
+    for (const int given : {1, 2, 35}) {
+        std::atomic<int> running{0};
+        int started = 1;  // the caller
+        const auto start = [&](auto work) {
+            if (started == given) {
+                throw std::system_error(std::make_error_code(std::errc::resource_unavailable_try_again));
+            }
+            ++started;
+            ++running;
+            return std::thread([&running, work] {
+                work();
+                --running;
+            });
+        };
+        CHECK_REFUSED(kvpolicy::detail::thread_pool(4096, start),
+                      "host threads: 4096 is not allowed; it must be no more than the system allows, and the "
+                      "system gave " +
+                          std::to_string(given));
+        CHECK(started == given);
+        CHECK(running == 0);
+    }
+    const auto broken = [](auto) -> std::thread { throw 3; };
+    CHECK_THROWS_AS(kvpolicy::detail::thread_pool(2, broken), int);
+}
+
 TEST_CASE("what an index throws reaches the caller, the lowest index first, and the pool goes on") {
     for (const int threads : {1, 2, 4}) {
         const host on(threads);

@@ -402,7 +402,7 @@ TEST_CASE("boundary loss refuses what it cannot mean") {
     const test::Plane<double>& scores = in.scores;
     CHECK_REFUSED(
         c.loss(on, policy, scores.view(), other.view(), c.sequences(), d.view(), nullptr, workspace),
-        "target.length: 30");
+        "target: 2 x 2 x 30 is not allowed; it must be 2 x 2 x at least 60");
     CHECK_REFUSED(c.loss(on, policy, scores.view(), std::as_const(in.target).view(), c.sequences(), d.view(),
                          nullptr, {}),
                   "workspace.bytes: 0");

@@ -230,7 +230,8 @@ TEST_CASE("metrics refuse what they cannot read") {
                   "sequences.length: 11 is not allowed; it must be 0 to");
     CHECK_REFUSED(live_keys(on, expiry.view(), two, live.view()), "sequences.batch: 2");
     CHECK_REFUSED(live_keys(on, expiry.view(), bad, live.view()), "sequences.lengths[0]: -1");
-    CHECK_REFUSED(live_keys(on, expiry.view(), all, short_live.view()), "live.length: 9");
+    CHECK_REFUSED(live_keys(on, expiry.view(), all, short_live.view()),
+                  "live: 1 x 1 x 9 is not allowed; it must be 1 x 1 x at least 10");
     CHECK_REFUSED(density(on, expiry.view(), bad, &number), "sequences.lengths[0]: -1");
     CHECK_REFUSED(evict_ratio(on, policy, expiry.view(), bad, &number), "sequences.lengths[0]: -1");
     CHECK_REFUSED(retention_map(on, expiry.view(), all, -1, live.data.data()), "query: -1");
@@ -240,7 +241,8 @@ TEST_CASE("metrics refuse what they cannot read") {
     CHECK_REFUSED(oracle_recall(on, policy, expiry.view(), expiry.view(), all, &recall, small),
                   "workspace.bytes");
     test::Plane<expiry_t> other(1, 2, 10, never);
-    CHECK_REFUSED(oracle_recall(on, policy, expiry.view(), other.view(), all, &recall, memory), "student");
+    CHECK_REFUSED(oracle_recall(on, policy, expiry.view(), other.view(), all, &recall, memory),
+                  "student: 1 x 2 x 10 is not allowed; it must be 1 x 1 x at least 10");
 
     // Numbers that no policy can have would send the counts out of bounds.
     const Policy<Sink<>, Window<>, TopKBudget<>> below{Sink<>{-1}, Window<>{2}, TopKBudget<>{3}};
@@ -250,12 +252,25 @@ TEST_CASE("metrics refuse what they cannot read") {
     CHECK_REFUSED(oracle_recall(on, below, expiry.view(), expiry.view(), all, &recall, memory),
                   "sinks of layer 0");
     CHECK_REFUSED(evict_ratio(on, policy, expiry.view(), all, &number, -1), "layer: -1");
-    CHECK_REFUSED(live_keys(on, expiry.view(), all, {nullptr, 1, 1, 10, 10, 10}), "live.data: null");
+    CHECK_REFUSED(live_keys(on, expiry.view(), all, {nullptr, 1, 1, 10, 10, 10}), "live: null");
     CHECK_REFUSED(density(on, expiry.view(), all, nullptr),
                   "out: null is not allowed; it must be a pointer to the results");
     CHECK_REFUSED(evict_ratio(on, policy, expiry.view(), all, nullptr), "out: null");
     CHECK_REFUSED(oracle_recall(on, policy, expiry.view(), expiry.view(), all, nullptr, memory), "out: null");
     CHECK_REFUSED(retention_map(on, expiry.view(), all, 0, nullptr), "heads_holding: null");
+
+    const plane_view<const expiry_t> none{nullptr, 1, 1, 10, 10, 10};
+    CHECK_REFUSED(live_keys(on, none, all, live.view()),
+                  "expiry: null is not allowed; it must be a pointer to its numbers");
+    CHECK_REFUSED(density(on, none, all, &number), "expiry: null");
+    CHECK_REFUSED(evict_ratio(on, policy, none, all, &number), "expiry: null");
+    CHECK_REFUSED(retention_map(on, none, all, 0, live.data.data()), "expiry: null");
+    CHECK_REFUSED(oracle_recall(on, policy, none, expiry.view(), all, &recall, memory), "teacher: null");
+    CHECK_REFUSED(oracle_recall(on, policy, expiry.view(), none, all, &recall, memory), "student: null");
+    // Where there is nothing to read, nothing is missing.
+    double nothing = -9.0;
+    density(on, none, {.batch = 1, .length = 0}, &nothing);
+    CHECK(nothing == 0.0);
     CHECK(number == -9.0);
     CHECK(recall.queries == -9);
     CHECK(live.at(0, 0, 0) == -9);

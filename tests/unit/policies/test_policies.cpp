@@ -96,7 +96,9 @@ TEST_CASE("a total budget is sinks + window + k") {
     CHECK_REFUSED(budget_for_total(3, 4, 256), "total budget: 3");
     CHECK_REFUSED(budget_for_total(0, 4, 256), "total budget: 0");
     CHECK_REFUSED(budget_for_total(-1, 0, 1), "total budget: -1");
-    CHECK_REFUSED(budget_for_total(std::int64_t{unlimited} + 260, 4, 256), "total budget: 2147483907");
+    CHECK_REFUSED(budget_for_total(std::int64_t{unlimited} + 260, 4, 256),
+                  "total budget: 2147483907 is not allowed; it must be below sinks + window + 2^31 - 1 = "
+                  "2147483907");
     CHECK_REFUSED(budget_for_total(10, -5, 3), "sinks: -5 is not allowed; it must be 0 or more");
     CHECK_REFUSED(budget_for_total(10, 5, 0), "window: 0 is not allowed; it must be 1 or more");
 }

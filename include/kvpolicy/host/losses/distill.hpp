@@ -304,9 +304,7 @@ LossValue CrossEntropy::operator()(const host& on, plane_view<const std::int32_t
     const std::int32_t heads = d_student.heads, vocabulary = d_student.dim;
     hb::check_rows("d_student", d_student, d_student.batch, heads, sequences.length, vocabulary);
     hb::check_rows("student", student, d_student.batch, heads, sequences.length, vocabulary);
-    detail::require(
-        labels.batch == d_student.batch && labels.heads == heads && labels.length >= sequences.length,
-        "labels.length", labels.length, "the shape of student without its last dimension");
+    hb::check_plane("labels", labels, d_student.batch, heads, sequences.length);
     LossValue result;
     for (std::int32_t b = 0; b < labels.batch; ++b) {
         for (std::int32_t h = 0; h < heads; ++h) {
