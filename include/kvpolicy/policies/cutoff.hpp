@@ -3,6 +3,9 @@
 // integers.
 #pragma once
 
+#include <kvpolicy/core/types.hpp>
+#include <kvpolicy/policies/parameters.hpp>
+
 #include <concepts>
 #include <cstddef>
 #include <cstdint>
