@@ -89,11 +89,11 @@ struct Filled {
         const std::int32_t query_heads = model.kv_heads * model.group;
         const auto to = view_bshd(out.data(), 1, tokens, query_heads, model.dim);
         if (tokens == 1) {
-            step<P, Storage>(on, ref, batch, in(q, query_heads), in(k, model.kv_heads), in(v, model.kv_heads),
-                             to, room, nullptr, extras);
+            step(on, ref, batch, in(q, query_heads), in(k, model.kv_heads), in(v, model.kv_heads), to, room,
+                 nullptr, extras);
         } else {
-            prefill<P, Storage>(on, ref, batch, in(q, query_heads), in(k, model.kv_heads),
-                                in(v, model.kv_heads), to, room, nullptr, extras);
+            prefill(on, ref, batch, in(q, query_heads), in(k, model.kv_heads), in(v, model.kv_heads), to,
+                    room, nullptr, extras);
         }
         cache.advance(on, batch);
     }
@@ -111,10 +111,10 @@ void attention_over(benchmark::State& state) {
     Filled<Dense> filled(decode_model, Dense{Window<>{rows}}, rows, 256);
     constexpr std::int32_t query_heads = decode_model.kv_heads * decode_model.group;
     for (auto _ : state) {
-        attend<Dense, Storage>(filled.on, filled.cache.ref(0), Batch{.count = 1},
-                               view_bshd<const Storage>(filled.q.data(), 1, 1, query_heads, decode_model.dim),
-                               view_bshd(filled.out.data(), 1, 1, query_heads, decode_model.dim), {},
-                               {filled.workspace.data(), filled.workspace.size()});
+        attend(filled.on, filled.cache.ref(0), Batch{.count = 1},
+               view_bshd<const Storage>(filled.q.data(), 1, 1, query_heads, decode_model.dim),
+               view_bshd(filled.out.data(), 1, 1, query_heads, decode_model.dim), {},
+               {filled.workspace.data(), filled.workspace.size()});
     }
     state.SetBytesProcessed(state.iterations() * rows * decode_model.kv_heads * decode_model.dim * 2 *
                             std::int64_t{sizeof(Storage)});

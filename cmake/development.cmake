@@ -24,7 +24,7 @@ set(kvpolicy_variants plain noexcept sanitize thread)
 set(kvpolicy_flags_plain "")
 # -O1 here and below halves the compile time; -g1 keeps line numbers in reports, -UNDEBUG assertions. The warnings are the
 # plain variant's business: g++ has false ones under sanitizers.
-set(kvpolicy_flags_noexcept -fno-exceptions -fno-rtti -O1)
+set(kvpolicy_flags_noexcept -fno-exceptions -fno-rtti -O0)
 set(kvpolicy_flags_sanitize -fsanitize=address,undefined,float-cast-overflow -fno-sanitize-recover=all
     -fno-omit-frame-pointer -O1 -g1 -UNDEBUG -w)
 set(kvpolicy_flags_thread -fsanitize=thread -O1 -g1 -UNDEBUG -w)

@@ -87,13 +87,13 @@ class CacheAttention final : public KvAttention {
         T* result = std::is_same_v<T, float> ? reinterpret_cast<T*>(out.data()) : out_.data();
         const kvpolicy::workspace_view workspace{workspace_.data(), workspace_.size()};
         if (tokens == 1) {
-            kvpolicy::step<P, T>(on_, ref, batch, rows(query, config_.heads), rows(key, config_.kv_heads),
-                                 rows(value, config_.kv_heads), rows(result, config_.heads), workspace,
-                                 nullptr, extras);
+            kvpolicy::step(on_, ref, batch, rows(query, config_.heads), rows(key, config_.kv_heads),
+                           rows(value, config_.kv_heads), rows(result, config_.heads), workspace, nullptr,
+                           extras);
         } else {
-            kvpolicy::prefill<P, T>(on_, ref, batch, rows(query, config_.heads), rows(key, config_.kv_heads),
-                                    rows(value, config_.kv_heads), rows(result, config_.heads), workspace,
-                                    nullptr, extras);
+            kvpolicy::prefill(on_, ref, batch, rows(query, config_.heads), rows(key, config_.kv_heads),
+                              rows(value, config_.kv_heads), rows(result, config_.heads), workspace, nullptr,
+                              extras);
         }
         if constexpr (!std::is_same_v<T, float>) {
             std::transform(result, result + out.size(), out.begin(),

@@ -25,7 +25,7 @@ requires CacheRef<Ref<P, T>> std::size_t cache_workspace_bytes(const host& on, c
 ///   and competes for the long-range places, 4. the query heads attend to sinks, window (q - w + 1 .. q) and long-range keys.
 /// A key that loses at 3 is invisible to q already. Synchronous, no allocation. Refuses before anything is written: shapes
 /// that disagree, more than one token, slots out of range or named twice, a NaN score (given or computed), too little
-/// workspace.
+/// workspace. Not detected: a second step of the same layer before advance(), which keeps the token twice.
 ///
 /// A cache with a pool of pages (DualCache) may run out of them. The step is then a no-op for that sequence in this layer:
 /// its out is 0, its lse -inf, and status[i] of its entry gets status_pool_exhausted. Lend a slab and call this layer
@@ -33,9 +33,9 @@ requires CacheRef<Ref<P, T>> std::size_t cache_workspace_bytes(const host& on, c
 /// written.
 template <class P, Storage T, template <class, class> class Ref>
 requires CacheRef<Ref<P, T>>
-void step(const host& on, const Ref<P, T>& cache, const Batch& batch, rows_view<const T> q,
-          rows_view<const T> k, rows_view<const T> v, rows_view<T> out, workspace_view workspace,
-          std::uint32_t* status = nullptr, const CacheExtras& extras = {});
+void step(const host& on, const Ref<P, T>& cache, const Batch& batch, input_rows<T> q, input_rows<T> k,
+          input_rows<T> v, output_rows<T> out, workspace_view workspace, std::uint32_t* status = nullptr,
+          const CacheExtras& extras = {});
 
 /// A chunk of n tokens a sequence, at positions length .. length + n - 1: what n steps would do, at the cost of one pass.
 /// q [count, Hq, n, Dk], k and v [count, Hkv, n, D], out [count, Hq, n, Dv]. Retained sets, rows and scores are identical to
@@ -44,18 +44,17 @@ void step(const host& on, const Ref<P, T>& cache, const Batch& batch, rows_view<
 /// chunk counts as one: it fits, or nothing of it is kept.
 template <class P, Storage T, template <class, class> class Ref>
 requires CacheRef<Ref<P, T>>
-void prefill(const host& on, const Ref<P, T>& cache, const Batch& batch, rows_view<const T> q,
-             rows_view<const T> k, rows_view<const T> v, rows_view<T> out, workspace_view workspace,
-             std::uint32_t* status = nullptr, const CacheExtras& extras = {});
+void prefill(const host& on, const Ref<P, T>& cache, const Batch& batch, input_rows<T> q, input_rows<T> k,
+             input_rows<T> v, output_rows<T> out, workspace_view workspace, std::uint32_t* status = nullptr,
+             const CacheExtras& extras = {});
 
 /// Speculation: what prefill(tokens) would give as out and lse, while the cache keeps its rows: in-place replacement cannot
 /// be undone, so nothing is decided before commit. The tokens, at most CacheShape::proposals a sequence, wait in spare
 /// rows; a second propose, a step or a prefill of the slot forgets them. Errors as for prefill; takes no pages.
 template <class P, Storage T, template <class, class> class Ref>
 requires CacheRef<Ref<P, T>>
-void propose(const host& on, const Ref<P, T>& cache, const Batch& batch, rows_view<const T> q,
-             rows_view<const T> k, rows_view<const T> v, rows_view<T> out, workspace_view workspace,
-             const CacheExtras& extras = {});
+void propose(const host& on, const Ref<P, T>& cache, const Batch& batch, input_rows<T> q, input_rows<T> k,
+             input_rows<T> v, output_rows<T> out, workspace_view workspace, const CacheExtras& extras = {});
 
 /// Applies the first batch.tokens(i) of the tokens that a sequence proposed in this layer, as prefill would have (evictions,
 /// promotions, scorer state), and forgets the others; 0 forgets all. Once a layer, then CacheOwner::advance(batch) once.
@@ -70,8 +69,8 @@ void commit(const host& on, const Ref<P, T>& cache, const Batch& batch, workspac
 /// untouched; a slot without rows gives 0 and LSE = -inf.
 template <class P, Storage T, template <class, class> class Ref>
 requires CacheRef<Ref<P, T>>
-void attend(const host& on, const Ref<P, T>& cache, const Batch& batch, rows_view<const T> q,
-            rows_view<T> out, plane_view<float> lse, workspace_view workspace);
+void attend(const host& on, const Ref<P, T>& cache, const Batch& batch, input_rows<T> q, output_rows<T> out,
+            plane_view<float> lse, workspace_view workspace);
 
 /// A cache as "heads as sequences", for a paged attention kernel to read without a copy: pages of page_rows rows of one
 /// head. Entry i of the batch, head h is sequence i * Hkv + h with one KV head. indptr [count * Hkv + 1], indices [indptr's

@@ -55,6 +55,32 @@ class CacheOwner {
     /// The positions held by one head, in the order of its rows. `out` has room for occupancy(...).rows(); returns that.
     std::int32_t retained(std::int32_t layer, std::int32_t slot, std::int32_t head, position_t* out) const;
 
+    /// Makes slot `to` a copy of slot `from`, in all layers: a beam that goes on in two ways. A DualCache shares the pages
+    /// that never change again (full ones of the global part, in heads without a budget), and copies the others. What
+    /// slot `to` held is dropped, proposals are not copied. Exhaustion is as for step: refused, or status_pool_exhausted in
+    /// *status, and nothing has changed.
+    void fork(const host& on, std::int32_t from, std::int32_t to, std::uint32_t* status = nullptr);
+
+    /// Slot i becomes what slot sources[i] was, for all i < count at once; several may have the same source (beam search).
+    /// A slot that becomes nobody's source is dropped; slots from `count` on may be sources and do not change. Forgets
+    /// proposals. Exhaustion as for fork.
+    void reorder(const host& on, const std::int32_t* sources, std::int32_t count,
+                 std::uint32_t* status = nullptr);
+
+    /// Bytes of the snapshot of a slot as it is now.
+    [[nodiscard]] std::size_t snapshot_bytes(std::int32_t slot) const;
+    /// Writes a slot to `buffer`: rows, positions, scores, scorer states, of all layers. The blob says which policy, shape
+    /// and version it is of, and carries a checksum. Scorer weights are not in it. Returns snapshot_bytes(slot).
+    std::size_t snapshot(const host& on, std::int32_t slot, void* buffer, std::size_t buffer_bytes) const;
+    /// Makes slot `slot` what the blob holds; on a cache of any kind, page size and number of slots. Refuses, before anything
+    /// is written: what is no snapshot, another version, another policy, shape or storage type, damage, a sequence longer
+    /// than the cache takes. Exhaustion as for fork.
+    void restore(const host& on, std::int32_t slot, const void* blob, std::size_t blob_bytes,
+                 std::uint32_t* status = nullptr);
+    /// What tells this cache's policy and shape from others in a snapshot: the numbers of all heads, what gates and keep parts
+    /// answer, the scorer's timing and state (and its fingerprint(), where it has one).
+    [[nodiscard]] std::uint64_t fingerprint() const;
+
     /// Lowers the limit at which static priorities are rebased (tests; default 2^29, the largest). Same schedule as a
     /// mask's. Counts from the next ref() on; set it before the first token.
     void rebase_limit(position_t limit) {
@@ -62,7 +88,14 @@ class CacheOwner {
         rebase_limit_ = limit;
     }
 
+    /// One owner a buffer: a cache may be moved, not copied.
+    CacheOwner(const CacheOwner&) = delete;
+    CacheOwner& operator=(const CacheOwner&) = delete;
+    CacheOwner(CacheOwner&&) = default;
+    CacheOwner& operator=(CacheOwner&&) = default;
+
   protected:
+    ~CacheOwner() = default;
     CacheOwner(const CacheShape& shape, const P& policy, const scorer_type* scorers,
                const Attention& attention);
 
@@ -77,6 +110,9 @@ class CacheOwner {
     void require_bound() const;
     void require_slot(std::int32_t slot, const char* name = "slot") const;
     void require_layer(std::int32_t layer) const;
+    template <class PagesNeeded>
+    bool drop(const std::int32_t* slots, std::int32_t count, PagesNeeded&& needed,
+              std::uint32_t* status) const;
 
     /// Byte offsets of the arrays of one layer that both kinds have.
     struct common_plan {
@@ -108,6 +144,7 @@ class CacheOwner {
     std::size_t length_at_ = 0;
     CacheBytes bytes_;
     std::byte* memory_ = nullptr;
+    std::vector<std::int32_t> scratch_;  // [3, slots]: what reorder needs, so that it does not allocate
 };
 
 }  // namespace kvpolicy

@@ -2,8 +2,8 @@
 // what is allowed, before anything is launched or written.
 //
 // With exceptions a refusal throws kvpolicy::invalid_argument. Without them (-fno-exceptions) the same text reaches the
-// handler that set_error_handler installed; the handler must not return (it may log and abort, or longjmp), and if it
-// does return, or none is installed, the process aborts after printing the text.
+// handler that set_error_handler installed; the handler must not return to the library. If it does, or none is installed,
+// the process prints the text and aborts.
 #pragma once
 
 #include <kvpolicy/core/config.hpp>

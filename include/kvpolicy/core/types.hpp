@@ -22,8 +22,8 @@ inline constexpr expiry_t never = std::numeric_limits<expiry_t>::max();
 /// A budget without a limit (k = infinity).
 inline constexpr std::int32_t unlimited = std::numeric_limits<std::int32_t>::max();
 
-/// A parameter that is a run-time value: Sink<>{s} is Sink<dynamic>{s}.
-inline constexpr std::int32_t dynamic = -1;
+/// A parameter that is a run-time value: Sink<>{s} is Sink<dynamic>{s}. Not -1, which somebody may mean as a number.
+inline constexpr std::int32_t dynamic = std::numeric_limits<std::int32_t>::min();
 
 // __builtin_bit_cast and not std::bit_cast: the conversions run in kernels too, and nvcc takes a std constexpr function
 // there only under a flag that users need not set.

@@ -28,10 +28,10 @@ struct rows_view {
         return data + b * batch_stride + h * head_stride + t * row_stride;
     }
 
-    // A template, since nvcc warns about a plain conversion operator to one's own type even where a constraint rules it out.
-    template <class U>
-    requires(std::is_same_v<U, T> && !std::is_const_v<T>) KVPOLICY_HOST_DEVICE constexpr
-    operator rows_view<const U>() const {
+    // A template, since nvcc warns about a plain conversion to one's own type even where a constraint rules it out.
+    template <class Const>
+    requires(!std::is_const_v<T> && std::is_same_v<Const, const T>) KVPOLICY_HOST_DEVICE constexpr
+    operator rows_view<Const>() const {
         return {data, batch, heads, length, dim, batch_stride, head_stride, row_stride};
     }
 };
@@ -51,10 +51,9 @@ struct plane_view {
         return data + b * batch_stride + h * head_stride;
     }
 
-    // A template, since nvcc warns about a plain conversion operator to one's own type even where a constraint rules it out.
-    template <class U>
-    requires(std::is_same_v<U, T> && !std::is_const_v<T>) KVPOLICY_HOST_DEVICE constexpr
-    operator plane_view<const U>() const {
+    template <class Const>
+    requires(!std::is_const_v<T> && std::is_same_v<Const, const T>) KVPOLICY_HOST_DEVICE constexpr
+    operator plane_view<Const>() const {
         return {data, batch, heads, length, batch_stride, head_stride};
     }
 
@@ -84,6 +83,12 @@ KVPOLICY_HOST_DEVICE constexpr plane_view<T> view_bhs(T* data, std::int32_t batc
     return {data, batch, heads, length, static_cast<std::int64_t>(heads) * length, length};
 }
 
+/// Views as parameters from which no type is deduced, so that a view of mutable rows converts to one of const rows.
+template <class T>
+using input_rows = std::type_identity_t<rows_view<const T>>;
+template <class T>
+using output_rows = std::type_identity_t<rows_view<T>>;
+
 /// Memory that the caller lends to one call. The matching ..._workspace_bytes says how much a call needs; too little is
 /// refused before anything is written. The contents before a call do not matter.
 struct workspace_view {
@@ -91,14 +96,13 @@ struct workspace_view {
     std::size_t bytes = 0;
 };
 
-/// The sequences of one call. By default all `batch` sequences have the full length of the views. `lengths[b]`, where
-/// given, says how many tokens of sequence b count; the rest is neither read nor written. `starts[b]`, where given, is
+/// The sequences of one call: `batch` of `length` tokens each, both to be given. `lengths[b]`, where given, says how many tokens of sequence b count; the rest is neither read nor written. `starts[b]`, where given, is
 /// the position of sequence b's first query in the frame of the mask (chunked prefill). `segments` > 0 packs several
 /// samples into each sequence: cu_seqlens[0..segments] are their edges, and sinks, window, budget and scorer state start
 /// anew at each. Leaving cu_seqlens null keeps attention across packed samples (KVpop's training).
 struct Sequences {
     std::int32_t batch = 0;
-    std::int32_t length = 0;
+    std::int32_t length = -1;                  // refused until it is set
     const std::int32_t* lengths = nullptr;     // [batch]
     const std::int32_t* starts = nullptr;      // [batch]
     const std::int32_t* cu_seqlens = nullptr;  // [segments + 1], rising, cu_seqlens[0] = 0

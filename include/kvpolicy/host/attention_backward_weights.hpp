@@ -4,8 +4,11 @@
 #include <kvpolicy/core/context.hpp>
 #include <kvpolicy/host/attention_math.hpp>
 #include <kvpolicy/host/attention_types.hpp>
+#include <kvpolicy/host/scorers/lanes.hpp>
 
 #include <cstdint>
+#include <cstring>
+#include <limits>
 
 namespace kvpolicy::host_backend {
 
@@ -29,47 +32,88 @@ struct backward_weights {
         Real *s, *g, *p_t, *x_t, *bias;
     };
 
-    template <isa, class Real>
+    template <isa Set, class Real>
     [[gnu::always_inline]] static inline void run(const arguments<Real>* all) {
         const arguments<Real>& a = *all;
         const Real scale = static_cast<Real>(a.shape.scale);
         const Real cap = static_cast<Real>(a.shape.softcap);
-        const Real inverse = cap > Real(0) ? Real(1) / cap : Real(0);
         for (std::int32_t r = 0; r < a.rows; ++r) {
-            const std::int32_t at = a.position[r];
-            const Real lse = a.lse[r], delta = a.delta[r];
             for (std::int32_t j = 0; j < a.count; j += panel_lanes) {
-                Real* s = a.s + r * block_keys + j;
-                const Real* g = a.g + r * block_keys + j;
-                Real x[panel_lanes], slope[panel_lanes], p[panel_lanes], d[panel_lanes];
-                for (std::int32_t i = 0; i < panel_lanes; ++i) {
-                    x[i] = scale * s[i];
-                    slope[i] = scale;
-                }
-                if (cap > Real(0)) {
-                    for (std::int32_t i = 0; i < panel_lanes; ++i) {
-                        const Real y = tanh_of(x[i] * inverse);
-                        x[i] = cap * y;
-                        slope[i] = scale * (Real(1) - y * y);
-                    }
-                }
-                for (std::int32_t i = 0; i < panel_lanes; ++i) {
-                    const Real biased = x[i] + (at >= a.bias_start[j + i] ? a.log_bias[j + i] : Real(0));
-                    const Real weight = exp_nonpositive(biased - lse);
-                    // A choice, not a product: what a query does not see may hold anything.
-                    const bool sees = a.born[j + i] <= at && at < a.expires[j + i];
-                    p[i] = sees ? weight : Real(0);
-                    d[i] = sees ? weight * (g[i] - delta) : Real(0);
-                }
-                for (std::int32_t i = 0; i < panel_lanes; ++i) {
-                    a.bias[j + i] += at >= a.bias_start[j + i] ? d[i] : Real(0);
-                    s[i] = d[i] * slope[i];
-                }
-                for (std::int32_t i = 0; i < panel_lanes; ++i) {
-                    a.p_t[(j + i) * block_keys + r] = p[i];
-                    a.x_t[(j + i) * block_keys + r] = s[i];
-                }
+                group<Set>(a, scale, cap, r, j);
             }
+        }
+    }
+
+  private:
+    // Loops over local arrays of a constant length and without branches, which compilers turn into vectors.
+    template <isa Set, class Real>
+    [[gnu::always_inline]] static inline void group(const arguments<Real>& a, Real scale, Real cap,
+                                                    std::int32_t r, std::int32_t j) {
+        constexpr std::int32_t n = panel_lanes;
+        constexpr Real nothing = -std::numeric_limits<Real>::infinity();
+        const std::int32_t at = a.position[r];
+        const Real lse = a.lse[r], delta = a.delta[r];
+        Real x[n], slope[n], p[n], g[n], d[n], log_bias[n], bias[n], applies[n];
+        std::int32_t born[n], expires[n], start[n];
+        std::memcpy(x, a.s + r * block_keys + j, sizeof x);
+        std::memcpy(g, a.g + r * block_keys + j, sizeof g);
+        std::memcpy(log_bias, a.log_bias + j, sizeof log_bias);
+        std::memcpy(bias, a.bias + j, sizeof bias);
+        std::memcpy(born, a.born + j, sizeof born);
+        std::memcpy(expires, a.expires + j, sizeof expires);
+        std::memcpy(start, a.bias_start + j, sizeof start);
+        for (std::int32_t i = 0; i < n; ++i) {
+            x[i] *= scale;
+        }
+        for (std::int32_t i = 0; i < n; ++i) {
+            slope[i] = scale;
+        }
+        if (cap > Real(0)) {
+            for (std::int32_t i = 0; i < n; ++i) {
+                const Real y = tanh_of(x[i] / cap);
+                x[i] = cap * y;
+                slope[i] = scale * (Real(1) - y * y);
+            }
+        }
+        // A factor for biases, which are finite; a choice for what a query does not see, which may hold anything.
+        for (std::int32_t i = 0; i < n; ++i) {
+            applies[i] = at >= start[i] ? Real(1) : Real(0);
+        }
+        for (std::int32_t i = 0; i < n; ++i) {
+            x[i] += applies[i] * log_bias[i] - lse;
+        }
+        for (std::int32_t i = 0; i < n; ++i) {
+            x[i] = born[i] <= at ? x[i] : nothing;
+        }
+        for (std::int32_t i = 0; i < n; ++i) {
+            x[i] = expires[i] > at ? x[i] : nothing;
+        }
+        for (std::int32_t i = 0; i < n; i += lanes<Real, Set>::width) {
+            lanes<Real, Set> weights;
+            weights.load(x + i);
+            weights.exponentiate();
+            weights.store(p + i);
+        }
+        for (std::int32_t i = 0; i < n; ++i) {
+            d[i] = p[i] * (g[i] - delta);
+        }
+        for (std::int32_t i = 0; i < n; ++i) {
+            d[i] = born[i] <= at ? d[i] : Real(0);
+        }
+        for (std::int32_t i = 0; i < n; ++i) {
+            d[i] = expires[i] > at ? d[i] : Real(0);
+        }
+        for (std::int32_t i = 0; i < n; ++i) {
+            bias[i] += applies[i] * d[i];
+        }
+        for (std::int32_t i = 0; i < n; ++i) {
+            d[i] *= slope[i];
+        }
+        std::memcpy(a.bias + j, bias, sizeof bias);
+        std::memcpy(a.s + r * block_keys + j, d, sizeof d);
+        for (std::int32_t i = 0; i < n; ++i) {
+            a.p_t[(j + i) * block_keys + r] = p[i];
+            a.x_t[(j + i) * block_keys + r] = d[i];
         }
     }
 };

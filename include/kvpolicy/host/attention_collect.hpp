@@ -81,19 +81,21 @@ class key_collector {
         if (segment.log_bias != nullptr) {
             seen.all = 0;
         }
-        if (seen.all == low_bits(block_keys) && plain_.count == 0) {
-            // The common case of a long prefix: no bit by bit.
+        if (seen.all == low_bits(count) && plain_.count + count <= block_keys) {
+            // The common case of a long prefix or a page: no bit by bit.
             const T* k = segment.k + row * segment.k_stride;
             const T* v = segment.v + row * segment.v_stride;
-            for (std::int32_t i = 0; i < block_keys; ++i) {
-                plain_.k[i] = k + i * segment.k_stride;
-                plain_.v[i] = v + i * segment.v_stride;
+            for (std::int32_t i = 0; i < count; ++i) {
+                plain_.k[plain_.count + i] = k + i * segment.k_stride;
+                plain_.v[plain_.count + i] = v + i * segment.v_stride;
             }
-            plain_.count = block_keys;
-            plain_.ahead =
-                row + 2 * block_keys <= segment.count ? k + block_keys * segment.k_stride : nullptr;
-            plain_.ahead_stride = segment.k_stride;
-            flush(plain_);
+            plain_.count += count;
+            if (plain_.count == block_keys) {
+                const bool more = count == block_keys && row + 2 * block_keys <= segment.count;
+                plain_.ahead = more ? k + block_keys * segment.k_stride : nullptr;
+                plain_.ahead_stride = segment.k_stride;
+                flush(plain_);
+            }
             return;
         }
         for (std::uint64_t bits = seen.all; bits != 0; bits &= bits - 1) {

@@ -45,6 +45,7 @@ CacheOwner<Derived, P, T>::CacheOwner(const CacheShape& shape, const P& policy, 
     host_backend::check_shape(shape);
     host_backend::check_attention(attention);
     policy.check(shape.layers, shape.kv_heads);
+    scratch_.resize(3 * static_cast<std::size_t>(shape.slots));
     for (std::int32_t layer = 0; layer < shape.layers; ++layer) {
         for (std::int32_t head = 0; head < shape.kv_heads; ++head) {
             rules_.push_back(policy.rule(layer, head));
@@ -202,3 +203,5 @@ std::int32_t CacheOwner<Derived, P, T>::retained(std::int32_t layer, std::int32_
 }
 
 }  // namespace kvpolicy
+
+#include <kvpolicy/host/cache_slots.hpp>

@@ -386,9 +386,9 @@ requires CacheRef<Ref<P, T>> std::size_t cache_workspace_bytes(const host& on, c
 
 template <class P, Storage T, template <class, class> class Ref>
 requires CacheRef<Ref<P, T>>
-void prefill(const host& on, const Ref<P, T>& cache, const Batch& all, rows_view<const T> q,
-             rows_view<const T> k, rows_view<const T> v, rows_view<T> out, workspace_view workspace,
-             std::uint32_t* status, const CacheExtras& extras) {
+void prefill(const host& on, const Ref<P, T>& cache, const Batch& all, input_rows<T> q, input_rows<T> k,
+             input_rows<T> v, output_rows<T> out, workspace_view workspace, std::uint32_t* status,
+             const CacheExtras& extras) {
     namespace hb = host_backend;
     const std::int32_t longest = hb::check_batch(all, cache.slots, q.length, "the length of q");
     hb::check_cache_call(cache, all, longest, q, k, v, out, extras);

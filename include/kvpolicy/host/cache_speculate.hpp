@@ -49,9 +49,8 @@ auto spare_source(const Cache& cache, const Batch& batch) {
 
 template <class P, Storage T, template <class, class> class Ref>
 requires CacheRef<Ref<P, T>>
-void propose(const host& on, const Ref<P, T>& cache, const Batch& batch, rows_view<const T> q,
-             rows_view<const T> k, rows_view<const T> v, rows_view<T> out, workspace_view workspace,
-             const CacheExtras& extras) {
+void propose(const host& on, const Ref<P, T>& cache, const Batch& batch, input_rows<T> q, input_rows<T> k,
+             input_rows<T> v, output_rows<T> out, workspace_view workspace, const CacheExtras& extras) {
     namespace hb = host_backend;
     const std::int32_t longest =
         hb::check_batch(batch, cache.slots, cache.proposals, "the cache's proposals, CacheShape::proposals");

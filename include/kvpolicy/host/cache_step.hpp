@@ -14,9 +14,9 @@ namespace kvpolicy {
 
 template <class P, Storage T, template <class, class> class Ref>
 requires CacheRef<Ref<P, T>>
-void step(const host& on, const Ref<P, T>& cache, const Batch& all, rows_view<const T> q,
-          rows_view<const T> k, rows_view<const T> v, rows_view<T> out, workspace_view workspace,
-          std::uint32_t* status, const CacheExtras& extras) {
+void step(const host& on, const Ref<P, T>& cache, const Batch& all, input_rows<T> q, input_rows<T> k,
+          input_rows<T> v, output_rows<T> out, workspace_view workspace, std::uint32_t* status,
+          const CacheExtras& extras) {
     namespace hb = host_backend;
     const std::int32_t longest =
         hb::check_batch(all, cache.slots, 1, "a step takes one token; prefill takes chunks");
@@ -110,8 +110,8 @@ void step(const host& on, const Ref<P, T>& cache, const Batch& all, rows_view<co
 
 template <class P, Storage T, template <class, class> class Ref>
 requires CacheRef<Ref<P, T>>
-void attend(const host& on, const Ref<P, T>& cache, const Batch& batch, rows_view<const T> q,
-            rows_view<T> out, plane_view<float> lse, workspace_view workspace) {
+void attend(const host& on, const Ref<P, T>& cache, const Batch& batch, input_rows<T> q, output_rows<T> out,
+            plane_view<float> lse, workspace_view workspace) {
     namespace hb = host_backend;
     const std::int32_t longest = hb::check_batch(batch, cache.slots, 1, "one query a sequence");
     hb::check_rows("q", q, batch.count, cache.kv_heads * cache.group, longest, cache.dim_k);

@@ -95,7 +95,7 @@ struct keep_list<First, Rest...> {
 }  // namespace detail
 
 /// A KV-cache policy: `Policy<Sink<4>, Window<256>, TopKBudget<3836>, mLSTMScorer<128>>`. Parts in any order, at most
-/// one of a kind (keep parts: several). Fixed parts need no argument; parts with run-time values are given to the
+/// one of a kind (keep parts: several). A policy of fixed parts needs no argument; otherwise all its parts are given to the
 /// constructor. A policy with a budget or a gate and no scorer takes scores from its caller (GivenScores).
 ///
 /// Lifetimes, for KV head h (design, section 1): sinks and kept keys never expire; every key is visible for w queries;
@@ -133,6 +133,11 @@ class Policy {
         Gate<gate_type>,
         "kvpolicy: a gate needs `bool open(float score, const HeadRule&) const` and `void write(HeadRule&, "
         "int layer, int head) const`");
+    static_assert(((Parts::kind == part_kind::keep || Parts::kind == part_kind::scorer ||
+                    RulePart<Parts>)&&...),
+                  "kvpolicy: a part of this kind needs `void write(HeadRule&, int layer, int head) const`");
+    static_assert(((Parts::kind != part_kind::keep || KeepPart<Parts>)&&...),
+                  "kvpolicy: a keep part needs `bool keeps(position_t) const`");
     static_assert(Scorer<scorer_type>,
                   "kvpolicy: a scorer needs `kind = part_kind::scorer`, `when`, and either `score(head, key, "
                   "value)` or "

@@ -3,6 +3,7 @@
 // integers.
 #pragma once
 
+#include <kvpolicy/core/config.hpp>
 #include <kvpolicy/core/types.hpp>
 #include <kvpolicy/policies/parameters.hpp>
 

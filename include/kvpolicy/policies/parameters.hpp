@@ -38,6 +38,10 @@ struct HeadValues {
     /// Refuses an array that at() would leave for some of `layer_count` layers and `head_count` heads.
     void check(const char* name, std::int32_t layer_count, std::int32_t head_count) const {
         if (array == nullptr) {
+            if (layers != 0 || heads != 0) [[unlikely]] {
+                detail::refuse(name, "null",
+                               detail::text("an array of ", layers, " layers x ", heads, " heads"));
+            }
             return;
         }
         const bool fits = (layers == 1 || layers >= layer_count) && (heads == 1 || heads >= head_count);

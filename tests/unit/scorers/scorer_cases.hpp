@@ -146,6 +146,11 @@ void with_mlstm(const mlstm_weights& weights, Visit&& visit) {
     }
 }
 
+/// The place of [i][j] in rows of `width`, as an index into a vector.
+inline std::size_t at(std::int64_t i, std::int64_t width, std::int64_t j) {
+    return static_cast<std::size_t>(i * width + j);
+}
+
 template <class T>
 std::vector<T> converted(const std::vector<float>& from) {
     std::vector<T> out(from.size());

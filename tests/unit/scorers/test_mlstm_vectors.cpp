@@ -110,7 +110,7 @@ void compare(const expected_case& expected, form how) {
     for (std::int32_t h = 0; h < c.heads; ++h) {
         for (std::int32_t t = 0; t < c.length; ++t) {
             const double want = expected.scores[h * c.length + t];
-            const auto got = static_cast<double>(scores[static_cast<std::size_t>(h * c.length + t)]);
+            const auto got = static_cast<double>(scores[test::at(h, c.length, t)]);
             CAPTURE(h);
             CAPTURE(t);
             if (std::isnan(want)) {

@@ -33,7 +33,7 @@ struct call {
     ScoreOptions options;
     std::size_t missing = 0;
 
-    void operator()() {
+    void operator()() const {
         const host on(1);
         std::vector<std::byte> memory(score_sequence_workspace_bytes(on, scorer, k, v, sequences, options));
         score_sequence(on, scorer, k, v, sequences, delay, out, {memory.data(), memory.size() - missing},

@@ -110,8 +110,7 @@ TEST_CASE("a score is written for every key that leaves its window, and for no o
             for (std::int32_t b = 0; b < 3; ++b) {
                 for (std::int32_t h = 0; h < c.heads; ++h) {
                     for (std::int32_t t = 0; t < c.length; ++t) {
-                        const bool written =
-                            scores[static_cast<std::size_t>((b * c.heads + h) * c.length + t)] != mark;
+                        const bool written = scores[test::at(b * c.heads + h, c.length, t)] != mark;
                         REQUIRE(written == (t + delay < lengths[b]));
                     }
                 }
@@ -135,8 +134,7 @@ TEST_CASE("rows past a sequence's length are not read") {
         const auto before = score_all(on, scorer, in.keys, in.values, sequences, c.delay, how, mark);
         for (std::int32_t h = 0; h < c.heads; ++h) {
             for (std::int32_t t = length; t < c.length; ++t) {
-                in.k[static_cast<std::size_t>((h * c.length + t) * c.dim_k)] =
-                    std::numeric_limits<float>::quiet_NaN();
+                in.k[test::at(h * c.length + t, c.dim_k, 0)] = std::numeric_limits<float>::quiet_NaN();
             }
         }
         CHECK(same_bits(before, score_all(on, scorer, in.keys, in.values, sequences, c.delay, how, mark)));
@@ -158,7 +156,7 @@ TEST_CASE("a score sees the tokens up to t + delay and nothing after them; a NaN
                 const auto before =
                     score_all(on, scorer, in.keys, in.values, c.sequences(), c.delay, how, mark);
                 auto& array = in_value ? in.v : in.k;
-                array[static_cast<std::size_t>(at * 16 + 3)] = std::numeric_limits<float>::quiet_NaN();
+                array[test::at(at, 16, 3)] = std::numeric_limits<float>::quiet_NaN();
                 const auto after =
                     score_all(on, scorer, in.keys, in.values, c.sequences(), c.delay, how, mark);
                 for (std::int32_t t = 0; t + c.delay < c.length; ++t) {
@@ -188,7 +186,7 @@ TEST_CASE("the delayed tokens matter: a later token changes an earlier score") {
     const auto before =
         score_all(on, scorer, in.keys, in.values, c.sequences(), c.delay, form::fastest, mark);
     for (std::size_t i = 0; i < 16; ++i) {
-        in.v[80 * 16 + i] += 10.0f;
+        in.v[test::at(80, 16, 0) + i] += 10.0f;
     }
     const auto after = score_all(on, scorer, in.keys, in.values, c.sequences(), c.delay, form::fastest, mark);
     CHECK(before[49] == after[49]);
@@ -300,16 +298,16 @@ TEST_CASE("strided keys and values, and halves of one fused row, score as dense 
     const host on(2);
     // [batch, length, heads, 2 D + 3]: k and v of one row side by side.
     const std::int64_t row = 2 * 16 + 3;
-    std::vector<float> fused(static_cast<std::size_t>(2 * c.length * c.heads * row),
+    std::vector<float> fused(test::at(std::int64_t{2} * c.length * c.heads, row, 0),
                              std::numeric_limits<float>::quiet_NaN());
-    rows_view<const float> k{fused.data(), 2, c.heads, c.length, 16, c.length * c.heads * row, row,
+    rows_view<const float> k{fused.data(), 2, c.heads, c.length, 16, row * c.length * c.heads, row,
                              c.heads * row};
     rows_view<const float> v = k;
     v.data += 16;
     for (std::int32_t b = 0; b < 2; ++b) {
         for (std::int32_t h = 0; h < c.heads; ++h) {
             for (std::int32_t t = 0; t < c.length; ++t) {
-                float* to = fused.data() + ((b * c.length + t) * c.heads + h) * row;
+                float* to = fused.data() + test::at((b * c.length + t) * c.heads + h, row, 0);
                 std::copy_n(in.keys.row(b, h, t), 16, to);
                 std::copy_n(in.values.row(b, h, t), 16, to + 16);
             }

@@ -31,9 +31,10 @@ struct mlp_case {
         const std::int32_t inputs = dim_k + dim_v;
         k = test::draw(seed, test::array::k, std::int64_t{heads} * length * dim_k, 2.0f);
         v = test::draw(seed, test::array::v, std::int64_t{heads} * length * dim_v, 2.0f);
-        w1 = test::draw(seed, test::array::w1, heads * hidden * inputs, 0.5f);
-        b1 = test::draw(seed, test::array::b1, heads * hidden, 1.0f);
-        w2 = test::draw(seed, test::array::w2, heads * (activation == 0 ? inputs : hidden), 1.0f);
+        w1 = test::draw(seed, test::array::w1, std::int64_t{heads} * hidden * inputs, 0.5f);
+        b1 = test::draw(seed, test::array::b1, std::int64_t{heads} * hidden, 1.0f);
+        w2 = test::draw(seed, test::array::w2, std::int64_t{heads} * (activation == 0 ? inputs : hidden),
+                        1.0f);
         b2 = test::draw(seed, test::array::b2, heads, 1.0f);
     }
 
@@ -95,7 +96,7 @@ void compare(double tolerance) {
             for (std::int32_t h = 0; h < c.heads; ++h) {
                 for (std::int32_t t = 0; t < c.length; ++t) {
                     const T one = scorer.score(h, k.row(0, h, t), v.row(0, h, t), scratch.data());
-                    REQUIRE(one == got[static_cast<std::size_t>(h * c.length + t)]);
+                    REQUIRE(one == got[test::at(h, c.length, t)]);
                 }
             }
         });

@@ -22,18 +22,22 @@ struct project_kernel {
         int i = 0;
         for (; i + vec::width <= inner; i += vec::width) {
             vec weights[Rows];
-            unroll<Rows>([&](auto r) { weights[r].load_weights(w + r * w_stride + i); });
-            unroll<Tokens>([&](auto t) {
+            unroll<Rows>([&](auto r) __attribute__((always_inline)) {
+                weights[r].load_weights(w + r * w_stride + i);
+            });
+            unroll<Tokens>([&](auto t) __attribute__((always_inline)) {
                 vec inputs;
                 inputs.load(x + t * x_stride + i);
-                unroll<Rows>([&](auto r) { sums[t][r].add_product(inputs, weights[r]); });
+                unroll<Rows>([&](auto r) __attribute__((always_inline)) {
+                    sums[t][r].add_product(inputs, weights[r]);
+                });
             });
         }
-        unroll<Tokens>([&](auto t) {
-            unroll<Rows>([&](auto r) {
+        unroll<Tokens>([&](auto t) __attribute__((always_inline)) {
+            unroll<Rows>([&](auto r) __attribute__((always_inline)) {
                 Real sum = sums[t][r].sum();
                 for (int tail = i; tail < inner; ++tail) {
-                    sum += x[t * x_stride + tail] * static_cast<Real>(w[r * w_stride + tail]);
+                    multiply_add(sum, x[t * x_stride + tail], static_cast<Real>(w[r * w_stride + tail]));
                 }
                 if (bias != nullptr) {
                     sum += static_cast<Real>(bias[r]);
@@ -86,20 +90,28 @@ struct combine_kernel {
         using vec = lanes<Real, Set>;
         vec sums[Rows][Vectors] = {};
         if (add) {
-            unroll<Rows>([&](auto r) {
-                unroll<Vectors>([&](auto e) { sums[r][e].load(out + r * out_stride + e * vec::width); });
+            unroll<Rows>([&](auto r) __attribute__((always_inline)) {
+                unroll<Vectors>([&](auto e) __attribute__((always_inline)) {
+                    sums[r][e].load(out + r * out_stride + e * vec::width);
+                });
             });
         }
         for (int j = 0; j < inner; ++j) {
             vec row[Vectors];
-            unroll<Vectors>([&](auto e) { row[e].load(b + j * b_stride + e * vec::width); });
-            unroll<Rows>([&](auto r) {
+            unroll<Vectors>([&](auto e) __attribute__((always_inline)) {
+                row[e].load(b + j * b_stride + e * vec::width);
+            });
+            unroll<Rows>([&](auto r) __attribute__((always_inline)) {
                 const Real factor = a[r * a_row + j * a_column];
-                unroll<Vectors>([&](auto e) { sums[r][e].add_product(factor, row[e]); });
+                unroll<Vectors>([&](auto e) __attribute__((always_inline)) {
+                    sums[r][e].add_product(factor, row[e]);
+                });
             });
         }
-        unroll<Rows>([&](auto r) {
-            unroll<Vectors>([&](auto e) { sums[r][e].store(out + r * out_stride + e * vec::width); });
+        unroll<Rows>([&](auto r) __attribute__((always_inline)) {
+            unroll<Vectors>([&](auto e) __attribute__((always_inline)) {
+                sums[r][e].store(out + r * out_stride + e * vec::width);
+            });
         });
     }
 
@@ -121,7 +133,7 @@ struct combine_kernel {
             for (int r = 0; r < Rows; ++r) {
                 Real sum = add ? out[r * out_stride + e] : Real(0);
                 for (int j = 0; j < inner; ++j) {
-                    sum += a[r * a_row + j * a_column] * b[j * b_stride + e];
+                    multiply_add(sum, a[r * a_row + j * a_column], b[j * b_stride + e]);
                 }
                 out[r * out_stride + e] = sum;
             }
@@ -153,7 +165,9 @@ struct update_kernel {
         using vec = lanes<Real, Set>;
         for (int d = 0; d < d_qk; ++d) {
             const Real factor = write * k[d];
-            z[d] = forget * z[d] + factor;
+            Real sum = factor;
+            multiply_add(sum, forget, z[d]);
+            z[d] = sum;
             Real* row = c + static_cast<std::ptrdiff_t>(d) * d_v;
             int e = 0;
             for (; e + vec::width <= d_v; e += vec::width) {
@@ -165,7 +179,8 @@ struct update_kernel {
                 old.store(row + e);
             }
             for (; e < d_v; ++e) {
-                row[e] = forget * row[e] + factor * v[e];
+                row[e] *= forget;
+                multiply_add(row[e], factor, v[e]);
             }
         }
     }
@@ -190,7 +205,8 @@ struct scan_kernel {
         }
         for (; i < count; ++i) {
             const Real before = state[i];
-            state[i] = keep * before + add * delta[i];
+            state[i] *= keep;
+            multiply_add(state[i], add, delta[i]);
             delta[i] = before;
         }
     }
@@ -267,7 +283,8 @@ struct silu_kernel {
             rest = value;
             rest.negate();
             rest.exponentiate();
-            unroll<vec::parts>([&](auto i) { value.p[i] /= (rest.p[i] + Real(1)); });
+            unroll<vec::parts>([&](auto i)
+                                   __attribute__((always_inline)) { value.p[i] /= (rest.p[i] + Real(1)); });
             if (whole) {
                 value.store(y + at);
             } else {

@@ -1,8 +1,8 @@
 // Vectors of 32 bytes for the host's scorers: 8 floats or 4 doubles, in one register under AVX2 and in two otherwise.
 //
-// Every operation is lane by lane, sums are folded in one fixed order, and nothing relies on fused multiply-adds, so a
-// kernel written with lanes gives the same bits on every instruction set. (A translation unit that is itself compiled
-// for FMA may contract; then all paths of that unit contract alike.)
+// Every operation is lane by lane, sums are folded in one fixed order, and every product that is added goes through
+// multiply_add, which is never fused or always: a kernel written with lanes gives the same bits on every instruction set
+// that a translation unit chooses from at run time, and under every blocking.
 #pragma once
 
 #include <kvpolicy/core/config.hpp>
@@ -15,14 +15,22 @@
 #include <type_traits>
 #include <utility>
 
+#if KVPOLICY_X86 && defined(__FMA__)
+#include <immintrin.h>
+#endif
+
 namespace kvpolicy::host_backend {
 
 /// body(0), ..., body(N - 1) with the index as a type. At -O2 g++ leaves loops over a few vectors rolled, and a rolled
-/// loop keeps its accumulators in memory.
+/// loop keeps its accumulators in memory. Every body must be always_inline: one that stays a call is compiled for the
+/// baseline, and takes its vectors through memory.
+template <class Body, int... I>
+[[gnu::always_inline]] inline void unroll_over(Body& body, std::integer_sequence<int, I...>) {
+    (body(std::integral_constant<int, I>{}), ...);
+}
 template <int N, class Body>
 [[gnu::always_inline]] inline void unroll(Body&& body) {
-    [&]<int... I>(std::integer_sequence<int, I...>) { (body(std::integral_constant<int, I>{}), ...); }
-    (std::make_integer_sequence<int, N>{});
+    unroll_over(body, std::make_integer_sequence<int, N>{});
 }
 
 template <class Real, int Bytes>
@@ -52,6 +60,40 @@ struct vector_of<double, 32> {
     typedef std::int64_t mask __attribute__((vector_size(32)));
 };
 
+/// sum += a * b, for numbers and vectors. Left to itself g++ fuses products and sums across statements where a translation
+/// unit may use FMA (under -march=native), in some loops and not in others; so such units fuse by intrinsics, all others
+/// never. (clang++ fuses within one expression only, so not here.)
+#if KVPOLICY_X86 && defined(__FMA__)
+[[gnu::always_inline]] inline void multiply_add(float& sum, const float& a, const float& b) {
+    sum = __builtin_fmaf(a, b, sum);
+}
+[[gnu::always_inline]] inline void multiply_add(double& sum, const double& a, const double& b) {
+    sum = __builtin_fma(a, b, sum);
+}
+[[gnu::always_inline]] inline void multiply_add(__m128& sum, const __m128& a, const __m128& b) {
+    sum = _mm_fmadd_ps(a, b, sum);
+}
+[[gnu::always_inline]] inline void multiply_add(__m256& sum, const __m256& a, const __m256& b) {
+    sum = _mm256_fmadd_ps(a, b, sum);
+}
+[[gnu::always_inline]] inline void multiply_add(__m128d& sum, const __m128d& a, const __m128d& b) {
+    sum = _mm_fmadd_pd(a, b, sum);
+}
+[[gnu::always_inline]] inline void multiply_add(__m256d& sum, const __m256d& a, const __m256d& b) {
+    sum = _mm256_fmadd_pd(a, b, sum);
+}
+#elif !KVPOLICY_X86 && !defined(__CUDACC__) && defined(__GNUC__) && !defined(__clang__) && __GNUC__ >= 12
+template <class X>
+[[gnu::always_inline]] inline void multiply_add(X& sum, const X& a, const X& b) {
+    sum += __builtin_assoc_barrier(a * b);
+}
+#else
+template <class X>
+[[gnu::always_inline]] inline void multiply_add(X& sum, const X& a, const X& b) {
+    sum += a * b;
+}
+#endif
+
 /// Arguments and results go by reference: a vector that is passed by value has another ABI on each instruction set.
 template <class Real, isa Set>
 struct lanes {
@@ -66,13 +108,19 @@ struct lanes {
     part p[parts];
 
     [[gnu::always_inline]] inline void fill(Real value) {
-        for_parts([&](auto i) { p[i] = value - part{}; });  // value - 0 keeps the sign of -0
+        for_parts([&](auto i) __attribute__((always_inline)) {
+            p[i] = value - part{};
+        });  // value - 0 keeps the sign of -0
     }
     [[gnu::always_inline]] inline void load(const Real* from) {
-        for_parts([&](auto i) { p[i] = *reinterpret_cast<const memory*>(from + i * part_width); });
+        for_parts([&](auto i) __attribute__((always_inline)) {
+            p[i] = *reinterpret_cast<const memory*>(from + i * part_width);
+        });
     }
     [[gnu::always_inline]] inline void store(Real* to) const {
-        for_parts([&](auto i) { *reinterpret_cast<memory*>(to + i * part_width) = p[i]; });
+        for_parts([&](auto i) __attribute__((always_inline)) {
+            *reinterpret_cast<memory*>(to + i * part_width) = p[i];
+        });
     }
     /// Loads `count` < width numbers; the other lanes hold `rest`.
     [[gnu::always_inline]] inline void load_some(const Real* from, int count, Real rest) {
@@ -108,23 +156,23 @@ struct lanes {
 
     /// this += a * b
     [[gnu::always_inline]] inline void add_product(const lanes& a, const lanes& b) {
-        for_parts([&](auto i) { p[i] += a.p[i] * b.p[i]; });
+        for_parts([&](auto i) __attribute__((always_inline)) { multiply_add(p[i], a.p[i], b.p[i]); });
     }
     [[gnu::always_inline]] inline void add_product(Real a, const lanes& b) {
-        for_parts([&](auto i) { p[i] += a * b.p[i]; });
+        for_parts([&](auto i) __attribute__((always_inline)) { multiply_add(p[i], a - part{}, b.p[i]); });
     }
     [[gnu::always_inline]] inline void add(const lanes& a) {
-        for_parts([&](auto i) { p[i] += a.p[i]; });
+        for_parts([&](auto i) __attribute__((always_inline)) { p[i] += a.p[i]; });
     }
     [[gnu::always_inline]] inline void multiply(Real a) {
-        for_parts([&](auto i) { p[i] *= a; });
+        for_parts([&](auto i) __attribute__((always_inline)) { p[i] *= a; });
     }
     [[gnu::always_inline]] inline void negate() {
-        for_parts([&](auto i) { p[i] = -p[i]; });
+        for_parts([&](auto i) __attribute__((always_inline)) { p[i] = -p[i]; });
     }
     /// Lane by lane, the larger; a NaN in `a` is skipped.
     [[gnu::always_inline]] inline void raise_to(const lanes& a) {
-        for_parts([&](auto i) { pick(p[i], a.p[i] > p[i], a.p[i], p[i]); });
+        for_parts([&](auto i) __attribute__((always_inline)) { pick(p[i], a.p[i] > p[i], a.p[i], p[i]); });
     }
 
     /// The sum of all lanes, in the same order for every instruction set: lane i with lane i + width / 2, and so on.
@@ -156,22 +204,32 @@ struct lanes {
     /// e to this, within 2 ulp in fp32: 0 below -87.3, infinity above 88.3, NaN where it is NaN.
     [[gnu::always_inline]] inline void exponentiate() {
         if constexpr (sizeof(Real) == sizeof(float)) {
-            for_parts([&](auto i) {
+            for_parts([&](auto i) __attribute__((always_inline)) {
                 // x = n log 2 + r with |r| <= log(2) / 2. Adding 1.5 * 2^23 leaves round(x / log 2) in the low bits.
                 constexpr float shift = 12582912.0f;
                 const part x = p[i];
                 part inside;
                 pick(inside, x > 88.3f, part{} + 88.0f, x);
                 pick(inside, inside < -87.3f, part{} - 87.0f, inside);
-                const part shifted = inside * 1.44269504088896341f + shift;
+                part shifted = part{} + shift;
+                multiply_add(shifted, inside, part{} + 1.44269504088896341f);
                 const part n = shifted - shift;
-                const part r = (inside - n * 0.693359375f) + n * 2.12194440e-4f;
-                part e = r * 1.9875691500e-4f + 1.3981999507e-3f;
-                e = e * r + 8.3334519073e-3f;
-                e = e * r + 4.1665795894e-2f;
-                e = e * r + 1.6666665459e-1f;
-                e = e * r + 5.0000001201e-1f;
-                e = e * (r * r) + r + 1.0f;
+                part r = inside;
+                multiply_add(r, n, part{} - 0.693359375f);
+                multiply_add(r, n, part{} + 2.12194440e-4f);
+                part e = part{} + 1.9875691500e-4f;
+                const auto horner = [&](float coefficient) __attribute__((always_inline)) {
+                    part next = part{} + coefficient;
+                    multiply_add(next, e, r);
+                    e = next;
+                };
+                horner(1.3981999507e-3f);
+                horner(8.3334519073e-3f);
+                horner(4.1665795894e-2f);
+                horner(1.6666665459e-1f);
+                horner(5.0000001201e-1f);
+                horner(1.0f);
+                horner(1.0f);
                 const mask exponent = (((mask)shifted) + (127 - 0x4b400000)) << 23;
                 e *= (part)exponent;
                 pick(e, x > 88.3f, part{} + std::numeric_limits<float>::infinity(), e);

@@ -1,0 +1,48 @@
+// LTE (learned token eviction): sinks, a window, and the keys with r > 0.5, at most b of them for each head.
+//
+//     using LTE = kvpolicy::LTE<4, 768, 512>;                         // s, w, and the cap b, which counts the sinks
+//     // the same, spelled out:
+//     using Same = kvpolicy::Policy<kvpolicy::Sink<4>, kvpolicy::Window<768>, kvpolicy::ThresholdGate<kvpolicy::above>,
+//                                   kvpolicy::TopKBudget<508>, kvpolicy::GivenScores>;
+//     kvpolicy::FixedBudgetCache<LTE, kvpolicy::bf16> all{shape};     // the capped layout, all of it at once
+//     kvpolicy::DualCache<LTE, kvpolicy::bf16> grown{shape, {.slab_pages = 4096, .most_slabs = 8, .longest = 131072}};
+//
+// visible(q, t) <=> t <= q and (t < s or q - t < w or r_t > 0.5 and t among the best) (lte.txt, eq. 5; the window is w keys
+// here, as in the paper's cache, where eq. 5 shows w + 1). The number of keys out of the window, sinks included, is capped at b
+// (3.1.3): when the cap is reached a newcomer replaces the worst only if its score is strictly better, at every step, in prefill
+// too. r = sigmoid(score), so the gate's 0.5 is a logit of 0, the default of ThresholdGate. Heads differ much in how many
+// keys they keep (about half the cap on average), which is what a DualCache saves.
+//
+// The paper's scorer is a small convolution over neighbouring keys; without it the scores come from the caller.
+#pragma once
+
+#include <kvpolicy/attention/sparse.hpp>
+#include <kvpolicy/caches/dual.hpp>
+#include <kvpolicy/caches/fixed_budget.hpp>
+#include <kvpolicy/masks/build.hpp>
+#include <kvpolicy/policies/compose.hpp>
+#include <kvpolicy/policies/sink.hpp>
+#include <kvpolicy/policies/threshold_gate.hpp>
+#include <kvpolicy/policies/topk_budget.hpp>
+#include <kvpolicy/policies/window.hpp>
+#include <kvpolicy/scorers/concept.hpp>
+
+namespace kvpolicy {
+
+namespace detail {
+/// k of LTE's cap: the sinks are of the b keys. Run-time numbers stay run-time numbers.
+constexpr std::int32_t lte_budget(std::int32_t sinks, std::int32_t cap) {
+    return sinks == dynamic || cap == dynamic ? dynamic : cap - sinks;
+}
+}  // namespace detail
+
+/// LTE's composition, with the cap b counting the sinks (b >= s). With `dynamic` numbers (the default) the budget is given as
+/// k = b - s: LTE<>{Sink<>{s}, Window<>{w}, ThresholdGate<above>{}, TopKBudget<>{b - s}, GivenScores{}}.
+template <std::int32_t Sinks = dynamic, std::int32_t Width = dynamic, std::int32_t Cap = dynamic,
+          class ScorerType = GivenScores>
+using LTE = Policy<Sink<Sinks>, Window<Width>, ThresholdGate<above>,
+                   TopKBudget<detail::lte_budget(Sinks, Cap)>, ScorerType>;
+
+static_assert(LTE<4, 768, 512>::has_gate && LTE<4, 768, 512>::has_budget);
+
+}  // namespace kvpolicy

@@ -1,0 +1,37 @@
+// WG-KV (Write-Gated KV): admission before the write. A local ring, and a global cache of the keys that their gate admits.
+//
+//     using WGKV = kvpolicy::WGKV<256>;                               // the gates' logits come from the caller
+//     // the same, spelled out:
+//     using Same = kvpolicy::Policy<kvpolicy::Sink<0>, kvpolicy::Window<256>, kvpolicy::ThresholdGate<kvpolicy::at_least>,
+//                                   kvpolicy::GivenScores>;
+//     const auto gate = kvpolicy::ThresholdGate<kvpolicy::at_least>::probability(0.1);     // tau of wgkv.txt, appendix F
+//     const WGKV policy{kvpolicy::Sink<0>{}, kvpolicy::Window<256>{}, gate, kvpolicy::GivenScores{}};
+//     kvpolicy::DualCache<WGKV, kvpolicy::bf16> cache{shape, {.slab_pages = 4096, .most_slabs = 64, .longest = 524288}, policy};
+//
+// The vertical-slash mask of wgkv.txt, 4.2: visible(q, t) <=> t <= q and (q - t < W_local or g_t >= tau). The victim of the ring
+// is inspected when the newcomer replaces it, and promoted to the global part if its stored score passes (figure 6d);
+// lengths are ragged, each (sequence, KV head) has a page table, and DualCache's rows [ring | global] are one row space over
+// it. g = sigmoid(score): scores are raw logits, and tau is turned into one once. (The paper's own code compares with >.)
+//
+// The paper's taxonomy: this is Admission. Eviction after the write and Selection at the read compose with it; a cap on the
+// global part is a TopKBudget beside the gate.
+#pragma once
+
+#include <kvpolicy/attention/sparse.hpp>
+#include <kvpolicy/caches/dual.hpp>
+#include <kvpolicy/masks/build.hpp>
+#include <kvpolicy/policies/compose.hpp>
+#include <kvpolicy/policies/sink.hpp>
+#include <kvpolicy/policies/threshold_gate.hpp>
+#include <kvpolicy/policies/window.hpp>
+#include <kvpolicy/scorers/concept.hpp>
+
+namespace kvpolicy {
+
+/// WG-KV's composition. A width that is `dynamic` (the default) is a run-time value, as SPKV's.
+template <std::int32_t Width = dynamic, class ScorerType = GivenScores, std::int32_t Sinks = 0>
+using WGKV = Policy<Sink<Sinks>, Window<Width>, ThresholdGate<at_least>, ScorerType>;
+
+static_assert(WGKV<256>::has_gate && !WGKV<256>::has_budget);
+
+}  // namespace kvpolicy

@@ -1,0 +1,469 @@
+// Slots as a whole, in both kinds of caches: fork, reorder, snapshot and restore.
+#include <kvpolicy/policies/decay.hpp>
+#include <kvpolicy/policies/sink.hpp>
+#include <kvpolicy/policies/threshold_gate.hpp>
+#include <kvpolicy/policies/topk_budget.hpp>
+#include <kvpolicy/policies/window.hpp>
+
+#include "support/bound_dual.hpp"
+#include "support/refusal.hpp"
+
+#include <doctest/doctest.h>
+
+#include <string>
+#include <utility>
+
+using namespace kvpolicy;
+
+namespace {
+
+constexpr std::int32_t slots = 5;
+constexpr CacheShape shape{.layers = 2,
+                           .slots = slots,
+                           .query_heads = 2,
+                           .kv_heads = 2,
+                           .dim_k = 8,
+                           .dim_v = 16,
+                           .page_rows = 3,
+                           .proposals = 2};
+constexpr PoolShape pool{.slab_pages = 4, .most_slabs = 900, .longest = 300};
+
+template <class P, bool Pooled>
+struct Bound : std::conditional_t<Pooled, test::BoundDual<P, float>, test::BoundCache<P, float>> {
+    explicit Bound(const host& on, const P& policy, const CacheShape& size = shape) requires Pooled
+        : test::BoundDual<P, float>(on, size, pool, policy) {}
+    explicit Bound(const host& on, const P& policy, const CacheShape& size = shape) requires(!Pooled)
+        : test::BoundCache<P, float>(on, size, policy) {}
+    void room(const host& on, const Batch& batch) {
+        if constexpr (Pooled) {
+            this->reserve(on, batch);
+        }
+    }
+    /// All layers of a slot.
+    std::vector<unsigned char> content(std::int32_t slot) const {
+        std::vector<unsigned char> bytes = test::content_of(this->cache.ref(0), slot);
+        const std::vector<unsigned char> more = test::content_of(this->cache.ref(1), slot);
+        bytes.insert(bytes.end(), more.begin(), more.end());
+        return bytes;
+    }
+    /// Feeds n tokens drawn from `seed` to one slot, in all layers; returns the outputs.
+    std::vector<float> feed(const host& on, std::int32_t slot, std::int32_t n, std::uint32_t seed) {
+        const Batch batch{.count = 1, .slots = &slot, .length = n};
+        room(on, batch);
+        std::mt19937 generator(seed);
+        std::vector<float> all;
+        for (std::int32_t layer = 0; layer < 2; ++layer) {
+            test::Tensor<float> q(1, 2, n, 8), k(1, 2, n, 8), v(1, 2, n, 16), out(1, 2, n, 16);
+            q.fill_normal(generator);
+            k.fill_normal(generator);
+            v.fill_normal(generator);
+            test::Plane<float> scores(1, 2, n);
+            test::fill_scores(scores, test::Scores::random, generator);
+            test::call_ref<P, float>(on, this->cache.ref(layer), batch, q.view(), k.view(), v.view(),
+                                     out.view(), {.scores = scores.view()}, n == 1);
+            all.insert(all.end(), out.data.begin(), out.data.end());
+        }
+        this->cache.advance(on, batch);
+        return all;
+    }
+    std::vector<unsigned char> saved(const host& on, std::int32_t slot) const {
+        std::vector<unsigned char> blob(this->cache.snapshot_bytes(slot));
+        CHECK(this->cache.snapshot(on, slot, blob.data(), blob.size()) == blob.size());
+        return blob;
+    }
+};
+
+struct RunningSum {
+    static constexpr part_kind kind = part_kind::scorer;
+    static constexpr score_time when = score_time::on_leaving;
+    std::size_t state_size() const { return 1; }
+    std::size_t scratch_size() const { return 0; }
+    void reset(float* state) const { *state = 0.0f; }
+    void absorb(std::int32_t, float* state, const float* key, const float*, float*) const {
+        *state += key[0];
+    }
+    float read(std::int32_t, const float* state, const float* key, const float*, float*) const {
+        return *state - key[1];
+    }
+};
+struct EveryFifth {
+    static constexpr part_kind kind = part_kind::keep;
+    KVPOLICY_HOST_DEVICE constexpr bool keeps(position_t t) const { return t % 5 == 0; }
+};
+
+using Capped = Policy<Sink<1>, Window<4>, ThresholdGate<above>, TopKBudget<5>, Decay<1>>;
+using Stateful = Policy<Sink<2>, Window<3>, TopKBudget<4>, RunningSum>;
+using Gated = Policy<Sink<2>, Window<4>, ThresholdGate<at_least>>;
+using Kept = Policy<Sink<1>, Window<4>, TopKBudget<3>, EveryFifth>;
+
+Capped capped(float slope = -0.1f) {
+    return Capped{{}, {}, ThresholdGate<above>{-0.5f}, {}, Decay<1>{slope}};
+}
+
+template <bool Pooled, class P>
+void check_forks(const P& policy, std::uint32_t seed) {
+    const host on(1);
+    Bound<P, Pooled> beams(on, policy), alone(on, policy);
+    std::mt19937 generator(seed);
+    bool same = true;
+    // Slot i of `alone` is told everything that beam i has ever seen.
+    std::vector<std::vector<std::pair<std::int32_t, std::uint32_t>>> told(slots);
+    for (int round = 0; round < 40; ++round) {
+        const auto slot = static_cast<std::int32_t>(generator() % slots);
+        if (generator() % 3 == 0) {
+            const auto to = static_cast<std::int32_t>(generator() % slots);
+            if constexpr (Pooled) {
+                std::uint32_t status = 0;
+                beams.cache.fork(on, slot, to, &status);
+                while (status != 0) {
+                    beams.add_slab(on);
+                    status = 0;
+                    beams.cache.fork(on, slot, to, &status);
+                }
+            } else {
+                beams.cache.fork(on, slot, to);
+            }
+            told[static_cast<std::size_t>(to)] = told[static_cast<std::size_t>(slot)];
+        } else {
+            const auto n = static_cast<std::int32_t>(1 + generator() % 9);
+            const auto draw = static_cast<std::uint32_t>(generator());
+            beams.feed(on, slot, n, draw);
+            told[static_cast<std::size_t>(slot)].emplace_back(n, draw);
+        }
+    }
+    for (std::int32_t slot = 0; slot < slots; ++slot) {
+        for (const auto& [n, draw] : told[static_cast<std::size_t>(slot)]) {
+            alone.feed(on, slot, n, draw);
+        }
+        same = same && beams.content(slot) == alone.content(slot) &&
+               beams.feed(on, slot, 1, 7) == alone.feed(on, slot, 1, 7);
+    }
+    CHECK(same);
+    if constexpr (Pooled) {
+        CHECK(beams.cache.lent_pages() - beams.cache.free_pages() <
+              alone.cache.lent_pages() - alone.cache.free_pages() + 40);
+        for (std::int32_t slot = 0; slot < slots; ++slot) {
+            beams.cache.clear(on, slot);
+        }
+        CHECK(beams.cache.free_pages() == beams.cache.lent_pages());
+    }
+}
+
+template <bool Pooled, class P>
+void check_reorders(const P& policy, std::uint32_t seed) {
+    const host on(1);
+    Bound<P, Pooled> beams(on, policy);
+    std::mt19937 generator(seed);
+    bool same = true, same_lengths = true;
+    for (std::int32_t slot = 0; slot < slots; ++slot) {
+        beams.feed(on, slot, 3 + 11 * slot, static_cast<std::uint32_t>(slot));
+    }
+    for (int round = 0; round < 60; ++round) {
+        std::vector<std::vector<unsigned char>> before;
+        std::vector<position_t> lengths;
+        for (std::int32_t slot = 0; slot < slots; ++slot) {
+            before.push_back(beams.content(slot));
+            lengths.push_back(beams.cache.length(slot));
+        }
+        std::int32_t sources[slots];
+        const auto count = static_cast<std::int32_t>(generator() % (slots + 1));
+        for (std::int32_t& source : sources) {
+            source = static_cast<std::int32_t>(generator() % slots);
+        }
+        if (round % 3 == 0) {  // a permutation
+            for (std::int32_t i = 0; i < slots; ++i) {
+                sources[i] = i;
+            }
+            std::shuffle(sources, sources + count, generator);
+        }
+        std::uint32_t status = 0;
+        beams.cache.reorder(on, sources, count, &status);
+        while (status != 0) {
+            for (std::int32_t slot = 0; slot < slots; ++slot) {
+                same = same && beams.content(slot) == before[static_cast<std::size_t>(slot)];
+            }
+            if constexpr (Pooled) {
+                beams.add_slab(on);
+            }
+            status = 0;
+            beams.cache.reorder(on, sources, count, &status);
+        }
+        for (std::int32_t slot = 0; slot < slots; ++slot) {
+            const auto source = static_cast<std::size_t>(slot < count ? sources[slot] : slot);
+            same = same && beams.content(slot) == before[source];
+            same_lengths = same_lengths && beams.cache.length(slot) == lengths[source];
+        }
+        beams.feed(on, static_cast<std::int32_t>(generator() % slots), 2, static_cast<std::uint32_t>(round));
+        if (round % 10 == 9) {  // variety is lost by copying
+            for (std::int32_t slot = 0; slot < slots; ++slot) {
+                beams.cache.clear(on, slot);
+                beams.feed(on, slot, 1 + 13 * slot, static_cast<std::uint32_t>(round + slot));
+            }
+        }
+    }
+    CHECK(same);
+    CHECK(same_lengths);
+    if constexpr (Pooled) {
+        for (std::int32_t slot = 0; slot < slots; ++slot) {
+            beams.cache.clear(on, slot);
+        }
+        CHECK(beams.cache.free_pages() == beams.cache.lent_pages());
+    }
+}
+
+template <bool From, bool To, class P>
+void check_snapshots(const P& policy) {
+    const host on(1);
+    CacheShape other = shape;
+    other.slots = 2;
+    other.page_rows = 7;
+    Bound<P, From> source(on, policy);
+    Bound<P, To> target(on, policy, other);
+    for (const std::int32_t n : {0, 1, 4, 9, 40}) {
+        source.cache.clear(on, 3);
+        if (n > 0) {
+            source.feed(on, 3, n, 5);
+        }
+        const std::vector<unsigned char> blob = source.saved(on, 3);
+        target.feed(on, 1, 6, 9);  // something to be replaced
+        std::uint32_t status = 0;
+        target.cache.restore(on, 1, blob.data(), blob.size(), &status);
+        while (status != 0) {
+            if constexpr (To) {
+                target.add_slab(on);
+            }
+            status = 0;
+            target.cache.restore(on, 1, blob.data(), blob.size(), &status);
+        }
+        CHECK(target.cache.length(1) == n);
+        CHECK(target.content(1) == source.content(3));
+        CHECK(target.saved(on, 1) == blob);
+        for (const std::int32_t more : {1, 1, 8}) {
+            CHECK(target.feed(on, 1, more, 77) == source.feed(on, 3, more, 77));
+            CHECK(target.content(1) == source.content(3));
+        }
+    }
+}
+
+}  // namespace
+
+TEST_CASE("a fork goes on by itself") {
+    for (const std::uint32_t seed : {1u, 2u, 3u}) {
+        check_forks<false>(capped(), seed);
+        check_forks<true>(capped(), seed);
+        check_forks<true>(Gated{}, seed);
+        check_forks<false>(Stateful{}, seed);
+        check_forks<true>(Stateful{}, seed);
+        check_forks<true>(Kept{}, seed);
+    }
+}
+
+TEST_CASE("a fork of a gated cache shares full pages, and pages are free when the last lets go") {
+    const host on(1);
+    Bound<Gated, true> beams(on, Gated{});
+    beams.feed(on, 0, 200, 1);
+    const std::int64_t one = beams.cache.lent_pages() - beams.cache.free_pages();
+    for (int i = 0; i < 20; ++i) {
+        beams.add_slab(on);
+    }
+    const std::int64_t before = beams.cache.free_pages();
+    beams.cache.fork(on, 0, 1);
+    const std::int64_t taken = before - beams.cache.free_pages();
+    CHECK(taken <=
+          4 * 4);  // 4 heads: the two pages of sinks and ring, one that holds both kinds, one that is partial
+    CHECK(one > 4 * taken);
+    const std::vector<unsigned char> content = beams.content(1);
+    beams.cache.clear(on, 0);
+    CHECK(beams.content(1) == content);
+    beams.feed(on, 2, 60, 2);
+    CHECK(beams.content(1) == content);
+    beams.cache.fork(on, 1, 1);
+    CHECK(beams.content(1) == content);
+}
+
+TEST_CASE("reorder is a gather of all slots at once") {
+    for (const std::uint32_t seed : {1u, 2u}) {
+        check_reorders<false>(capped(), seed);
+        check_reorders<true>(capped(), seed);
+        check_reorders<true>(Gated{}, seed);
+        check_reorders<false>(Stateful{}, seed);
+        check_reorders<true>(Kept{}, seed);
+    }
+}
+
+TEST_CASE("a fork or reorder without pages changes nothing") {
+    const host on(1);
+    Bound<Gated, true> beams(on, Gated{});
+    beams.feed(on, 0, 30, 1);
+    beams.feed(on, 1, 3, 2);
+    while (beams.cache.free_pages() > 0) {
+        beams.feed(on, 2, 1, 3);
+    }
+    const std::vector<unsigned char> before = beams.everything();
+    const std::int32_t sources[] = {0, 0};
+    std::uint32_t status = 0;
+    beams.cache.fork(on, 0, 1, &status);
+    CHECK(status == status_pool_exhausted);
+    status = 4;
+    beams.cache.reorder(on, sources, 2, &status);
+    CHECK(status == (status_pool_exhausted | 4u));
+    CHECK_REFUSED(beams.cache.fork(on, 0, 1), "free pages of the pool: ");
+    CHECK_REFUSED(beams.cache.reorder(on, sources, 2), "(add_slab lends more)");
+    const std::vector<unsigned char> blob = beams.saved(on, 0);
+    CHECK_REFUSED(beams.cache.restore(on, 1, blob.data(), blob.size()), "free pages of the pool: ");
+    // What was freed and taken back for a moment lies above the stack's top, which means nothing.
+    CHECK(beams.cache.free_pages() == 0);
+    CHECK(beams.cache.length(1) == 3);
+    const std::vector<unsigned char> content = beams.content(1);
+    beams.feed(on, 2, 9, 4);
+    CHECK(beams.content(1) == content);
+    beams.cache.fork(on, 2, 1, &status);
+    CHECK(before.size() < beams.everything().size());
+}
+
+TEST_CASE("snapshots go on where they were taken, in caches of either kind and of other sizes") {
+    check_snapshots<false, false>(capped());
+    check_snapshots<true, true>(capped());
+    check_snapshots<false, true>(capped());
+    check_snapshots<true, false>(capped());
+    check_snapshots<true, true>(Gated{});
+    check_snapshots<false, true>(Stateful{});
+    check_snapshots<true, false>(Stateful{});
+    check_snapshots<true, true>(Kept{});
+    check_snapshots<false, false>(Policy<Sink<1>, Window<3>>{});
+}
+
+TEST_CASE("what fork, reorder and snapshots refuse") {
+    const host on(1);
+    Bound<Capped, false> bound(on, capped());
+    auto& cache = bound.cache;
+    bound.feed(on, 0, 20, 1);
+    bound.feed(on, 1, 20, 2);
+    const std::vector<unsigned char> before = bound.memory;
+    CHECK_REFUSED(cache.fork(on, 5, 0), "from: 5 is not allowed; it must be 0 to 4");
+    CHECK_REFUSED(cache.fork(on, 0, -1), "to: -1 is not allowed; it must be 0 to 4");
+    const std::int32_t sources[] = {0, 1, 5, 0, 0, 0};
+    CHECK_REFUSED(cache.reorder(on, sources, 3), "sources[2]: 5 is not allowed; it must be 0 to 4");
+    CHECK_REFUSED(cache.reorder(on, sources, 6),
+                  "count: 6 is not allowed; it must be 0 to the cache's slots, 5");
+    CHECK_REFUSED(cache.reorder(on, sources, -1), "count: -1");
+    CHECK_REFUSED(cache.reorder(on, nullptr, 1), "sources: null");
+    cache.reorder(on, nullptr, 0);
+    CHECK_REFUSED(cache.snapshot_bytes(5), "slot: 5");
+
+    std::vector<unsigned char> blob = bound.saved(on, 0);
+    CHECK_REFUSED(cache.snapshot(on, 0, nullptr, blob.size()), "buffer: null");
+    CHECK_REFUSED(cache.snapshot(on, 0, blob.data(), blob.size() - 1), "buffer_bytes: ");
+    CHECK_REFUSED(cache.restore(on, 1, nullptr, blob.size()), "blob: null");
+    CHECK_REFUSED(cache.restore(on, 5, blob.data(), blob.size()), "slot: 5");
+    CHECK_REFUSED(cache.restore(on, 1, blob.data(), 7), "blob_bytes: 7");
+    // Every byte counts, and so does the length.
+    std::size_t accepted = 0;
+    for (std::size_t i = 0; i < blob.size(); ++i) {
+        blob[i] ^= 0x10u;
+        accepted +=
+            test::refusal_of([&] { cache.restore(on, 1, blob.data(), blob.size()); }).empty() ? 1u : 0u;
+        blob[i] ^= 0x10u;
+    }
+    for (std::size_t size = 0; size < blob.size(); ++size) {
+        accepted += test::refusal_of([&] { cache.restore(on, 1, blob.data(), size); }).empty() ? 1u : 0u;
+    }
+    CHECK(accepted == 0);
+    const std::vector<unsigned char> longer = [&] {
+        std::vector<unsigned char> bytes = blob;
+        bytes.push_back(0);
+        return bytes;
+    }();
+    CHECK_REFUSED(cache.restore(on, 1, longer.data(), longer.size()), "blob_bytes: ");
+    blob[0] = 'K';
+    CHECK_REFUSED(cache.restore(on, 1, blob.data(), blob.size()),
+                  "blob: another format is not allowed; it must be a snapshot of a kvpolicy cache");
+    blob[0] = 'k';
+    blob[8] = 9;
+    CHECK_REFUSED(cache.restore(on, 1, blob.data(), blob.size()),
+                  "version of the snapshot: 9 is not allowed; it must be 1");
+    blob[8] = 1;
+    blob[100] ^= 1u;
+    CHECK_REFUSED(cache.restore(on, 1, blob.data(), blob.size()), "blob: damaged (its checksum differs)");
+    blob[100] ^= 1u;
+    CHECK(bound.memory == before);
+
+    const std::string foreign =
+        "snapshot: of another policy, shape or storage type is not allowed; it must be of a cache like this "
+        "one";
+    Bound<Capped, false> slope(on, capped(-0.2f));
+    CHECK_REFUSED(slope.cache.restore(on, 1, blob.data(), blob.size()), foreign);
+    using Other = Policy<Sink<1>, Window<4>, ThresholdGate<at_least>, TopKBudget<5>, Decay<1>>;
+    Bound<Other, false> comparison(on, Other{{}, {}, ThresholdGate<at_least>{-0.5f}, {}, Decay<1>{-0.1f}});
+    CHECK_REFUSED(comparison.cache.restore(on, 1, blob.data(), blob.size()), foreign);
+    using Larger = Policy<Sink<1>, Window<4>, ThresholdGate<above>, TopKBudget<6>, Decay<1>>;
+    Bound<Larger, false> larger(on, Larger{{}, {}, ThresholdGate<above>{-0.5f}, {}, Decay<1>{-0.1f}});
+    CHECK_REFUSED(larger.cache.restore(on, 1, blob.data(), blob.size()), foreign);
+    test::BoundCache<Capped, bf16> storage(on, shape, capped());
+    CHECK_REFUSED(storage.cache.restore(on, 1, blob.data(), blob.size()), foreign);
+    CacheShape heads = shape;
+    heads.dim_v = 8;
+    Bound<Capped, false> narrow(on, capped(), heads);
+    CHECK_REFUSED(narrow.cache.restore(on, 1, blob.data(), blob.size()), foreign);
+    test::BoundDual<Gated, float> brief(on, shape, {.slab_pages = 50, .most_slabs = 1, .longest = 10},
+                                        Gated{});
+    Bound<Gated, true> gated(on, Gated{});
+    gated.feed(on, 0, 20, 1);
+    const std::vector<unsigned char> long_one = gated.saved(on, 0);
+    CHECK_REFUSED(brief.cache.restore(on, 1, long_one.data(), long_one.size()),
+                  "length of the snapshot: 20 is not allowed; it must be at most the cache's longest, 10");
+}
+
+TEST_CASE("forged snapshots, checksum and all, never write where they must not") {
+    const host on(1);
+    const auto forge = [&](auto& bound, std::uint32_t seed) {
+        std::mt19937 generator(seed);
+        const std::vector<unsigned char> good = bound.saved(on, 0);
+        std::size_t refused = 0;
+        for (int round = 0; round < 3000; ++round) {
+            std::vector<unsigned char> blob = good;
+            const std::uint32_t changes = 1 + static_cast<std::uint32_t>(generator() % 3);
+            for (std::uint32_t i = 0; i < changes; ++i) {
+                const std::size_t at =
+                    generator() % 2 == 0 ? 40 + generator() % 80 : generator() % blob.size();
+                blob[at] = static_cast<unsigned char>(generator() % 3 == 0 ? 0xff : generator());
+            }
+            if (generator() % 4 == 0) {
+                blob.resize(std::max<std::size_t>(48, blob.size() - generator() % 50));
+            }
+            host_backend::snapshot_header header;
+            const host_backend::snapshot_header ours;
+            std::memcpy(&header, blob.data(), sizeof header);
+            header.version = ours.version;
+            std::memcpy(header.magic, ours.magic, sizeof ours.magic);
+            header.bytes = blob.size();
+            header.fingerprint = bound.cache.fingerprint();
+            header.checksum = host_backend::checksum_of(
+                header, reinterpret_cast<const std::byte*>(blob.data()), blob.size());
+            std::memcpy(blob.data(), &header, sizeof header);
+            std::uint32_t status = 0;
+            refused += test::refusal_of([&] {
+                           bound.cache.restore(on, 1, blob.data(), blob.size(), &status);
+                       }).empty()
+                           ? 0u
+                           : 1u;
+            if (round % 10 == 0) {
+                bound.feed(on, 1, 1, static_cast<std::uint32_t>(round));
+            }
+            if (round % 50 == 0) {
+                bound.cache.clear(on, 1);
+            }
+        }
+        CHECK(refused > 300);
+        CHECK(bound.saved(on, 0) == good);
+    };
+    Bound<Capped, false> fixed(on, capped());
+    fixed.feed(on, 0, 20, 1);
+    forge(fixed, 1);
+    Bound<Stateful, true> dual(on, Stateful{});
+    dual.feed(on, 0, 20, 1);
+    forge(dual, 2);
+    Bound<Kept, true> kept(on, Kept{});
+    kept.feed(on, 0, 40, 1);
+    forge(kept, 3);
+}

@@ -1,0 +1,54 @@
+// The system headers spell their policies as their pages say, and every cache that a page names holds what the mask says.
+#include <kvpolicy/lte.hpp>
+#include <kvpolicy/spkv.hpp>
+#include <kvpolicy/wgkv.hpp>
+
+#include "cache_harness.hpp"
+
+#include <doctest/doctest.h>
+
+using namespace kvpolicy;
+using test::Sizes;
+
+static_assert(std::is_same_v<SPKV<128>, Policy<Sink<0>, Window<128>, ThresholdGate<at_least>, GivenScores>>);
+static_assert(std::is_same_v<WGKV<256>, Policy<Sink<0>, Window<256>, ThresholdGate<at_least>, GivenScores>>);
+static_assert(
+    std::is_same_v<LTE<4, 768, 512>,
+                   Policy<Sink<4>, Window<768>, ThresholdGate<above>, TopKBudget<508>, GivenScores>>);
+static_assert(
+    std::is_same_v<LTE<>, Policy<Sink<>, Window<>, ThresholdGate<above>, TopKBudget<>, GivenScores>>);
+
+TEST_CASE("the examples of the pages") {
+    const CacheShape shape{.query_heads = 2, .kv_heads = 1, .dim_k = 8, .dim_v = 8, .page_rows = 16};
+    const PoolShape pool{.slab_pages = 64, .most_slabs = 64, .longest = 131072};
+    const SPKV<128> spkv;
+    const DualCache<SPKV<128>, bf16> a{shape, pool, spkv};
+    CHECK(spkv.rule(0, 0).threshold == 0.0f);  // tau = 0.5
+    const auto gate = ThresholdGate<at_least>::probability(0.1);
+    const WGKV<256> wgkv{Sink<0>{}, Window<256>{}, gate, GivenScores{}};
+    const DualCache<WGKV<256>, bf16> b{shape, pool, wgkv};
+    CHECK(wgkv.rule(0, 0).threshold == doctest::Approx(-2.1972246));
+    const FixedBudgetCache<LTE<4, 768, 512>, bf16> all{shape};
+    const DualCache<LTE<4, 768, 512>, bf16> grown{shape, pool};
+    CHECK(all.rows(0) == 1280);
+    CHECK(!LTE<4, 768, 512>{}.gate().open(0.0f, LTE<4, 768, 512>{}.rule(0, 0)));  // r = 0.5 is not above
+    CHECK(spkv.gate().open(0.0f, spkv.rule(0, 0)));
+}
+
+TEST_CASE("mask, steps and chunks agree for every system") {
+    const host on{1};
+    std::mt19937 generator(1);
+    for (const test::Scores kind : test::all_scores) {
+        test::check_policy(on, SPKV<6>{}, Sizes{.length = 50}, kind, generator);
+        test::check_policy(
+            on, WGKV<>{Sink<0>{}, Window<>{5}, ThresholdGate<at_least>::probability(0.1), GivenScores{}},
+            Sizes{.length = 50}, kind, generator);
+        test::check_policy(on, LTE<2, 5, 7>{}, Sizes{.length = 50}, kind, generator);
+        // Hybrid layouts: a global head, a local one, and one that is gated.
+        const float infinity = std::numeric_limits<float>::infinity();
+        const float thresholds[] = {-infinity, infinity, 0.0f};
+        const SPKV<6, GivenScores, 4> hybrid{
+            Sink<4>{}, Window<6>{}, ThresholdGate<at_least>{per_head(thresholds, 1, 3)}, GivenScores{}};
+        test::check_policy(on, hybrid, Sizes{.kv_heads = 3, .length = 50}, kind, generator);
+    }
+}
