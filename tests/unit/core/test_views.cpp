@@ -29,7 +29,7 @@ static_assert(std::is_trivially_copyable_v<FixedBudgetRef<P, bf16>>);
 static_assert(sizeof(rows_view<float>) == 48 && offsetof(rows_view<float>, batch_stride) == 24);
 static_assert(sizeof(plane_view<float>) == 40 && offsetof(plane_view<float>, batch_stride) == 24);
 static_assert(sizeof(Batch) == 32 && sizeof(Sequences) == 40 && sizeof(HeadRule) == 24 &&
-              sizeof(CacheShape) == 28);
+              sizeof(CacheShape) == 32);
 }  // namespace
 
 TEST_CASE("rows of HND and NHD tensors") {
