@@ -89,7 +89,7 @@ Options parse(int argc, char** argv) {
         llama::fail("the prompt is empty\n{}", usage);
     }
     if (options.policy.name == "given") {
-        llama::fail("policy: given takes scores from a program; see evaluate and demo");
+        llama::fail("policy: given takes scores from a program; see demo");
     }
     return options;
 }

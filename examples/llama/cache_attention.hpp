@@ -6,12 +6,14 @@
 
 #include <kvpolicy/caches/fixed_budget.hpp>
 
+#include <fmt/format.h>
 #include <llama/config.hpp>
 
 #include <algorithm>
 #include <cstdint>
 #include <memory>
 #include <span>
+#include <stdexcept>
 #include <type_traits>
 #include <vector>
 
@@ -22,6 +24,7 @@ class KvAttention {
   public:
     virtual ~KvAttention() = default;
 
+    /// `positions` go on from length(); others are refused with std::invalid_argument.
     virtual void operator()(int layer, std::span<const std::int64_t> positions, std::span<const float> q,
                             std::span<const float> k, std::span<const float> v, std::span<float> out) = 0;
     /// Scores of the sequence's tokens for a policy that takes them from its caller, [layers][kv_heads][length].
@@ -57,6 +60,7 @@ class CacheAttention final : public KvAttention {
 
     void operator()(int layer, std::span<const std::int64_t> positions, std::span<const float> q,
                     std::span<const float> k, std::span<const float> v, std::span<float> out) override {
+        check_positions(positions);
         const auto tokens = static_cast<std::int32_t>(positions.size());
         const auto ref = cache_.ref(layer);
         const kvpolicy::Batch batch{.count = 1, .length = tokens};
@@ -123,6 +127,19 @@ class CacheAttention final : public KvAttention {
     }
 
   private:
+    /// The cache counts positions itself: what comes must go on where it stands.
+    void check_positions(std::span<const std::int64_t> positions) const {
+        std::int64_t next = cache_.length(0);
+        for (std::size_t i = 0; i < positions.size(); ++i, ++next) {
+            if (positions[i] != next) {
+                throw std::invalid_argument(
+                    fmt::format("positions[{}]: {} is not allowed; it must be {}, since the cache holds {} "
+                                "tokens so far",
+                                i, positions[i], next, cache_.length(0)));
+            }
+        }
+    }
+
     const T* stored(std::span<const float> from, std::vector<T>& room) {
         if constexpr (std::is_same_v<T, float>) {
             return from.data();

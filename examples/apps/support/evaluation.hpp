@@ -57,7 +57,8 @@ class SequenceScorer {
     std::int64_t bytes_ = 0;
 };
 
-/// Feeds one held-out sequence through `attention` in chunks and scores the predictions. The attention is cleared first.
+/// Feeds one held-out sequence through `attention` in chunks and scores the predictions. The attention must be
+/// empty: fresh, or cleared.
 template <llama::AttentionFunction Attention>
 void run_sequence(llama::Engine& engine, Attention&& attention, const HeldOut& data, std::size_t sequence,
                   std::int32_t chunk, SequenceScorer& scorer) {

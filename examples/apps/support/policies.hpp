@@ -5,6 +5,7 @@
 #include <kvpolicy/streaming_llm.hpp>
 
 #include <llama/cache_attention.hpp>
+#include <llama/error.hpp>
 
 #include <cmath>
 #include <cstdint>
@@ -42,8 +43,8 @@ struct PolicyChoice {
 inline constexpr std::string_view policy_names = "dense, streaming, keynorm, given";
 
 /// Makes the cache for a choice: "dense" (every key of up to `longest` tokens), "streaming" (StreamingLLM with the whole
-/// budget), "keynorm" (KVpop's rule on KeyNormScorer), "given" (KVpop's rule on scores from the caller). Refuses an unknown
-/// name, and a budget under sinks + window.
+/// budget, so `window` does not matter), "keynorm" (KVpop's rule on KeyNormScorer), "given" (KVpop's rule on scores from
+/// the caller). Refuses an unknown name, and a budget under sinks + window (streaming: under sinks + 1).
 template <class T>
 std::unique_ptr<llama::KvAttention> make_attention(const kvpolicy::host& on, const llama::Config& config,
                                                    const PolicyChoice& choice, std::int32_t longest) {
@@ -54,12 +55,19 @@ std::unique_ptr<llama::KvAttention> make_attention(const kvpolicy::host& on, con
         using Dense = kvpolicy::Policy<Window<>>;
         return std::make_unique<llama::CacheAttention<Dense, T>>(on, config, Dense{Window<>{longest}});
     }
-    const std::int32_t k = kvpolicy::budget_for_total(choice.budget, choice.sinks, choice.window);
     if (choice.name == "streaming") {
+        if (choice.budget <= choice.sinks) {
+            llama::fail("budget: {} is not allowed; it must be more than the sinks, {}", choice.budget,
+                        choice.sinks);
+        }
         using Streaming = kvpolicy::StreamingLLM<>;
         return std::make_unique<llama::CacheAttention<Streaming, T>>(
             on, config, Streaming{Sink<>{choice.sinks}, Window<>{choice.budget - choice.sinks}});
     }
+    if (choice.name != "keynorm" && choice.name != "given") {
+        llama::fail("policy: {} is not allowed; it must be one of {}", choice.name, policy_names);
+    }
+    const std::int32_t k = kvpolicy::budget_for_total(choice.budget, choice.sinks, choice.window);
     if (choice.name == "keynorm") {
         using KeyNorm = kvpolicy::Policy<Sink<>, Window<>, TopKBudget<>, KeyNormScorer>;
         return std::make_unique<llama::CacheAttention<KeyNorm, T>>(
@@ -67,14 +75,11 @@ std::unique_ptr<llama::KvAttention> make_attention(const kvpolicy::host& on, con
             KeyNorm{Sink<>{choice.sinks}, Window<>{choice.window}, TopKBudget<>{k},
                     KeyNormScorer{config.head_dim}});
     }
-    if (choice.name == "given") {
-        using Given = kvpolicy::KVpop<>;
-        return std::make_unique<llama::CacheAttention<Given, T>>(
-            on, config,
-            Given{Sink<>{choice.sinks}, Window<>{choice.window}, TopKBudget<>{k}, kvpolicy::Decay<1>{0.0f},
-                  kvpolicy::GivenScores{}});
-    }
-    kvpolicy::detail::refuse("policy", choice.name, "one of " + std::string(policy_names));
+    using Given = kvpolicy::KVpop<>;
+    return std::make_unique<llama::CacheAttention<Given, T>>(
+        on, config,
+        Given{Sink<>{choice.sinks}, Window<>{choice.window}, TopKBudget<>{k}, kvpolicy::Decay<1>{0.0f},
+              kvpolicy::GivenScores{}});
 }
 
 }  // namespace examples

@@ -36,7 +36,8 @@ template <Storage T>
 std::size_t future_mass_workspace_bytes(const host& on, rows_view<const T> q, rows_view<const T> k);
 
 /// lse[b][hq][d] = log sum_{t <= d} exp(logit(d, t)), the dense causal normaliser (eq. 28), natural log. q [B, Hq, S, Dk], k
-/// [B, Hkv, S, Dk], lse [B, Hq, S]: overwritten for the sequences' lengths. Synchronous, O(S^2) time, no S x S array.
+/// [B, Hkv, S, Dk], lse [B, Hq, S]: overwritten for the sequences' lengths. Synchronous, O(S^2) time, no S x S array. Refuses
+/// what future_mass refuses.
 template <Storage T>
 void causal_lse(const host& on, const Attention& attention, rows_view<const T> q, rows_view<const T> k,
                 const Sequences& sequences, plane_view<float> lse, workspace_view workspace);
@@ -50,8 +51,8 @@ void causal_lse(const host& on, const Attention& attention, rows_view<const T> q
 ///
 /// It is the transposed attention pass of D.2: keys take the part of queries, -lse that of a bias. A query whose lse is
 /// -inf contributes nothing; with a sparse lse a mass may exceed 1. Overwrites target for the sequences' lengths.
-/// Synchronous, O(S^2) time, no S x S array. Refuses: shapes that disagree, beta < 1, epsilon < 0, window < 1, look_ahead
-/// < 0, packed segments, too little workspace.
+/// Synchronous, O(S^2) time, no S x S array. Refuses: shapes that disagree, null data, beta < 1, epsilon < 0, window < 1,
+/// look_ahead < 0, packed segments, too little workspace. A window of S or more leaves every key without future queries.
 template <Storage T>
 void future_mass(const host& on, const Attention& attention, rows_view<const T> q, rows_view<const T> k,
                  plane_view<const float> lse, const Sequences& sequences, const FutureMassOptions& options,

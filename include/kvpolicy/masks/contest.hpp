@@ -1,5 +1,5 @@
-// The long-range places of one head, and the contest for them: the one place where the host decides what is evicted.
-// Masks run it over a sequence, caches over a chunk.
+// The long-range places of one head, and the contest for them. Masks run it over a sequence, caches over a chunk; single
+// steps of a cache decide the same by a scan (host/cache_rows.hpp).
 #pragma once
 
 #include <kvpolicy/core/types.hpp>

@@ -178,8 +178,8 @@ TEST_CASE("a system that gives fewer threads: refused, and those that it gave ha
         CHECK(started == given);
         CHECK(running == 0);
     }
-    const auto broken = [](auto) -> std::thread { throw 3; };
-    CHECK_THROWS_AS(kvpolicy::detail::thread_pool(2, broken), int);
+    const auto broken = [](auto) -> std::thread { throw std::runtime_error("no"); };
+    CHECK_THROWS_AS(kvpolicy::detail::thread_pool(2, broken), std::runtime_error);
 }
 
 TEST_CASE("what an index throws reaches the caller, the lowest index first, and the pool goes on") {
