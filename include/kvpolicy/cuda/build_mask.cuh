@@ -37,7 +37,7 @@ struct mask_plan {
 template <class P>
 mask_plan plan_mask(const P& policy, const Sequences& sequences, std::int32_t heads, std::int32_t layer,
                     position_t limit, const mask_tuning& tuning) {
-    using problem = mask_problem<typename P::gate_type, decltype(policy.keep_set())>;
+    using problem = mask_problem<typename P::gate_type, decltype(policy.keep())>;
     mask_plan plan;
     for (std::int32_t h = 0; h < heads; ++h) {
         const HeadRule rule = policy.rule(layer, h);

@@ -81,7 +81,7 @@ auto make_problem(const cuda& on, const P& policy, plane_view<const float> score
                   std::int32_t heads, std::int32_t layer, const small_numbers& memory,
                   std::uint32_t* status) {
     using Gate = typename P::gate_type;
-    using Keep = decltype(policy.keep_set());
+    using Keep = decltype(policy.keep());
     mask_problem<Gate, Keep> problem{};
     problem.scores = scores;
     problem.batch = sequences.batch;
@@ -89,7 +89,7 @@ auto make_problem(const cuda& on, const P& policy, plane_view<const float> score
     problem.length = sequences.length;
     problem.lengths = sequences.lengths;
     problem.gate = policy.gate();
-    problem.keep = policy.keep_set();
+    problem.keep = policy.keep();
     problem.status = status;
     problem.slots = (sequences.length + mask_chunk - 1) / mask_chunk;
     if (sequences.cu_seqlens != nullptr) {

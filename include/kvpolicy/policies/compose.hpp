@@ -40,7 +40,7 @@ struct no_gate {
     KVPOLICY_HOST_DEVICE constexpr bool open(float, const HeadRule&) const { return true; }
 };
 
-/// Keep parts as one plain value, for kernels.
+/// Keep parts as one plain value, for kernels and the refs of caches.
 template <class... Parts>
 struct keep_set {
     KVPOLICY_HOST_DEVICE constexpr bool keeps(position_t) const { return false; }
@@ -64,33 +64,6 @@ constexpr auto make_keep_set(const First& first, const Rest&... rest) {
         return make_keep_set(rest...);
     }
 }
-
-/// The keep parts of a policy without its other parts, as an aggregate that may go to a kernel (a tuple may not).
-template <class... Parts>
-struct keep_list {
-    KVPOLICY_HOST_DEVICE constexpr bool keeps(position_t) const { return false; }
-    template <std::size_t I, class Tuple>
-    static constexpr keep_list from(const Tuple&) {
-        return {};
-    }
-};
-template <class First, class... Rest>
-struct keep_list<First, Rest...> : keep_list<Rest...> {
-    template <std::size_t I, class Tuple>
-    static constexpr keep_list from(const Tuple& parts) {
-        return {keep_list<Rest...>::template from<I + 1>(parts)};
-    }
-};
-template <KeepPart First, class... Rest>
-struct keep_list<First, Rest...> {
-    First part;
-    keep_list<Rest...> rest;
-    KVPOLICY_HOST_DEVICE constexpr bool keeps(position_t t) const { return part.keeps(t) || rest.keeps(t); }
-    template <std::size_t I, class Tuple>
-    static constexpr keep_list from(const Tuple& parts) {
-        return {std::get<I>(parts), keep_list<Rest...>::template from<I + 1>(parts)};
-    }
-};
 
 }  // namespace detail
 
@@ -128,7 +101,7 @@ class Policy {
 
     using gate_type = typename detail::part_of<part_kind::gate, detail::no_gate, Parts...>::type;
     using scorer_type = typename detail::part_of<part_kind::scorer, GivenScores, Parts...>::type;
-    using keep_type = detail::keep_list<Parts...>;
+    using keep_type = decltype(detail::make_keep_set(std::declval<const Parts&>()...));
     static_assert(
         Gate<gate_type>,
         "kvpolicy: a gate needs `bool open(float score, const HeadRule&) const` and `void write(HeadRule&, "
@@ -174,17 +147,14 @@ class Policy {
         }
     }
 
-    /// The keep parts alone, for a cache's ref.
-    constexpr keep_type keep() const { return keep_type::template from<0>(parts_); }
+    /// The keep parts alone, as a value that may go to a kernel (a tuple may not).
+    constexpr keep_type keep() const {
+        return std::apply([](const auto&... part) { return detail::make_keep_set(part...); }, parts_);
+    }
 
     /// Whether a keep part holds position t for good.
     constexpr bool keeps(position_t t) const {
         return std::apply([&](const auto&... part) { return (false || ... || part_keeps(part, t)); }, parts_);
-    }
-
-    /// The keep parts alone, as a value that kernels can hold.
-    constexpr auto keep_set() const {
-        return std::apply([](const auto&... part) { return detail::make_keep_set(part...); }, parts_);
     }
 
     /// Refuses numbers that no policy can have, naming layer and head, and arrays that do not cover the heads.
