@@ -1,0 +1,45 @@
+#!/usr/bin/env bash
+# What the CUDA parts cost a user's build: prints seconds of nvcc for one architecture, and fails where a limit is passed
+# (twice the documented one, since a busy machine is not the library's fault) or where kvpop.hpp reaches CUB.
+#
+#   nvcc_cost.sh NVCC INCLUDE_FOLDER SCRATCH_FOLDER
+set -euo pipefail
+nvcc=$1 include=$2 scratch=$3
+mkdir -p "$scratch"
+status=0
+
+# measure NAME LIMIT: compiles $scratch/NAME.cu
+measure() {
+    local start end seconds
+    start=$(date +%s%N)
+    "$nvcc" -std=c++20 -gencode arch=compute_80,code=sm_80 -I "$include" -c "$scratch/$1.cu" -o "$scratch/$1.o"
+    end=$(date +%s%N)
+    seconds=$(((end - start) / 100000000))
+    printf '%-44s %3d.%d s (documented: under %d s)\n' "$1" $((seconds / 10)) $((seconds % 10)) "$2"
+    if [ "$seconds" -gt $(($2 * 20)) ]; then
+        echo "  that is more than twice the limit"
+        status=1
+    fi
+}
+
+echo '#include <kvpolicy/kvpop.hpp>' >"$scratch/kvpop.cu"
+echo '#include <kvpolicy/cuda.cuh>' >"$scratch/cuda.cu"
+cat >"$scratch/masks_of_one_policy.cu" <<'END'
+#include <kvpolicy/cuda.cuh>
+#include <kvpolicy/kvpop.hpp>
+using Policy = kvpolicy::KVpop<4, 256, 3836>;
+void masks(const kvpolicy::cuda& on, const Policy& policy, kvpolicy::plane_view<const float> scores,
+           const kvpolicy::Sequences& sequences, kvpolicy::plane_view<kvpolicy::expiry_t> expiry,
+           kvpolicy::workspace_view workspace) {
+    kvpolicy::build_mask(on, policy, scores, sequences, expiry, workspace);
+}
+END
+
+if "$nvcc" -std=c++20 -I "$include" -M "$scratch/kvpop.cu" | grep -q '/cub/'; then
+    echo "kvpop.hpp reaches CUB"
+    status=1
+fi
+measure kvpop 8
+measure cuda 20
+measure masks_of_one_policy 60
+exit "$status"
