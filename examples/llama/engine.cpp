@@ -5,7 +5,14 @@
 #include <cblas.h>
 
 #include <algorithm>
+#include <atomic>
 #include <cmath>
+
+// OpenBLAS's own; null with another BLAS.
+extern "C" {
+[[gnu::weak]] void openblas_set_num_threads(int threads);
+[[gnu::weak]] int openblas_get_num_threads();
+}
 
 namespace llama {
 namespace {
@@ -24,6 +31,19 @@ void multiply(const float* x, int count, const Matrix& w, float* y, bool add = f
     } else {
         cblas_sgemm(CblasRowMajor, CblasNoTrans, CblasTrans, count, w.rows, w.cols, 1.0f, x, w.cols,
                     w.values.data(), w.cols, beta, y, w.rows);
+    }
+}
+
+/// A small model's matrix-vector products take microseconds: less than it takes to wake a second thread, and far less
+/// than to wait for one that the system has put aside. Chunks and large models keep all threads.
+void choose_blas_threads(bool one) {
+    if (openblas_set_num_threads == nullptr || openblas_get_num_threads == nullptr) {
+        return;
+    }
+    static const int all = openblas_get_num_threads();
+    static std::atomic<bool> is_one = false;  // the setting is the process's, engines may be several
+    if (is_one.exchange(one) != one) {
+        openblas_set_num_threads(one ? 1 : all);
     }
 }
 
@@ -68,6 +88,7 @@ void Engine::begin(std::span<const std::int32_t> tokens, std::span<const std::in
         if (positions[i] < 0) fail("forward: positions[{}] is {}, it must not be negative", i, positions[i]);
     }
     count_ = static_cast<int>(tokens.size());
+    choose_blas_threads(count_ == 1 && model_->bytes() < std::size_t{1} << 26);
 
     hidden_.resize(size(count_, c.hidden_size));
     normed_.resize(hidden_.size());
