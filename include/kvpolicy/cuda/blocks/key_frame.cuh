@@ -42,7 +42,9 @@ struct key_frames {
     }
 };
 
-/// When row number `row` of a head is seen by queries of a frame, and its bias.
+__device__ inline float minus_infinity() { return __int_as_float(static_cast<int>(0xff800000u)); }
+
+/// When a row is seen by the queries of a frame.
 struct row_time {
     std::int32_t born;  // clamped to [0, span]: the first query that sees it
     std::int32_t dies;  // clamped to [0, span]: the first that no longer does
@@ -65,7 +67,7 @@ class head_frame {
         return x < past_ ? x : frames_.past.rows + (x - past_);
     }
 
-    /// The life of row x among `span` queries of which the first has position `base`.
+    /// The life of row x among `span` queries of which the first has position `base`. A bias of -inf ends it.
     [[nodiscard]] __device__ row_time time_of(std::int32_t x, std::int64_t base, std::int32_t span) const {
         const bool own = x >= past_;
         const segment_frame& segment = own ? frames_.self : frames_.past;
@@ -79,6 +81,10 @@ class head_frame {
             if (expiry != never && expiry - base <= born) {
                 time.dies = 0;
             }
+        }
+        if (segment.log_bias && segment.log_bias.head(b_, h_)[t] == minus_infinity()) {
+            const std::int32_t hidden = clamped(born + age(segment), span);
+            time.dies = hidden < time.dies ? hidden : time.dies;
         }
         if (frames_.edges != nullptr) {
             const std::int32_t end = clamped(segment_end(t) - base, span);
@@ -97,12 +103,14 @@ class head_frame {
             from = span;
             return 0.0f;
         }
-        const std::int32_t age = segment.bias_from != nullptr ? segment.bias_from[h_] : 0;
-        from = clamped(position(segment, own, t) + age - base, span);
+        from = clamped(position(segment, own, t) + age(segment) - base, span);
         return segment.log_bias.head(b_, h_)[t];
     }
 
   private:
+    [[nodiscard]] __device__ std::int32_t age(const segment_frame& segment) const {
+        return segment.bias_from != nullptr ? segment.bias_from[h_] : 0;
+    }
     [[nodiscard]] __device__ std::int32_t counted(const segment_frame& segment) const {
         if (segment.lengths == nullptr) {
             return segment.rows;
