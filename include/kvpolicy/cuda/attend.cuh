@@ -184,7 +184,7 @@ class attend_call {
                    Hopper::threads, attend_hopper_shared_bytes<Hopper>(), on_, call_, counters_ + round);
         } else {
             launch("attend_kernel", attend_kernel<Portable>, count, Portable::threads,
-                   sizeof(attend_block_memory<Portable>), on_, call_);
+                   attend_block_shared_bytes<Portable>(), on_, call_);
         }
     }
 

@@ -33,7 +33,7 @@ struct attend_block_sizes {
 
 template <class S>
 struct attend_block_memory {
-    alignas(16) unsigned char q[S::rows * S::row_bytes];
+    alignas(128) unsigned char q[S::rows * S::row_bytes];
     unsigned char k[S::stages][S::keys * S::row_bytes];
     unsigned char v[S::stages][S::keys * S::row_bytes];
     key_notes<S::keys, S::General> notes[S::stages];
@@ -44,14 +44,22 @@ struct attend_block_memory {
     };
 };
 
+/// What a launch asks for: dynamic shared memory is aligned to 16 bytes only.
+template <class S>
+constexpr std::size_t attend_block_shared_bytes() {
+    return sizeof(attend_block_memory<S>) + 112;
+}
+
 template <class S>
 class attend_block {
   public:
     using T = typename S::T;
     using Memory = attend_block_memory<S>;
 
-    __device__ attend_block(const attend_launch<T>& call, Memory& memory)
-        : call_(call), memory_(memory), thread_(static_cast<int>(threadIdx.x)) {}
+    __device__ attend_block(const attend_launch<T>& call, unsigned char* shared)
+        : call_(call),
+          memory_(*reinterpret_cast<Memory*>(shared + ((128 - (shared_address(shared) & 127)) & 127))),
+          thread_(static_cast<int>(threadIdx.x)) {}
 
     __device__ void run(std::int64_t number) {
         const tile_place place = place_of(call_, number);
@@ -87,18 +95,22 @@ class attend_block {
         }
     }
 
-    /// Enqueues the copies of a block's keys and values.
+    /// Enqueues the copies of a block's keys and values. A pass of all threads takes some whole rows; what depends on the pass
+    /// is a constant, as everywhere below: swizzling is an exclusive or of bits 4 to 6 of an address, and the rest of it adds.
     __device__ void load_block(int stage) const {
+        constexpr int rows = S::threads / chunks;
         const key_addresses<S::keys>& from = memory_.addresses[stage];
-        const std::uint32_t k = shared_address(memory_.k[stage]);
-        const std::uint32_t v = shared_address(memory_.v[stage]);
         const key_rows<T>& all = call_.problem.rows;
-#pragma unroll 4
-        for (int i = thread_; i < S::keys * chunks; i += S::threads) {
-            const int n = i / chunks;
-            const int chunk = i % chunks;
-            copy_part(k + swizzled(S::keys, n, chunk), from.k[n], chunk, all.k.dim);
-            copy_part(v + swizzled(S::keys, n, chunk), from.v[n], chunk, all.v.dim);
+        const int row = thread_ / chunks;
+        const int chunk = thread_ % chunks;
+        const std::uint32_t at = swizzled(S::keys, row, chunk);
+        const std::uint32_t k = shared_address(memory_.k[stage]) + at;
+        const std::uint32_t v = shared_address(memory_.v[stage]) + at;
+#pragma unroll
+        for (int pass = 0; pass < S::keys / rows; ++pass) {
+            const int flip = (pass * rows % 8) << 4;
+            copy_part((k ^ flip) + pass * rows * 128, from.k[row + pass * rows], chunk, all.k.dim);
+            copy_part((v ^ flip) + pass * rows * 128, from.v[row + pass * rows], chunk, all.v.dim);
         }
         copy_commit();
     }
@@ -159,21 +171,22 @@ class attend_block {
                 s[m][i] = 0.0f;
             }
         }
-        const std::uint32_t q = shared_address(memory_.q);
-        const std::uint32_t k = shared_address(memory_.k[stage]);
+        const int first_row = (thread_ / 32) * 16 * S::rows_16;
+        const std::uint32_t q =
+            shared_address(memory_.q) + (first_row + lane % 16) * 128 + ((lane / 16) ^ (lane % 8)) * 16;
+        const std::uint32_t k = shared_address(memory_.k[stage]) + (lane % 8 + 8 * (lane / 16)) * 128 +
+                                ((lane / 8 % 2) ^ (lane % 8)) * 16;
 #pragma unroll
         for (int step = 0; step < S::Dim / 16; ++step) {
             std::uint32_t a[S::rows_16][4];
 #pragma unroll
             for (int m = 0; m < S::rows_16; ++m) {
-                load_matrices(a[m], q + swizzled(S::rows, (thread_ / 32) * 16 * S::rows_16 + 16 * m + lane % 16,
-                                                 2 * step + lane / 16));
+                load_matrices(a[m], (q ^ (step % 4 * 32)) + m * 2048 + step / 4 * S::rows * 128);
             }
 #pragma unroll
             for (int n = 0; n < S::keys / 16; ++n) {
                 std::uint32_t b[4];
-                load_matrices(b, k + swizzled(S::keys, 16 * n + lane % 8 + 8 * (lane / 16),
-                                              2 * step + (lane / 8) % 2));
+                load_matrices(b, (k ^ (step % 4 * 32)) + n * 2048 + step / 4 * S::keys * 128);
 #pragma unroll
                 for (int m = 0; m < S::rows_16; ++m) {
                     mma(s[m], 2 * n, a[m], b[0], b[1]);
@@ -202,13 +215,14 @@ class attend_block {
                 o[m][i] *= decay[(i / 2) % 2];
             }
         }
-        const std::uint32_t v = shared_address(memory_.v[stage]);
+        const std::uint32_t v =
+            shared_address(memory_.v[stage]) + (lane % 16) * 128 + ((lane / 16) ^ (lane % 8)) * 16;
 #pragma unroll
         for (int step = 0; step < S::keys / 16; ++step) {
 #pragma unroll
             for (int n = 0; n < S::Dim / 16; ++n) {
                 std::uint32_t b[4];
-                load_matrices_transposed(b, v + swizzled(S::keys, 16 * step + lane % 16, 2 * n + lane / 16));
+                load_matrices_transposed(b, (v ^ (n % 4 * 32)) + step * 2048 + n / 4 * S::keys * 128);
 #pragma unroll
                 for (int m = 0; m < S::rows_16; ++m) {
                     mma(o[m], 2 * n, p[m][step], b[0], b[1]);

@@ -19,8 +19,7 @@ namespace cuda_backend {
 template <class S>
 __global__ void __launch_bounds__(S::threads)
     attend_kernel(const __grid_constant__ attend_launch<typename S::T> call) {
-    auto& memory = *reinterpret_cast<attend_block_memory<S>*>(dynamic_shared());
-    attend_block<S>(call, memory).run(blockIdx.x);
+    attend_block<S>(call, dynamic_shared()).run(blockIdx.x);
 }
 
 /// As many blocks as fit; each takes tiles from `next`, which is 0 at first.
