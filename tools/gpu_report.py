@@ -6,6 +6,7 @@ import fnmatch
 import glob
 import json
 import os
+import re
 import sys
 import time
 import xml.etree.ElementTree
@@ -42,12 +43,27 @@ def tests(folder):
     return rows
 
 
+def launches_in(folder, name):
+    """Rows of ncu's CSV; a row is one metric of one launch."""
+    return csv.DictReader(line for line in lines(folder, name) if line.startswith('"'))
+
+
+def kernels_of_library():
+    """The names behind __global__ in the library's headers."""
+    include = os.path.join(os.path.dirname(os.path.dirname(os.path.abspath(__file__))), "include")
+    names = set()
+    for path in glob.glob(os.path.join(include, "**", "*.cuh"), recursive=True):
+        with open(path) as file:
+            names.update(re.findall(r"__global__\s+void\s+(?:__launch_bounds__\([^)]*\)\s*)?(\w+)\s*\(", file.read()))
+    return names
+
+
 def profile(folder, operation):
-    """Kernel times and counters in the benchmarks' order, from ncu's CSV."""
+    """Kernel times and counters in the benchmarks' order."""
     launches = {}
-    for row in csv.DictReader(line for line in lines(folder, f"profile-{operation}.csv") if line.startswith('"')):
-        launch = launches.setdefault(row["ID"], {"kernel": row["Kernel Name"].split("(")[0].split("<")[0],
-                                                 "grid": row.get("Grid Size"), "block": row.get("Block Size")})
+    for row in launches_in(folder, f"profile-{operation}.csv"):
+        launch = launches.setdefault(row["ID"], {"kernel": row["Kernel Name"], "grid": row.get("Grid Size"),
+                                                 "block": row.get("Block Size")})
         value = row["Metric Value"].replace(",", "")
         try:
             launch[row["Metric Name"] + " [" + row["Metric Unit"] + "]"] = float(value)
@@ -141,6 +157,11 @@ def main():
     for path in sorted(glob.glob(os.path.join(folder, "targets-*.txt"))):
         operation = os.path.basename(path)[len("targets-"):-len(".txt")]
         report["operations"][operation] = operation_report(folder, operation)
+    reached = {row["Kernel Name"] for path in glob.glob(os.path.join(folder, "kernels-*.csv"))
+               for row in launches_in(folder, os.path.basename(path))}
+    if reached:
+        report["kernels_not_sanitized"] = sorted(kernels_of_library() - reached)
+        print("not reached by the sanitizers' selection: " + (", ".join(report["kernels_not_sanitized"]) or "no kernel"))
     for stage, result in report["stages"].items():
         print(f"{result:>10}  {stage}")
     with open(target, "w") as file:

@@ -243,20 +243,6 @@ TEST_CASE("priorities that agree to more bits than a sort key has") {
     }
 }
 
-// Small enough for compute-sanitizer: the whole grid sorts runs of several tiles, and single blocks shorter ones.
-TEST_CASE("a few long runs of level priorities") {
-    MaskCase input = random_case(1, 1, 12000);
-    std::mt19937 generator(4);
-    fill_scores(input.scores, HardScores::level, -1e-3f, generator);
-    const auto policy = budget(2, 20, 300, -1e-3f);
-    same(device_mask(policy, input, all_tunings()[1]).expiry, host_mask(policy, input).expiry, 12000,
-         "12000 tokens");
-    MaskCase shorter = random_case(1, 1, 3000);
-    fill_scores(shorter.scores, HardScores::level, -1e-3f, generator);
-    same(device_mask(policy, shorter, all_tunings()[1]).expiry, host_mask(policy, shorter).expiry, 3000,
-         "3000 tokens");
-}
-
 TEST_CASE("lengths and edges in device memory that cannot be") {
     MaskCase input = random_case(4, 2, 600, 2);
     input.lengths = {600, -1, 601, 77};
@@ -278,58 +264,6 @@ TEST_CASE("lengths and edges in device memory that cannot be") {
             const MaskResult got = device_mask(budget(2, 20, 100, -0.1f), packed, tuning);
             CHECK(got.expiry == std::vector<expiry_t>(600, untouched));
             CHECK(got.status == std::vector<std::uint32_t>{status_bad_length});
-        }
-    }
-}
-
-TEST_CASE("ranks and cutoffs are the host's, by every algorithm") {
-    std::mt19937 generator(5);
-    for (const std::int32_t length : {1, 200, 1100, 2600}) {
-        for (const std::int32_t k : {0, 1, 60, 511, 2600, unlimited}) {
-            for (const Scores kind :
-                 {Scores::random, Scores::improving, Scores::worsening, Scores::few_values}) {
-                MaskCase input = random_case(2, 2, length);
-                fill_scores(input.scores, kind, generator);
-                input.lengths = {length, length / 2};
-                const auto policy = budget(2, 31, k, -0.004f);
-                const Sequences on_host = input.sequences(input.lengths.data(), nullptr);
-                Plane<std::int32_t> rank(2, 2, length, untouched), cutoff(2, 2, length, untouched);
-                const Plane<float>& scores = input.scores;
-                Workspace memory(build_cutoffs_workspace_bytes(oracle_context(), policy, on_host, 2));
-                build_cutoffs(oracle_context(), policy, scores.view(), on_host, rank.view(), cutoff.view(),
-                              memory);
-
-                const Device<float> device_scores(scores.data);
-                const Device<std::int32_t> lengths(input.lengths);
-                const Sequences on_device = input.sequences(lengths.data(), nullptr);
-                const kvpolicy::cuda on{};
-                const auto check = [&]<class C>(C, const std::string& algorithm) {
-                    const std::string what = algorithm + ", " + name(kind) + ", length " +
-                                             std::to_string(length) + ", k " + std::to_string(k);
-                    const Device<std::int32_t> got_rank(
-                        std::vector<std::int32_t>(rank.data.size(), untouched));
-                    const Device<std::int32_t> got_cutoff(
-                        std::vector<std::int32_t>(rank.data.size(), untouched));
-                    const Device<unsigned char> workspace(
-                        build_cutoffs_workspace_bytes<C>(on, policy, on_device, 2));
-                    build_cutoffs<C>(on, policy, view_bhs<const float>(device_scores.data(), 2, 2, length),
-                                     on_device, view_bhs(got_rank.data(), 2, 2, length),
-                                     view_bhs(got_cutoff.data(), 2, 2, length), workspace);
-                    same(got_rank.read(), rank.data, length, "rank, " + what);
-                    same(got_cutoff.read(), cutoff.data, length, "cutoff, " + what);
-                    const Device<expiry_t> expiry(std::vector<expiry_t>(rank.data.size(), untouched));
-                    const Device<unsigned char> more(
-                        expiry_from_cutoffs_workspace_bytes(on, policy, on_device, 2));
-                    expiry_from_cutoffs(on, policy,
-                                        view_bhs<const std::int32_t>(got_rank.data(), 2, 2, length),
-                                        view_bhs<const std::int32_t>(got_cutoff.data(), 2, 2, length),
-                                        on_device, view_bhs(expiry.data(), 2, 2, length), more);
-                    same(expiry.read(), host_mask(policy, input).expiry, length, "expiry, " + what);
-                };
-                check(ParallelCutoff{}, "parallel");
-                check(FenwickCutoff{}, "Fenwick");
-                check(LinkedCutoff{}, "linked");
-            }
         }
     }
 }
