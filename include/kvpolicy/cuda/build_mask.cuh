@@ -37,6 +37,8 @@ inline mask_tuning mask_tuning_of(const cuda& on) {
 template <class P>
 std::size_t mask_workspace_bytes(const cuda& on, const P& policy, const Sequences& sequences,
                                  std::int32_t heads, const MaskOptions& options, const mask_tuning& tuning) {
+    check_shape(sequences, heads);
+    policy.check_layer(options.layer, heads);
     workspace_parts parts(nullptr);
     static_cast<void>(small_numbers::take(parts, sequences, heads));
     if constexpr (P::has_budget) {
@@ -113,15 +115,16 @@ void build_mask(const cuda& on, const P& policy, plane_view<const float> scores,
 }
 
 template <Cutoff C, AnyPolicy P>
-std::size_t build_cutoffs_workspace_bytes(const cuda& on, const P& policy, const Sequences& sequences,
+std::size_t build_cutoffs_workspace_bytes(const cuda& on, const P&, const Sequences& sequences,
                                           std::int32_t heads) {
     using namespace cuda_backend;
     static_assert(P::has_budget, "kvpolicy: build_cutoffs needs a policy with a TopKBudget");
+    check_shape(sequences, heads);
     const device_scope device(on);
     workspace_parts parts(nullptr);
     static_cast<void>(small_numbers::take(parts, sequences, heads));
-    const mask_plan plan =
-        plan_mask(policy, sequences, heads, 0, rebase_limit, select_mask_tuning(device.capability()));
+    mask_plan plan;  // of the rules nothing matters: no call here contests survivors
+    plan.by_block = sequences.length <= select_mask_tuning(device.capability()).longest_block_sort;
     static_cast<void>(ranking_memory::take(parts, plan, sequences, heads, on));
     if constexpr (!std::is_same_v<C, ParallelCutoff>) {
         constexpr std::size_t unit = workspace_parts::alignment;
@@ -181,6 +184,7 @@ template <AnyPolicy P>
 std::size_t expiry_from_cutoffs_workspace_bytes(const cuda&, const P&, const Sequences& sequences,
                                                 std::int32_t heads) {
     using namespace cuda_backend;
+    check_shape(sequences, heads);
     workspace_parts parts(nullptr);
     static_cast<void>(small_numbers::take(parts, sequences, heads));
     return parts.bytes();

@@ -78,8 +78,7 @@ struct ranking_memory {
         ranking_memory memory;
         const bool packed = sequences.cu_seqlens != nullptr;
         const std::int64_t segments = packed ? sequences.segments : 1;
-        const std::int64_t slots = packed ? sequences.length / mask_chunk + segments
-                                          : (std::int64_t{sequences.length} + mask_chunk - 1) / mask_chunk;
+        const std::int64_t slots = slots_of(sequences);
         const std::int64_t planes = std::int64_t{sequences.batch} * heads;
         const std::int64_t count = planes * sequences.length;
         memory.anchors = parts.take<cutoff_anchor>(planes * slots);
@@ -89,8 +88,8 @@ struct ranking_memory {
             memory.order = parts.take<std::uint16_t>(count);
             return memory;
         }
-        detail::require(count < 0x7fffffff, "batch * heads * length", count,
-                        "below 2^31 for sequences of this length: split the batch");
+        detail::require(count <= longest_sequence, "batch * heads * length", count,
+                        "at most 2^31 - 2^24 for sequences of this length: split the batch");
         detail::require(planes * segments < 0x7fffffff, "batch * heads * segments", planes * segments,
                         "below 2^31: split the batch");
         for (sorted_keys& one : memory.sort) {
@@ -129,7 +128,7 @@ struct ranking_memory {
     }
 
     static int task_bits(std::int64_t tasks) {
-        return static_cast<int>(std::bit_width(static_cast<std::uint64_t>(tasks - 1)));
+        return tasks <= 1 ? 0 : static_cast<int>(std::bit_width(static_cast<std::uint64_t>(tasks - 1)));
     }
     /// 32 bits are all of a score. A priority has more, and what the sort's last pass of 8 bits has room for is free.
     static int prefix_bits(std::int64_t tasks, bool decayed) {

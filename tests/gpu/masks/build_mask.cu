@@ -11,7 +11,9 @@
 
 #include <doctest/doctest.h>
 
+#include <algorithm>
 #include <cstdint>
+#include <limits>
 #include <random>
 #include <string>
 #include <vector>
@@ -183,6 +185,83 @@ TEST_CASE("sequences of different lengths, and packed segments") {
     check_mask(
         Policy<Sink<>, Window<>, ThresholdGate<above>>(Sink<>{3}, Window<>{30}, ThresholdGate<above>(0.3f)),
         input, "packed, gate");
+}
+
+TEST_CASE("more segments than one round of counting holds") {
+    MaskCase input = random_case(1, 1, 30000, 12);
+    input.cu_seqlens = {0};
+    std::mt19937 generator(12);
+    while (input.cu_seqlens.back() < 29000) {  // many are empty, or shorter than the window
+        input.cu_seqlens.push_back(input.cu_seqlens.back() + static_cast<std::int32_t>(generator() % 7));
+    }
+    input.cu_seqlens.push_back(30000);
+    REQUIRE(input.cu_seqlens.size() > cuda_backend::counted_slots);
+    check_mask(budget(0, 1, 2), input, "short segments");
+    check_mask(budget(1, 2, 30, -0.01f), input, "short segments, decay");
+}
+
+TEST_CASE("views with strides of their own, longer than the sequences") {
+    // Heads outside, sequences inside, rows padded, and nothing aligned to more than a number.
+    constexpr std::int32_t batch = 3, heads = 2, length = 1100, score_pitch = 1113, pitch = 1131;
+    MaskCase input = random_case(batch, heads, length, 13);
+    std::vector<float> padded(3 + batch * heads * score_pitch, std::numeric_limits<float>::quiet_NaN());
+    for (std::int32_t b = 0; b < batch; ++b) {
+        for (std::int32_t h = 0; h < heads; ++h) {
+            std::copy_n(&input.scores.at(b, h, 0), length,
+                        &padded[static_cast<std::size_t>(3 + (h * batch + b) * score_pitch)]);
+        }
+    }
+    const Device<float> scores(padded);
+    const Sequences sequences{batch, length};
+    const kvpolicy::cuda on{};
+    for (const std::int32_t step : {1, 4}) {
+        const auto policy = budget(2, 20, 100, -0.01f, step);
+        const std::vector<expiry_t> wanted = host_mask(policy, input).expiry;
+        for (const cuda_backend::mask_tuning& tuning : all_tunings()) {
+            const Device<expiry_t> expiry(
+                std::vector<expiry_t>(static_cast<std::size_t>(5 + batch * heads * pitch), untouched));
+            const Device<unsigned char> workspace(
+                cuda_backend::mask_workspace_bytes(on, policy, sequences, heads, {}, tuning));
+            cuda_backend::build_mask_tuned(
+                on, policy,
+                plane_view<const float>{scores.data() + 3, batch, heads, score_pitch, score_pitch,
+                                        batch * score_pitch},
+                sequences, plane_view<expiry_t>{expiry.data() + 5, batch, heads, pitch, pitch, batch * pitch},
+                workspace, {}, nullptr, tuning);
+            const std::vector<expiry_t> got = expiry.read();
+            std::vector<expiry_t> expected(got.size(), untouched);
+            for (std::int32_t b = 0; b < batch; ++b) {
+                for (std::int32_t h = 0; h < heads; ++h) {
+                    std::copy_n(wanted.begin() + (b * heads + h) * length, length,
+                                expected.begin() + 5 + (h * batch + b) * pitch);
+                }
+            }
+            same(got, expected, pitch, "strides, step " + std::to_string(step));
+        }
+    }
+}
+
+TEST_CASE("a NaN score under every kind of gate") {
+    MaskCase input = random_case(2, 2, 1300, 14);
+    std::mt19937 generator(14);
+    fill_scores(input.scores, HardScores::nan, 0.0f, generator);
+    const Sink<> sink{1};
+    const Window<> window{9};
+    for (const std::int32_t k : {0, 60, 1000, unlimited}) {
+        const std::string end = ", k " + std::to_string(k);
+        const TopKBudget<> places{k};
+        check_mask(Policy<Sink<>, Window<>, ThresholdGate<at_least>, TopKBudget<>>(
+                       sink, window, ThresholdGate<at_least>(-0.5f), places),
+                   input, "at least" + end);
+        check_mask(Policy<Sink<>, Window<>, BelowGate, TopKBudget<>, Decay<1>>(sink, window, BelowGate{0.5f},
+                                                                               places, Decay<1>(-0.01f)),
+                   input, "a gate that is open for NaN" + end);
+    }
+    const MaskResult gated = check_mask(
+        Policy<Window<>, ThresholdGate<above>>(window, ThresholdGate<above>(-9.0f)), input, "above");
+    CHECK(gated.status == std::vector<std::uint32_t>{status_nan_score, status_nan_score});
+    check_mask(Policy<Window<>, BelowGate>(window, BelowGate{0.5f}), input, "open for NaN");
+    check_mask(Policy<Window<>>(window), input, "no score is read");
 }
 
 TEST_CASE("contests whose order depends on the query") {
