@@ -14,18 +14,18 @@ namespace kvpolicy {
 
 template <class P, Storage T, template <class, class> class Ref>
 requires CacheRef<Ref<P, T>>
-void step(const host& on, const Ref<P, T>& cache, const Batch& all, input_rows<T> q, input_rows<T> k,
+void step(const host& on, const Ref<P, T>& cache, const Batch& batch, input_rows<T> q, input_rows<T> k,
           input_rows<T> v, output_rows<T> out, workspace_view workspace, std::uint32_t* status,
           const CacheExtras& extras) {
     namespace hb = host_backend;
     const std::int32_t longest =
-        hb::check_batch(all, cache.slots, 1, "a step takes one token; prefill takes chunks");
-    hb::check_cache_call(cache, all, longest, q, k, v, out, extras);
-    hb::check_longest(cache, all);
-    hb::check_workspace(workspace, cache_workspace_bytes<P, T>(on, cache, all.count, 1));
+        hb::check_batch(batch, cache.slots, 1, "a step takes one token; prefill takes chunks");
+    hb::check_cache_call(cache, batch, longest, q, k, v, out, extras);
+    hb::check_longest(cache, batch);
+    hb::check_workspace(workspace, cache_workspace_bytes<P, T>(on, cache, batch.count, 1));
     std::byte* const start = hb::aligned(workspace.data);
-    std::byte* const memory = start + hb::admission_bytes(cache, all.count);
-    const std::int64_t tasks = std::int64_t{all.count} * cache.kv_heads;
+    std::byte* const memory = start + hb::admission_bytes(cache, batch.count);
+    const std::int64_t tasks = std::int64_t{batch.count} * cache.kv_heads;
     const std::size_t score_bytes = hb::step_task_bytes(cache);
     const auto task_memory = [&](std::int64_t task) {
         return memory + static_cast<std::size_t>(task) * score_bytes;
@@ -40,22 +40,22 @@ void step(const host& on, const Ref<P, T>& cache, const Batch& all, input_rows<T
     if constexpr (P::ranked) {
         on.parallel_for(tasks, [&](std::int64_t task) {
             const std::int32_t i = entry_of(task), h = head_of(task);
-            if (all.tokens(i) == 0) {
+            if (batch.tokens(i) == 0) {
                 return;
             }
             const float* given = extras.scores ? extras.scores.head(i, h) : nullptr;
             found(task) =
-                hb::score_step(on.instructions(), cache, all.slot(i), h, k.row(i, h, 0), v.row(i, h, 0),
+                hb::score_step(on.instructions(), cache, batch.slot(i), h, k.row(i, h, 0), v.row(i, h, 0),
                                given, task_memory(task) + hb::aligned_size(sizeof(hb::step_scores)));
         });
         // Refused from here and not from a task: without exceptions a handler may jump out of the call.
         for (std::int64_t task = 0; task < tasks; ++task) {
             const std::int32_t i = entry_of(task), h = head_of(task);
-            if (all.tokens(i) == 0) {
+            if (batch.tokens(i) == 0) {
                 continue;
             }
             const hb::step_scores& scores = found(task);
-            const position_t position = cache.length[all.slot(i)];
+            const position_t position = cache.length[batch.slot(i)];
             if (scores.arriving != scores.arriving) {
                 hb::refuse_computed_score(i, h, position);
             }
@@ -64,8 +64,8 @@ void step(const host& on, const Ref<P, T>& cache, const Batch& all, input_rows<T
             }
         }
     }
-    const Batch batch = hb::admit(cache, all, status, start, [&](std::int32_t i, std::int32_t h) {
-        const std::int32_t slot = all.slot(i);
+    const Batch admitted = hb::admit(cache, batch, status, start, [&](std::int32_t i, std::int32_t h) {
+        const std::int32_t slot = batch.slot(i);
         const hb::head_state<Ref<P, T>> rows(cache, slot, h);
         const position_t u = cache.length[slot] - rows.rule.window;
         bool grows = false;
@@ -78,10 +78,10 @@ void step(const host& on, const Ref<P, T>& cache, const Batch& all, input_rows<T
 
     on.parallel_for(tasks, [&](std::int64_t task) {
         const std::int32_t i = entry_of(task), h = head_of(task);
-        if (batch.tokens(i) == 0) {
+        if (admitted.tokens(i) == 0) {
             return;
         }
-        const std::int32_t slot = batch.slot(i);
+        const std::int32_t slot = admitted.slot(i);
         const hb::head_state<Ref<P, T>> rows(cache, slot, h);
         const position_t position = cache.length[slot];
         hb::step_scores scores{0.0f, 0.0f};
@@ -104,9 +104,9 @@ void step(const host& on, const Ref<P, T>& cache, const Batch& all, input_rows<T
             cache.proposed[slot] = 0;
         }
     });
-    hb::attend_rows(on, cache, batch, q, out, extras.lse, 1,
+    hb::attend_rows(on, cache, admitted, q, out, extras.lse, 1,
                     memory + static_cast<std::size_t>(tasks) * score_bytes);
-    hb::clear_refused(cache, all, batch, out, extras.lse);
+    hb::clear_refused(cache, batch, admitted, out, extras.lse);
 }
 
 template <class P, Storage T, template <class, class> class Ref>
