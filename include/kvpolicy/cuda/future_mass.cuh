@@ -53,8 +53,8 @@ struct band_workspace {
 
 template <class T>
 void check_band_rows(const char* name, const rows_view<const T>& rows, const Sequences& sequences) {
-    detail::require(rows.data != nullptr || rows.batch == 0 || rows.heads == 0 || sequences.length == 0, name, "null",
-                    "device memory");
+    detail::require(rows.data != nullptr || rows.batch == 0 || rows.heads == 0 || sequences.length == 0, name,
+                    "null", "device memory");
 }
 
 template <class T>
@@ -87,8 +87,8 @@ bool copies_of_16(const rows_view<const T>& rows) {
 template <class C>
 band_exponents<C> exponents_of(const Attention& attention, std::int32_t dim, double beta) {
     constexpr double log2_e = 1.4426950408889634;
-    const double scale =
-        attention.scale != 0.0f ? static_cast<double>(attention.scale) : 1.0 / std::sqrt(static_cast<double>(dim));
+    const double scale = attention.scale != 0.0f ? static_cast<double>(attention.scale)
+                                                 : 1.0 / std::sqrt(static_cast<double>(dim));
     band_exponents<C> e;
     e.cap = static_cast<C>(attention.softcap);
     e.scale = static_cast<C>(attention.softcap > 0.0f ? beta * log2_e : beta * log2_e * scale);
@@ -115,18 +115,19 @@ void launch_plain(const cuda& on, const band_problem<T, C>& problem) {
 }
 
 template <class Pass, int Dim, class T>
-void launch_tiles(const cuda& on, const device_scope& device, band_path path, const band_problem<T>& problem) {
+void launch_tiles(const cuda& on, const device_scope& device, band_path path,
+                  const band_problem<T>& problem) {
     const std::int64_t heads = std::int64_t{problem.batch} * problem.row_heads;
     if (path == band_path::hopper && has_hopper_code(device, band_hopper_kernel<T, Dim, Pass>)) {
         using sizes = band_hopper_sizes<Dim>;
         launch("band_hopper_kernel", band_hopper_kernel<T, Dim, Pass>,
-               (std::int64_t{problem.length} + sizes::rows - 1) / sizes::rows * heads, sizes::threads, sizes::shared, on,
-               problem);
+               (std::int64_t{problem.length} + sizes::rows - 1) / sizes::rows * heads, sizes::threads,
+               sizes::shared, on, problem);
     } else {
         using sizes = band_portable_sizes<Dim>;
         launch("band_portable_kernel", band_portable_kernel<T, Dim, Pass>,
-               (std::int64_t{problem.length} + sizes::rows - 1) / sizes::rows * heads, sizes::threads, sizes::shared, on,
-               problem);
+               (std::int64_t{problem.length} + sizes::rows - 1) / sizes::rows * heads, sizes::threads,
+               sizes::shared, on, problem);
     }
 }
 
@@ -176,7 +177,8 @@ void causal_lse_by(const cuda& on, band_path path, const Attention& attention, r
 
 /// Windows of all heads: one number, or a table that is written here.
 template <class T, class C>
-void set_windows(const cuda& on, const FutureMassOptions& options, std::int32_t* table, band_problem<T, C>& problem) {
+void set_windows(const cuda& on, const FutureMassOptions& options, std::int32_t* table,
+                 band_problem<T, C>& problem) {
     const auto window = [&](std::int32_t h) { return options.window.at(options.layer, h); };
     problem.window = window(0);
     bool same = true;
@@ -194,8 +196,8 @@ void set_windows(const cuda& on, const FutureMassOptions& options, std::int32_t*
         for (std::int32_t i = 0; i < batch.count; ++i) {
             batch.values[i] = window(first + i);
         }
-        launch("write_head_numbers_kernel", write_head_numbers_kernel<std::int32_t>, 1, head_numbers::capacity, 0, on,
-               batch, table);
+        launch("write_head_numbers_kernel", write_head_numbers_kernel<std::int32_t>, 1,
+               head_numbers::capacity, 0, on, batch, table);
     }
 }
 
@@ -292,7 +294,8 @@ void future_mass(const cuda& on, const Attention& attention, rows_view<const T> 
         detail::require(window >= 1, "window", window, "1 or more");
     }
     cb::check_workspace(workspace, future_mass_workspace_bytes<T>(on, q, k));
-    cb::future_mass_by<T>(on, cb::band_path::hopper, attention, q, k, lse, sequences, options, target, workspace);
+    cb::future_mass_by<T>(on, cb::band_path::hopper, attention, q, k, lse, sequences, options, target,
+                          workspace);
 }
 
 }  // namespace KVPOLICY_HIDDEN

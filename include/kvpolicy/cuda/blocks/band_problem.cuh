@@ -43,8 +43,8 @@ struct band_exponents {
 /// What becomes of the sums of a mass.
 template <class C>
 struct mass_rule {
-    C over_beta = 1;       // 1 / beta; 1 for beta = infinity
-    C log_epsilon = 0;     // -inf for epsilon = 0
+    C over_beta = 1;        // 1 / beta; 1 for beta = infinity
+    C log_epsilon = 0;      // -inf for epsilon = 0
     bool normalize = true;  // divide by N_t; false for beta = infinity
     bool mean = false;      // over the group; else its largest
 };
@@ -52,10 +52,10 @@ struct mass_rule {
 /// A call as its kernels see it.
 template <class T, class C = float>
 struct band_problem {
-    rows_view<const T> rows;       // [B, row_heads, S, D]
-    rows_view<const T> columns;    // [B, Hc, S, D]
-    plane_view<const float> lse;   // [B, Hc, S]; a mass's
-    plane_view<float> out;         // [B, row_heads, S]
+    rows_view<const T> rows;      // [B, row_heads, S, D]
+    rows_view<const T> columns;   // [B, Hc, S, D]
+    plane_view<const float> lse;  // [B, Hc, S]; a mass's
+    plane_view<float> out;        // [B, row_heads, S]
     std::int32_t batch = 0;
     std::int32_t row_heads = 0;
     std::int32_t streams = 1;  // column heads that pass a row head one after the other: G for a mass
@@ -97,13 +97,15 @@ struct band_item {
     std::int32_t tiles;  // of Columns columns each; 0: the rows see nothing
 
     /// Whether every row of [row, row + rows) sees every column of [column, column + columns).
-    __device__ bool full(std::int32_t row, std::int32_t rows, std::int32_t column, std::int32_t columns) const {
+    __device__ bool full(std::int32_t row, std::int32_t rows, std::int32_t column,
+                         std::int32_t columns) const {
         const std::int32_t least = column - (row + rows - 1);
         const std::int32_t most = column + columns - 1 - row;
         return least >= low && static_cast<std::uint32_t>(most - low) <= span;
     }
     /// Whether some row of them sees some column.
-    __device__ bool any(std::int32_t row, std::int32_t rows, std::int32_t column, std::int32_t columns) const {
+    __device__ bool any(std::int32_t row, std::int32_t rows, std::int32_t column,
+                        std::int32_t columns) const {
         const std::int32_t least = column - (row + rows - 1);
         const std::int32_t most = column + columns - 1 - row;
         return most >= low && (least < low || static_cast<std::uint32_t>(least - low) <= span);

@@ -44,9 +44,9 @@ __device__ constexpr bool by_polynomial(int i) {
 
 /// The numbers of a pass that absorb() needs, in registers.
 struct row_constants {
-    float scale;   // not negative: a negative one is turned around by prepare()
-    float cap;     // softcap, or 0
-    float inner;   // 2 log2(e) logit scale / softcap
+    float scale;  // not negative: a negative one is turned around by prepare()
+    float cap;    // softcap, or 0
+    float inner;  // 2 log2(e) logit scale / softcap
     bool negate;
 };
 
@@ -92,8 +92,8 @@ struct row_state {
     /// the thread's first row. Share: of 8 exponents, how many by polynomial. The logits are left alone: ptxas makes wgmmas
     /// wait for each other where other instructions write registers that are accumulators.
     template <bool Masked, int Share, int N>
-    __device__ void absorb(const float (&logits)[N], const float* bias, const row_constants& c, std::int32_t first,
-                           std::int32_t low, std::uint32_t span) {
+    __device__ void absorb(const float (&logits)[N], const float* bias, const row_constants& c,
+                           std::int32_t first, std::int32_t low, std::uint32_t span) {
         float s[N];
 #pragma unroll
         for (int i = 0; i < N; ++i) {
@@ -119,7 +119,8 @@ struct row_state {
                         x = seen(i) ? x : -INFINITY;
                     }
                     // A masked exponent is exactly 0, so these take the unit that makes it so.
-                    part[e / 2] += !Masked && by_polynomial<Share>(i) ? polynomial_exp2<true>(x) : fast_exp2(x);
+                    part[e / 2] +=
+                        !Masked && by_polynomial<Share>(i) ? polynomial_exp2<true>(x) : fast_exp2(x);
                 }
             }
             sum[0] += part[0];

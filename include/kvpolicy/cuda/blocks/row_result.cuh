@@ -42,7 +42,8 @@ inline constexpr C ln_2 = static_cast<C>(0.693147180559945309417232121458);
 
 /// log M_g of row t (eq. 2, 16) from its fold's result in base 2.
 template <class T, class C>
-__device__ inline C log_mass_of(const band_problem<T, C>& problem, const band_item& item, std::int32_t t, C result) {
+__device__ inline C log_mass_of(const band_problem<T, C>& problem, const band_item& item, std::int32_t t,
+                                C result) {
     C log_mass = (result - problem.exponents.shift) * ln_2<C>;
     if (problem.rule.normalize) {
         std::int64_t count = std::int64_t{item.length} - (std::int64_t{t} + item.low);

@@ -100,8 +100,8 @@ __global__ void __launch_bounds__(KVPOLICY_HOPPER_THREADS(384), 1)
     }
     // Rows by everybody: 64 at a time, the swizzled tiles that one wgmma reads.
     for (int m = group; m < sizes::rows / 64; m += 3) {
-        copy_band_tile<64, Dim, 128>(rows + static_cast<std::uint32_t>(m) * 64 * Dim * 2, problem.rows, item.b,
-                                     item.head, item.first + 64 * m, item.length, thread);
+        copy_band_tile<64, Dim, 128>(rows + static_cast<std::uint32_t>(m) * 64 * Dim * 2, problem.rows,
+                                     item.b, item.head, item.first + 64 * m, item.length, thread);
     }
     copy_commit();
     copy_wait<0>();
@@ -119,8 +119,8 @@ __global__ void __launch_bounds__(KVPOLICY_HOPPER_THREADS(384), 1)
                 if (thread < sizes::columns && of_stream < problem.streams) {
                     const std::int32_t column = band_column<Pass, sizes::columns>(item, turn) + thread;
                     ahead = band_bias(problem,
-                                      problem.lse.head(item.b, problem.column_head(item.head, of_stream)), column,
-                                      item.length);
+                                      problem.lse.head(item.b, problem.column_head(item.head, of_stream)),
+                                      column, item.length);
                 }
             }
         };
@@ -132,8 +132,8 @@ __global__ void __launch_bounds__(KVPOLICY_HOPPER_THREADS(384), 1)
             barrier_wait(emptied + stage * 8, parity);
             copy_band_tile<sizes::columns, Dim, 128>(
                 ring + static_cast<std::uint32_t>(stage) * sizes::column_bytes, problem.columns, item.b,
-                problem.column_head(item.head, stream), band_column<Pass, sizes::columns>(item, inside), item.length,
-                thread);
+                problem.column_head(item.head, stream), band_column<Pass, sizes::columns>(item, inside),
+                item.length, thread);
             copy_commit();
             if (Pass::mass && thread < sizes::columns) {
                 bias[stage * sizes::columns + thread] = ahead;
@@ -167,8 +167,10 @@ __global__ void __launch_bounds__(KVPOLICY_HOPPER_THREADS(384), 1)
         const int own = thread / 32 * 16 + lane / 4;  // this thread's rows of 64: own and own + 8
         const row_constants constants = constants_of(problem.exponents);
         const std::int32_t first_row = item.first + 128 * group;
-        const std::uint64_t a0 = describe_k_major(rows + static_cast<std::uint32_t>(2 * group) * 64 * Dim * 2);
-        const std::uint64_t a1 = describe_k_major(rows + static_cast<std::uint32_t>(2 * group + 1) * 64 * Dim * 2);
+        const std::uint64_t a0 =
+            describe_k_major(rows + static_cast<std::uint32_t>(2 * group) * 64 * Dim * 2);
+        const std::uint64_t a1 =
+            describe_k_major(rows + static_cast<std::uint32_t>(2 * group + 1) * 64 * Dim * 2);
         constexpr int width = sizes::columns / 2;
         float s0[width], s1[width];
         row_state<Pass> state0, state1;
@@ -179,8 +181,8 @@ __global__ void __launch_bounds__(KVPOLICY_HOPPER_THREADS(384), 1)
         const auto tile_of = [&](int stage) {
             return describe_k_major(ring + static_cast<std::uint32_t>(stage) * sizes::column_bytes);
         };
-        const auto fold = [&](const float(&s)[width], row_state<Pass>& state, std::int32_t first, std::int32_t column,
-                              int stage) {
+        const auto fold = [&](const float(&s)[width], row_state<Pass>& state, std::int32_t first,
+                              std::int32_t column, int stage) {
             const std::int32_t apart = column + 2 * pair - (first + own);
             const float* const of = bias + stage * sizes::columns + 2 * pair;
             if (item.full(first, 64, column, sizes::columns)) {

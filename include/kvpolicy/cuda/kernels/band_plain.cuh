@@ -62,12 +62,14 @@ __global__ void __launch_bounds__(256) band_plain_kernel(const band_problem<T, c
                     const int r = i / sizes::dims;
                     const int x = i % sizes::dims;
                     const bool inside = from + x < problem.rows.dim;
-                    rows[r][x] = inside && item.first + r < item.length
-                                     ? static_cast<C>(problem.rows.row(item.b, item.head, item.first + r)[from + x])
-                                     : static_cast<C>(0);
-                    columns[r][x] = inside && column + r < item.length
-                                        ? static_cast<C>(problem.columns.row(item.b, of_columns, column + r)[from + x])
-                                        : static_cast<C>(0);
+                    rows[r][x] =
+                        inside && item.first + r < item.length
+                            ? static_cast<C>(problem.rows.row(item.b, item.head, item.first + r)[from + x])
+                            : static_cast<C>(0);
+                    columns[r][x] =
+                        inside && column + r < item.length
+                            ? static_cast<C>(problem.columns.row(item.b, of_columns, column + r)[from + x])
+                            : static_cast<C>(0);
                 }
                 __syncthreads();
                 for (int x = 0; x < sizes::dims; ++x) {
@@ -87,7 +89,8 @@ __global__ void __launch_bounds__(256) band_plain_kernel(const band_problem<T, c
                 C x = e.scale * (e.cap > static_cast<C>(0) ? e.cap * tanh_of(dot[i] * e.inner) : dot[i]);
                 if constexpr (Pass::mass) {
                     const float of = problem.lse.head(item.b, of_columns)[c];
-                    x = of == -INFINITY ? static_cast<C>(-INFINITY) : x + e.of_lse * static_cast<C>(of) + e.shift;
+                    x = of == -INFINITY ? static_cast<C>(-INFINITY)
+                                        : x + e.of_lse * static_cast<C>(of) + e.shift;
                 }
                 const C most = x > top ? x : top;
                 if constexpr (Pass::fold == row_fold::running) {

@@ -35,8 +35,9 @@ struct band_portable_sizes {
 /// Copies `Count` rows of a head, from `first` on, into a swizzled tile, by `Threads` threads. What lies beyond `length` or
 /// head_dim becomes 0.
 template <int Count, int Dim, int Threads, class T>
-__device__ inline void copy_band_tile(std::uint32_t to, const rows_view<const T>& from, std::int64_t b, std::int64_t head,
-                                      std::int32_t first, std::int32_t length, int thread) {
+__device__ inline void copy_band_tile(std::uint32_t to, const rows_view<const T>& from, std::int64_t b,
+                                      std::int64_t head, std::int32_t first, std::int32_t length,
+                                      int thread) {
     constexpr int chunks = Dim / 8;
     static_assert(Threads % chunks == 0);
     constexpr int at_once = Threads / chunks;  // rows
@@ -65,7 +66,8 @@ __device__ inline float band_bias(const band_problem<T>& problem, const float* l
 }
 
 template <class T, int Dim, class Pass>
-__global__ void __launch_bounds__(128, Dim <= 128 ? 3 : 1) band_portable_kernel(const band_problem<T> problem) {
+__global__ void __launch_bounds__(128, Dim <= 128 ? 3 : 1)
+    band_portable_kernel(const band_problem<T> problem) {
     using sizes = band_portable_sizes<Dim>;
     if constexpr (Pass::fold == row_fold::running) {
         if (problem.flags != nullptr && problem.flags[blockIdx.x] == 0) {
@@ -97,8 +99,8 @@ __global__ void __launch_bounds__(128, Dim <= 128 ? 3 : 1) band_portable_kernel(
     if (thread == 0) {
         *flag = 0;
     }
-    copy_band_tile<sizes::rows, Dim, sizes::threads>(rows, problem.rows, item.b, item.head, item.first, item.length,
-                                                     thread);
+    copy_band_tile<sizes::rows, Dim, sizes::threads>(rows, problem.rows, item.b, item.head, item.first,
+                                                     item.length, thread);
     const std::int32_t turns = item.tiles * problem.streams;
     const row_constants constants = constants_of(problem.exponents);
 
@@ -107,7 +109,8 @@ __global__ void __launch_bounds__(128, Dim <= 128 ? 3 : 1) band_portable_kernel(
     const auto fetch_bias = [&](std::int32_t turn) {
         if constexpr (Pass::mass) {
             if (turn < turns && thread < sizes::columns) {
-                const std::int32_t column = band_column<Pass, sizes::columns>(item, turn % item.tiles) + thread;
+                const std::int32_t column =
+                    band_column<Pass, sizes::columns>(item, turn % item.tiles) + thread;
                 const float* lse =
                     problem.lse.head(item.b, problem.column_head(item.head, turn / item.tiles));
                 next_bias = band_bias(problem, lse, column, item.length);
@@ -152,7 +155,8 @@ __global__ void __launch_bounds__(128, Dim <= 128 ? 3 : 1) band_portable_kernel(
                 std::uint32_t a[2][4];
 #pragma unroll
                 for (int m = 0; m < 2; ++m) {
-                    load_matrices(a[m], rows + swizzled(sizes::rows, 32 * warp + 16 * m + lane % 16, 2 * k + lane / 16));
+                    load_matrices(a[m], rows + swizzled(sizes::rows, 32 * warp + 16 * m + lane % 16,
+                                                        2 * k + lane / 16));
                 }
 #pragma unroll
                 for (int n = 0; n < sizes::columns / 16; ++n) {
@@ -190,7 +194,8 @@ __global__ void __launch_bounds__(128, Dim <= 128 ? 3 : 1) band_portable_kernel(
                         const int row = 32 * warp + 16 * m + 8 * r + own;
                         if constexpr (Pass::mass) {
                             mass_total<float> total{totals[row]};
-                            total.add(log_mass_of(problem, item, item.first + row, result[r]), problem.rule.mean);
+                            total.add(log_mass_of(problem, item, item.first + row, result[r]),
+                                      problem.rule.mean);
                             totals[row] = total.log_mass;
                         } else {
                             totals[row] = result[r] * ln_2<float>;
