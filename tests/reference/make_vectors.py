@@ -46,6 +46,7 @@ import numpy as np
 
 import attention
 import cache
+import conv
 import cutoff
 import lifetimes
 import metrics
@@ -327,6 +328,7 @@ def make():
         "metrics.kvpv": metrics_file(np.random.RandomState(14)),
         "cache.kvpv": cache_file(patterns, np.random.RandomState(15)),
         "scorers.kvpv": scorers.make(),
+        "conv.kvpv": conv.make(),
         "attention.kvpv": attention.make(),
     }
 

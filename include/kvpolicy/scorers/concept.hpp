@@ -15,6 +15,7 @@ namespace kvpolicy {
 enum class score_time : std::uint8_t {
     given,       ///< the caller brings it with the key (injected scores, predictors on hidden states)
     on_arrival,  ///< from the key and value alone; stored with the row
+    in_window,  ///< between two ages, from the key's neighbours: once the later ones have come, while the earlier are stored
     on_leaving,  ///< when the key leaves the window, from a state that has absorbed all tokens up to then
 };
 
@@ -50,6 +51,23 @@ concept StatefulScorer = S::when == score_time::on_leaving&& requires(const S& s
     { scorer.read(head, same_state, key, value, scratch) } -> std::convertible_to<float>;
 };
 
+/// A scorer that reads the `reach` tokens before and after a key, from the window that holds them all: so w >= 2 reach + 1.
+/// score_span(head, first, count, keys, values, scores, scratch, isa) scores tokens first .. first + count - 1 of a
+/// sequence, count <= scorer_block, from the rows of tokens first - reach .. first + count - 1 + reach, without gaps; those of
+/// tokens before 0 hold anything. scratch has span_scratch_size() numbers. However a range is cut, the scores must be the
+/// same bits. A cache scores tokens m L .. (m + 1) L - 1 in the step that brings token (m + 1) L - 1 + reach, with
+/// L = tokens_at_once(w) between 1 and w - 2 reach.
+template <class S>
+concept ContextScorer = S::when == score_time::in_window&& requires(const S& scorer, std::int32_t head,
+                                                                    position_t first, std::int32_t count,
+                                                                    const float* keys, const float* values,
+                                                                    float* scores, float* scratch, isa set) {
+    { S::reach } -> std::convertible_to<std::int32_t>;
+    { scorer.tokens_at_once(count) } -> std::convertible_to<std::int32_t>;
+    { scorer.span_scratch_size() } -> std::convertible_to<std::size_t>;
+    {scorer.score_span(head, first, count, keys, values, scores, scratch, set)};
+};
+
 /// A stateless scorer that also scores `count` <= scorer_block tokens at a time: keys [count, Dk] and values [count, Dv]
 /// in rows without gaps, scores [count], scratch of block_scratch_size() numbers. Optional: score_sequence uses it where
 /// it is there, and the scores must equal score()'s bit for bit. Both pointers' types are float, or double for checks.
@@ -74,8 +92,8 @@ concept CheckedScorer = requires(const S& scorer, std::int32_t heads, std::int32
 };
 
 template <class S>
-concept Scorer = S::kind == part_kind::scorer &&
-                 (S::when == score_time::given || StatelessScorer<S> || StatefulScorer<S>);
+concept Scorer = S::kind == part_kind::scorer && (S::when == score_time::given || StatelessScorer<S> ||
+                                                  StatefulScorer<S> || ContextScorer<S>);
 
 static_assert(Scorer<GivenScores>);
 
