@@ -35,6 +35,8 @@ class KvAttention {
     virtual std::int64_t length() const = 0;
     /// Rows that a (layer, KV head) holds now, on average.
     virtual double rows_per_head() const = 0;
+    /// Positions that a head of a layer holds now, in the order of its rows.
+    virtual std::vector<kvpolicy::position_t> retained(int layer, int head) const = 0;
     /// Bytes of keys and values that the cache was given, whatever the length of the text.
     virtual std::size_t bytes() const = 0;
 };
@@ -116,6 +118,11 @@ class CacheAttention final : public KvAttention {
     void clear() override { cache_.clear(on_, 0); }
     std::int64_t length() const override { return cache_.length(0); }
     std::size_t bytes() const override { return cache_.bytes().keys_and_values; }
+    std::vector<kvpolicy::position_t> retained(int layer, int head) const override {
+        std::vector<kvpolicy::position_t> held(static_cast<std::size_t>(cache_.occupancy(layer, 0, head).rows()));
+        cache_.retained(layer, 0, head, held.data());
+        return held;
+    }
     double rows_per_head() const override {
         double rows = 0.0;
         for (int layer = 0; layer < config_.layers; ++layer) {

@@ -14,6 +14,7 @@
 #include <chrono>
 #include <filesystem>
 #include <fstream>
+#include <functional>
 #include <memory>
 #include <optional>
 
@@ -27,8 +28,6 @@ struct Data {
     std::optional<TrainingText> text, other_text;
     std::optional<examples::HeldOut> eval;
     std::unique_ptr<QkvSource> training, held_out;
-
-    std::vector<std::int32_t> sequence(std::size_t i) const { return text->sequence(i); }
 };
 
 void open_model(const Options& o, const std::string& folder, const kvpolicy::host& on, Data& data) {
@@ -38,7 +37,7 @@ void open_model(const Options& o, const std::string& folder, const kvpolicy::hos
     const std::int32_t pairs = o.pairs >= 0 ? o.pairs : bytes ? std::min(32, o.length / 64) : 0;
     data.text.emplace(o.text, *data.tokenizer, o.length, pairs, o.seed);
     const auto count = static_cast<std::size_t>(o.sequences);
-    data.training = model_source(on, *data.model, count, [&](std::size_t i) { return data.sequence(i); }, o.target);
+    data.training = model_source(on, *data.model, count, [&](std::size_t i) { return data.text->sequence(i); }, o.target);
     auto watched = static_cast<std::size_t>(o.held_out_sequences);
     if (watched == 0) {
         return;
@@ -193,28 +192,45 @@ void run_training(const kvpolicy::host& on, const Options& o, Data& data) {
     fmt::print("{} written after {:.0f} s\n", o.out, time.count());
 }
 
+void dump(const kvpolicy::host& on, const Options& o, const std::string& folder, Data& data) {
+    std::function<std::vector<std::int32_t>(std::size_t)> tokens;
+    auto count = static_cast<std::size_t>(o.sequences);
+    std::int32_t length = o.length;
+    if (o.dump_eval) {
+        data.model = llama::load_model(folder);
+        data.eval = examples::read_held_out(folder);
+        count = std::min(count, data.eval->tokens.size());
+        length = data.eval->length;
+        tokens = [&](std::size_t i) { return data.eval->tokens[i]; };
+    } else {
+        open_model(o, folder, on, data);
+        tokens = [&](std::size_t i) { return data.text->sequence(i); };
+    }
+    examples::Progress progress;
+    write_dump(on, *data.model, count, tokens, length, o.target, o.dump_targets, o.dump, [&](std::size_t i) {
+        progress.show(fmt::format("sequence {} of {}", i + 1, count));
+    });
+    progress.done();
+    fmt::print("{}: {} sequences of {} tokens, {:.0f} MiB\n", o.dump, count, length,
+               static_cast<double>(std::filesystem::file_size(o.dump)) / (1 << 20));
+}
+
 int run(int argc, char** argv) {
     Options o = parse(argc, argv);
     const kvpolicy::host on(o.threads);
     Data data;
-    if (!o.qkv.empty()) {
+    const std::string folder = o.model.empty() ? KVPOLICY_BYTE_MODEL : o.model;
+    if (!o.dump.empty()) {
+        dump(on, o, folder, data);
+        return 0;
+    }
+    if (o.qkv.empty()) {
+        open_model(o, folder, on, data);
+    } else {
         data.training = file_source(on, o.qkv, o.target);
         if (!o.held_out.empty()) {
             data.held_out = file_source(on, o.held_out, o.target);
         }
-    } else {
-        open_model(o, o.model.empty() ? KVPOLICY_BYTE_MODEL : o.model, on, data);
-    }
-    if (!o.dump.empty()) {
-        examples::Progress progress;
-        write_dump(
-            on, *data.model, static_cast<std::size_t>(o.sequences),
-            [&](std::size_t i) { return data.sequence(i); }, o.length, o.target, o.dump_targets, o.dump,
-            [&](std::size_t i) { progress.show(fmt::format("sequence {} of {}", i + 1, o.sequences)); });
-        progress.done();
-        fmt::print("{}: {} sequences of {} tokens, {:.0f} MiB\n", o.dump, o.sequences, o.length,
-                   static_cast<double>(std::filesystem::file_size(o.dump)) / (1 << 20));
-        return 0;
     }
     const QkvShape& shape = data.training->shape();
     o.spec.layers = shape.layers;

@@ -25,6 +25,7 @@ q, k, v of a frozen model:
   --held-out FILE         sequences to watch, never trained on: text, or q, k, v (default: the model's eval.bin)
   --held-out-sequences N  (2; 0: none)
   --dump FILE             write q, k, v of the sequences to FILE instead of training
+  --dump-eval             with --dump: the sequences of the model's eval.bin, to hold out, instead of the text's
   --dump-targets LIST     with --dump: targets for these betas instead of q, as in 1,2,4,inf
 
 the scorer (one a layer and KV head) and its policy:
@@ -148,6 +149,7 @@ Options parse(int argc, char** argv) {
         {"--threads", count(o.threads, 0, 4096)},
     };
     const std::map<std::string, std::function<void()>, std::less<>> flags{
+        {"--dump-eval", [&] { o.dump_eval = true; }},
         {"--norm", [&] { o.spec.norm = true; }},       {"--skip", [&] { o.spec.skip = true; }},
         {"--immediate", [&] { o.immediate = true; }},  {"--no-decay", [&] { o.decay = false; }},
         {"--no-balance", [&] { o.balance = false; }},  {"--fp32", [&] { o.fp32 = true; }},
@@ -172,13 +174,16 @@ Options parse(int argc, char** argv) {
         value = argv[++i];
         option->second();
     }
-    if (o.text.empty() == o.qkv.empty()) {
+    if (o.dump_eval && (o.dump.empty() || !o.text.empty() || !o.qkv.empty())) {
+        llama::fail("--dump-eval: goes with --dump, and without --text and --qkv");
+    }
+    if (!o.dump_eval && o.text.empty() == o.qkv.empty()) {
         llama::fail(
             "--text FILE or --qkv FILE is needed, one of them. Any text will do; the byte model's own training "
             "text comes from\n  tools/make_corpus && tar -xJf build/corpus/corpus.tar.xz -C build/corpus "
             "train.txt");
     }
-    if (!o.dump.empty() && o.text.empty()) {
+    if (!o.dump.empty() && !o.qkv.empty()) {
         llama::fail("--dump: needs --text, since a file of q, k, v is there already");
     }
     if (o.spec.gamma_min > o.spec.gamma_max) {

@@ -55,6 +55,7 @@ struct Options {
     std::int64_t evaluate_every = 100;
     bool fp32 = false;
     std::string dump;
+    bool dump_eval = false;  ///< the sequences of the model's eval.bin instead of the text's
     std::vector<float> dump_targets;
     std::int32_t threads = 0;
 };
