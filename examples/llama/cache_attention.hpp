@@ -37,6 +37,8 @@ class KvAttention {
     virtual std::int64_t length() const = 0;
     /// Rows that a (layer, KV head) holds now, on average.
     virtual double rows_per_head() const = 0;
+    /// Positions that a head of a layer holds now, in the order of its rows.
+    virtual std::vector<kvpolicy::position_t> retained(int layer, int head) const = 0;
     /// Bytes of keys and values that the cache was given: by its budget, whatever the length of the text, or by its gates.
     virtual std::size_t bytes() const = 0;
 };
@@ -143,6 +145,12 @@ class CacheAttention final : public KvAttention {
         } else {
             return cache_.bytes().keys_and_values;
         }
+    }
+    std::vector<kvpolicy::position_t> retained(int layer, int head) const override {
+        std::vector<kvpolicy::position_t> held(
+            static_cast<std::size_t>(cache_.occupancy(layer, 0, head).rows()));
+        cache_.retained(layer, 0, head, held.data());
+        return held;
     }
     double rows_per_head() const override {
         double rows = 0.0;

@@ -74,14 +74,16 @@ void check_backward_call(const host& on, const S& scorer, const ScoreBackward<T>
                                      call.d_scores.length,
                                      call.d_scores.batch_stride,
                                      call.d_scores.head_stride};
-    if constexpr (S::when == score_time::on_leaving) {
+    if constexpr (S::when != score_time::on_arrival) {
         for (std::int32_t b = 0; b < call.k.batch && call.sequences.batch == call.k.batch; ++b) {
             detail::require(
                 call.sequences.start_of(b) == 0, [&] { return detail::text("sequences.starts[", b, "]"); },
                 call.sequences.start_of(b), "0 in a backward pass");
         }
     }
-    check_score_call<T>(scorer, call.k, call.v, call.sequences, call.delay, as_scores, {});
+    BasicScoreOptions<Real> options;
+    options.dropout = call.dropout;
+    check_score_call<T>(scorer, call.k, call.v, call.sequences, call.delay, as_scores, options);
     const bool wanted = call.d_k.data != nullptr;
     detail::require(wanted == (call.d_v.data != nullptr), "d_v.data", wanted ? "null" : "given",
                     "given with d_k, or null with it");
@@ -350,4 +352,5 @@ void score_sequence_backward(const host& on, const S& scorer, const ScoreBackwar
 
 }  // namespace kvpolicy
 
+#include <kvpolicy/host/scorers/conv_backward.hpp>
 #include <kvpolicy/host/scorers/mlstm_backward.hpp>
