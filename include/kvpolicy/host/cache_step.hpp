@@ -4,6 +4,7 @@
 #include <kvpolicy/caches/calls.hpp>
 #include <kvpolicy/host/cache_admit.hpp>
 #include <kvpolicy/host/cache_attend.hpp>
+#include <kvpolicy/host/cache_observed.hpp>
 #include <kvpolicy/host/cache_rows.hpp>
 #include <kvpolicy/host/score_step.hpp>
 
@@ -11,6 +12,100 @@
 #include <limits>
 
 namespace kvpolicy {
+
+namespace host_backend {
+
+/// The body of step for policies whose scores stand when a key competes.
+template <class Cache, class T>
+void step_scored(const host& on, const Cache& cache, const Batch& all, rows_view<const T> q,
+                 rows_view<const T> k, rows_view<const T> v, rows_view<T> out, std::byte* start,
+                 std::uint32_t* status, const CacheExtras& extras) {
+    using P = typename Cache::policy_type;
+    std::byte* const memory = start + admission_bytes(cache, all.count);
+    const std::int64_t tasks = std::int64_t{all.count} * cache.kv_heads;
+    const std::size_t score_bytes = step_task_bytes(cache);
+    const auto task_memory = [&](std::int64_t task) {
+        return memory + static_cast<std::size_t>(task) * score_bytes;
+    };
+    const auto entry_of = [&](std::int64_t task) { return static_cast<std::int32_t>(task / cache.kv_heads); };
+    const auto head_of = [&](std::int64_t task) { return static_cast<std::int32_t>(task % cache.kv_heads); };
+    const auto found = [&](std::int64_t task) -> step_scores& {
+        return *reinterpret_cast<step_scores*>(task_memory(task));
+    };
+
+    // Phase one only reads the cache, so that a NaN score is refused, and a step without pages given up, with nothing changed.
+    if constexpr (P::ranked) {
+        on.parallel_for(tasks, [&](std::int64_t task) {
+            const std::int32_t i = entry_of(task), h = head_of(task);
+            if (all.tokens(i) == 0) {
+                return;
+            }
+            const float* given = extras.scores ? extras.scores.head(i, h) : nullptr;
+            found(task) = score_step(on.instructions(), cache, all.slot(i), h, k.row(i, h, 0), v.row(i, h, 0),
+                                     given, task_memory(task) + aligned_size(sizeof(step_scores)));
+        });
+        // Refused from here and not from a task: without exceptions a handler may jump out of the call.
+        for (std::int64_t task = 0; task < tasks; ++task) {
+            const std::int32_t i = entry_of(task), h = head_of(task);
+            if (all.tokens(i) == 0) {
+                continue;
+            }
+            const step_scores& scores = found(task);
+            const position_t position = cache.length[all.slot(i)];
+            if (scores.arriving != scores.arriving) {
+                refuse_computed_score(i, h, position);
+            }
+            if (scores.leaving != scores.leaving) {
+                refuse_computed_score(i, h, position - cache.rules[h].window);
+            }
+        }
+    }
+    const Batch batch = admit(cache, all, status, start, [&](std::int32_t i, std::int32_t h) {
+        const std::int32_t slot = all.slot(i);
+        const head_state<Cache> rows(cache, slot, h);
+        const position_t u = cache.length[slot] - rows.rule.window;
+        bool grows = false;
+        if constexpr (retains<P>) {
+            const float score = P::ranked ? found(std::int64_t{i} * cache.kv_heads + h).leaving : 0.0f;
+            grows = u >= rows.rule.sinks && rows.takes_new_place(u, score);
+        }
+        return rows.layout.used(cache.length[slot] + 1, cache.kept[rows.index] + (grows ? 1 : 0));
+    });
+
+    on.parallel_for(tasks, [&](std::int64_t task) {
+        const std::int32_t i = entry_of(task), h = head_of(task);
+        if (batch.tokens(i) == 0) {
+            return;
+        }
+        const std::int32_t slot = batch.slot(i);
+        const head_state<Cache> rows(cache, slot, h);
+        const position_t position = cache.length[slot];
+        step_scores scores{0.0f, 0.0f};
+        if constexpr (P::ranked) {
+            scores = found(task);
+            if constexpr (StatefulScorer<typename P::scorer_type>) {
+                const auto* state =
+                    reinterpret_cast<const float*>(task_memory(task) + aligned_size(sizeof(step_scores)));
+                std::copy_n(state, cache.state_size, cache.state + rows.index * cache.state_size);
+            }
+        }
+        const position_t u = position - rows.rule.window;
+        if constexpr (retains<P>) {
+            if (u >= rows.rule.sinks) {
+                rows.leave(rows.layout.recent(u), scores.leaving, position);
+            }
+        }
+        rows.put(rows.layout.recent(position), k.row(i, h, 0), v.row(i, h, 0), position, scores.arriving);
+        if (h == 0) {
+            cache.proposed[slot] = 0;
+        }
+    });
+    attend_rows(on, cache, batch, q, out, extras.lse, 1,
+                memory + static_cast<std::size_t>(tasks) * score_bytes);
+    clear_refused(cache, all, batch, out, extras.lse);
+}
+
+}  // namespace host_backend
 
 template <class P, Storage T, template <class, class> class Ref>
 requires CacheRef<Ref<P, T>>
@@ -24,89 +119,11 @@ void step(const host& on, const Ref<P, T>& cache, const Batch& all, input_rows<T
     hb::check_longest(cache, all);
     hb::check_workspace(workspace, cache_workspace_bytes<P, T>(on, cache, all.count, 1));
     std::byte* const start = hb::aligned(workspace.data);
-    std::byte* const memory = start + hb::admission_bytes(cache, all.count);
-    const std::int64_t tasks = std::int64_t{all.count} * cache.kv_heads;
-    const std::size_t score_bytes = hb::step_task_bytes(cache);
-    const auto task_memory = [&](std::int64_t task) {
-        return memory + static_cast<std::size_t>(task) * score_bytes;
-    };
-    const auto entry_of = [&](std::int64_t task) { return static_cast<std::int32_t>(task / cache.kv_heads); };
-    const auto head_of = [&](std::int64_t task) { return static_cast<std::int32_t>(task % cache.kv_heads); };
-    const auto found = [&](std::int64_t task) -> hb::step_scores& {
-        return *reinterpret_cast<hb::step_scores*>(task_memory(task));
-    };
-
-    // Phase one only reads the cache, so that a NaN score is refused, and a step without pages given up, with nothing changed.
-    if constexpr (P::ranked) {
-        on.parallel_for(tasks, [&](std::int64_t task) {
-            const std::int32_t i = entry_of(task), h = head_of(task);
-            if (all.tokens(i) == 0) {
-                return;
-            }
-            const float* given = extras.scores ? extras.scores.head(i, h) : nullptr;
-            found(task) =
-                hb::score_step(on.instructions(), cache, all.slot(i), h, k.row(i, h, 0), v.row(i, h, 0),
-                               given, task_memory(task) + hb::aligned_size(sizeof(hb::step_scores)));
-        });
-        // Refused from here and not from a task: without exceptions a handler may jump out of the call.
-        for (std::int64_t task = 0; task < tasks; ++task) {
-            const std::int32_t i = entry_of(task), h = head_of(task);
-            if (all.tokens(i) == 0) {
-                continue;
-            }
-            const hb::step_scores& scores = found(task);
-            const position_t position = cache.length[all.slot(i)];
-            if (scores.arriving != scores.arriving) {
-                hb::refuse_computed_score(i, h, position);
-            }
-            if (scores.leaving != scores.leaving) {
-                hb::refuse_computed_score(i, h, position - cache.rules[h].window);
-            }
-        }
+    if constexpr (P::observed) {
+        hb::observed_tokens(on, cache, all, longest, false, {q, k, v, out, extras.lse}, start, status);
+    } else {
+        hb::step_scored(on, cache, all, q, k, v, out, start, status, extras);
     }
-    const Batch batch = hb::admit(cache, all, status, start, [&](std::int32_t i, std::int32_t h) {
-        const std::int32_t slot = all.slot(i);
-        const hb::head_state<Ref<P, T>> rows(cache, slot, h);
-        const position_t u = cache.length[slot] - rows.rule.window;
-        bool grows = false;
-        if constexpr (hb::retains<P>) {
-            const float score = P::ranked ? found(std::int64_t{i} * cache.kv_heads + h).leaving : 0.0f;
-            grows = u >= rows.rule.sinks && rows.takes_new_place(u, score);
-        }
-        return rows.layout.used(cache.length[slot] + 1, cache.kept[rows.index] + (grows ? 1 : 0));
-    });
-
-    on.parallel_for(tasks, [&](std::int64_t task) {
-        const std::int32_t i = entry_of(task), h = head_of(task);
-        if (batch.tokens(i) == 0) {
-            return;
-        }
-        const std::int32_t slot = batch.slot(i);
-        const hb::head_state<Ref<P, T>> rows(cache, slot, h);
-        const position_t position = cache.length[slot];
-        hb::step_scores scores{0.0f, 0.0f};
-        if constexpr (P::ranked) {
-            scores = found(task);
-            if constexpr (StatefulScorer<typename P::scorer_type>) {
-                const auto* state = reinterpret_cast<const float*>(task_memory(task) +
-                                                                   hb::aligned_size(sizeof(hb::step_scores)));
-                std::copy_n(state, cache.state_size, cache.state + rows.index * cache.state_size);
-            }
-        }
-        const position_t u = position - rows.rule.window;
-        if constexpr (hb::retains<P>) {
-            if (u >= rows.rule.sinks) {
-                rows.leave(rows.layout.recent(u), scores.leaving, position);
-            }
-        }
-        rows.put(rows.layout.recent(position), k.row(i, h, 0), v.row(i, h, 0), position, scores.arriving);
-        if (h == 0) {
-            cache.proposed[slot] = 0;
-        }
-    });
-    hb::attend_rows(on, cache, batch, q, out, extras.lse, 1,
-                    memory + static_cast<std::size_t>(tasks) * score_bytes);
-    hb::clear_refused(cache, all, batch, out, extras.lse);
 }
 
 template <class P, Storage T, template <class, class> class Ref>

@@ -14,12 +14,13 @@ namespace kvpolicy {
 /// How a policy that ranks keys by the attention they receive looks at a block of queries, and when it evicts. A block is one
 /// decoded token, or the part of a prompt that is attended to before anything is evicted.
 struct Observation {
-    std::int32_t queries = unlimited;  ///< the block's last so many queries count; 0: as many as the head's window
-    bool accumulate = true;            ///< add to what a key had received before; false: forget that
+    std::int32_t queries =
+        unlimited;           ///< the block's last so many queries count; 0: as many as the head's window
+    bool accumulate = true;  ///< add to what a key had received before; false: forget that
     group_aggregate aggregate = group_aggregate::mean;  ///< how a query's G heads become one number
-    bool whole_layer = false;         ///< mean over the layer's KV heads, so that all of them keep the same keys
-    std::int32_t pool = 1;            ///< keys of the pooling that precedes a choice, odd; 1: none
-    bool pool_largest = false;        ///< the pool's largest number instead of its mean
+    bool whole_layer = false;   ///< mean over the layer's KV heads, so that all of them keep the same keys
+    std::int32_t pool = 1;      ///< keys of the pooling that precedes a choice, odd; 1: none
+    bool pool_largest = false;  ///< the pool's largest number instead of its mean
     std::int32_t chunk = whole_call;  ///< a prompt's block: so many tokens, or all that a call brings
 
     /// ObservedPrefill::dense_then_prune(): a call's prompt is one block.
@@ -31,7 +32,7 @@ enum class score_time : std::uint8_t {
     given,       ///< the caller brings it with the key (injected scores, predictors on hidden states)
     on_arrival,  ///< from the key and value alone; stored with the row
     on_leaving,  ///< when the key leaves the window, from a state that has absorbed all tokens up to then
-    observed,    ///< from the attention that the key has received so far: anew after every query (scorers/observed.hpp)
+    observed,  ///< from the attention that the key has received so far: anew after every query (scorers/observed.hpp)
 };
 
 /// Scores come from the caller, with each key, as a plane [B, Hkv, S]. The scorer of a ranked policy that names none.
@@ -99,9 +100,8 @@ concept CheckedScorer = requires(const S& scorer, std::int32_t heads, std::int32
 };
 
 template <class S>
-concept Scorer = S::kind == part_kind::scorer &&
-                 (S::when == score_time::given || StatelessScorer<S> || StatefulScorer<S> ||
-                  ObservedScorer<S>);
+concept Scorer = S::kind == part_kind::scorer && (S::when == score_time::given || StatelessScorer<S> ||
+                                                  StatefulScorer<S> || ObservedScorer<S>);
 
 static_assert(Scorer<GivenScores>);
 
