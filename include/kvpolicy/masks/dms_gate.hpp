@@ -25,24 +25,18 @@ struct DmsGate {
                                             -host_backend::sigmoid(x) / static_cast<double>(temperature),
                                             true});
     }
-    /// alpha, the decision.
-    [[nodiscard]] KVPOLICY_HOST_DEVICE double evicted(double z, gate_place place = {}) const {
-        return host_backend::sigmoid(relaxed(z, place));
-    }
-    void check() const {
-        detail::require(temperature > 0.0f && std::isfinite(temperature), "DmsGate.temperature", temperature,
-                        "finite and above 0");
-    }
-
-  private:
-    /// (z + n) / temperature.
-    [[nodiscard]] KVPOLICY_HOST_DEVICE double relaxed(double z, gate_place place) const {
+    /// (z + n) / temperature, the logit of the relaxed decision: alpha = sigmoid of it.
+    [[nodiscard]] KVPOLICY_HOST_DEVICE double relaxed(double z, gate_place place = {}) const {
         double n = 0.0;
         if (noise) {
             const double u = random_unit(seed, place.stream, place.position);
             n = std::log(u) - std::log1p(-u);
         }
         return (z + n) / static_cast<double>(temperature);
+    }
+    void check() const {
+        detail::require(temperature > 0.0f && std::isfinite(temperature), "DmsGate.temperature", temperature,
+                        "finite and above 0");
     }
 };
 

@@ -10,7 +10,7 @@ namespace kvpolicy {
 
 namespace host_backend {
 
-/// Calls visit(b, h, t, alpha) for the keys that the loss is about, in order.
+/// Calls visit(b, h, t, x) for the keys that the loss is about, in order: alpha = sigmoid(x).
 template <class P, class Real, class Visit>
 void for_each_decision(const CompressionLoss& loss, const P& policy, const plane_view<const Real>& scores,
                        const Sequences& sequences, Visit&& visit) {
@@ -22,7 +22,7 @@ void for_each_decision(const CompressionLoss& loss, const P& policy, const plane
                                   const Real z = scores.head(b, h)[t];
                                   refuse_nan("scores", b, h, t, z);
                                   visit(b, h, t,
-                                        loss.gate.evicted(static_cast<double>(z),
+                                        loss.gate.relaxed(static_cast<double>(z),
                                                           gate_place{stream, static_cast<std::uint64_t>(t)}));
                               });
         }
@@ -42,8 +42,8 @@ EvictionSums CompressionLoss::sums(const host& on, const P& policy, plane_view<c
     hb::check_plane("scores", scores, scores.batch, scores.heads, sequences.length);
     EvictionSums sum;
     hb::for_each_decision(*this, policy, scores, sequences,
-                          [&](std::int32_t, std::int32_t, std::int32_t, double alpha) {
-                              sum.evicted += alpha;
+                          [&](std::int32_t, std::int32_t, std::int32_t, double x) {
+                              sum.evicted += hb::sigmoid(x);
                               ++sum.keys;
                           });
     return sum;
@@ -77,10 +77,10 @@ LossValue CompressionLoss::operator()(const host& on, const P& policy,
     }
     result.value = static_cast<double>(scale) * missing;
     const double slope = -static_cast<double>(scale) / (keys * static_cast<double>(gate.temperature));
-    hb::for_each_decision(*this, policy, scores, sequences,
-                          [&](std::int32_t b, std::int32_t h, std::int32_t t, double alpha) {
-                              d_scores.head(b, h)[t] = static_cast<Real>(slope * alpha * (1.0 - alpha));
-                          });
+    hb::for_each_decision(
+        *this, policy, scores, sequences, [&](std::int32_t b, std::int32_t h, std::int32_t t, double x) {
+            d_scores.head(b, h)[t] = static_cast<Real>(slope * hb::sigmoid(x) * hb::sigmoid(-x));
+        });
     return result;
 }
 
