@@ -117,7 +117,8 @@ class Policy {
     /// Whether decoded tokens stay although there is a budget: nothing bounds such a policy's rows.
     static constexpr bool grows = detail::keeps_decoded<scorer_type>();
     static_assert(!observed || (has_budget && !has_gate && !has_decay && !has_keep),
-                  "kvpolicy: a policy that ranks keys by the attention they receive takes a TopKBudget, and no gate, decay "
+                  "kvpolicy: a policy that ranks keys by the attention they receive takes a TopKBudget, and "
+                  "no gate, decay "
                   "or keep part");
     static_assert(
         Gate<gate_type>,
@@ -171,6 +172,12 @@ class Policy {
     /// Whether a keep part holds position t for good.
     constexpr bool keeps(position_t t) const {
         return std::apply([&](const auto&... part) { return (false || ... || part_keeps(part, t)); }, parts_);
+    }
+
+    /// Calls visit(part) for every part, in the order of the type.
+    template <class Visit>
+    constexpr void for_each_part(Visit&& visit) const {
+        std::apply([&](const auto&... part) { (visit(part), ...); }, parts_);
     }
 
     /// Refuses numbers that no policy can have, naming layer and head, and arrays that do not cover the heads.
