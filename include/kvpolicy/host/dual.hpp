@@ -33,7 +33,8 @@ DualCache<P, T>::DualCache(const CacheShape& shape, const PoolShape& pool, const
                 [&] { return detail::text("sinks + window of layer ", layer, ", head ", head); }, recent,
                 [&] { return detail::text(most - shape.page_rows, " at most, 2^31 - 1 less a page"); });
             const std::int64_t rows = ref_type::capacity_of(rule, pool.longest);
-            limited = limited || P::has_keep || rule.budget == unlimited || rows < recent + rule.budget;
+            limited =
+                limited || P::has_keep || P::grows || rule.budget == unlimited || rows < recent + rule.budget;
             table_offset_.push_back(table);
             table += (rows + shape.page_rows - 1) / shape.page_rows;
         }
