@@ -48,6 +48,7 @@ import attention
 import cache
 import conv
 import cutoff
+import inputs
 import lifetimes
 import metrics
 import scorers
@@ -329,6 +330,7 @@ def make():
         "cache.kvpv": cache_file(patterns, np.random.RandomState(15)),
         "scorers.kvpv": scorers.make(),
         "conv.kvpv": conv.make(),
+        "inputs.kvpv": inputs.make(),
         "attention.kvpv": attention.make(),
     }
 

@@ -4,6 +4,7 @@
 #include <kvpolicy/caches/calls.hpp>
 #include <kvpolicy/host/cache_admit.hpp>
 #include <kvpolicy/host/cache_attend.hpp>
+#include <kvpolicy/host/cache_hidden.hpp>
 #include <kvpolicy/host/cache_rows.hpp>
 #include <kvpolicy/host/score_step.hpp>
 
@@ -16,14 +17,16 @@ template <class P, Storage T, template <class, class> class Ref>
 requires CacheRef<Ref<P, T>>
 void step(const host& on, const Ref<P, T>& cache, const Batch& all, input_rows<T> q, input_rows<T> k,
           input_rows<T> v, output_rows<T> out, workspace_view workspace, std::uint32_t* status,
-          const CacheExtras& extras) {
+          const CacheExtras& given) {
     namespace hb = host_backend;
     const std::int32_t longest =
         hb::check_batch(all, cache.slots, 1, "a step takes one token; prefill takes chunks");
-    hb::check_cache_call(cache, all, longest, q, k, v, out, extras);
+    hb::check_cache_call(cache, all, longest, q, k, v, out, given);
     hb::check_longest(cache, all);
     hb::check_workspace(workspace, cache_workspace_bytes<P, T>(on, cache, all.count, 1));
-    std::byte* const start = hb::aligned(workspace.data);
+    std::byte* const begin = hb::aligned(workspace.data);
+    const CacheExtras extras = hb::with_scores(on, cache, all, longest, given, begin);
+    std::byte* const start = begin + hb::hidden_bytes(on, cache, all.count, longest);
     std::byte* const memory = start + hb::admission_bytes(cache, all.count);
     const std::int64_t tasks = std::int64_t{all.count} * cache.kv_heads;
     const std::size_t score_bytes = hb::step_task_bytes(cache);
@@ -42,8 +45,8 @@ void step(const host& on, const Ref<P, T>& cache, const Batch& all, input_rows<T
             if (all.tokens(i) == 0) {
                 return;
             }
-            const float* given = extras.scores ? extras.scores.head(i, h) : nullptr;
-            hb::score_step(on.instructions(), cache, all.slot(i), h, k.row(i, h, 0), v.row(i, h, 0), given,
+            const float* score = extras.scores ? extras.scores.head(i, h) : nullptr;
+            hb::score_step(on.instructions(), cache, all.slot(i), h, k.row(i, h, 0), v.row(i, h, 0), score,
                            memory_of(task), rest + static_cast<std::size_t>(thread) * thread_bytes);
         });
         // Refused from here and not from a task: without exceptions a handler may jump out of the call.
