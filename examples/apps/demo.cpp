@@ -7,13 +7,13 @@
 #include "support/evaluation.hpp"
 #include "support/oracle.hpp"
 #include "support/policies.hpp"
+#include "support/progress.hpp"
 
 #include <fmt/format.h>
 #include <llama/engine.hpp>
 #include <llama/error.hpp>
 #include <llama/sampler.hpp>
 #include <llama/tokenizer.hpp>
-#include <unistd.h>
 
 #include <chrono>
 #include <cstdio>
@@ -58,26 +58,6 @@ Options parse(int argc, char** argv) {
     }
     return options;
 }
-
-/// One line on a terminal, overwritten; nothing where the output is a file.
-class Progress {
-  public:
-    void show(const std::string& text) {
-        if (!terminal_) {
-            return;
-        }
-        fmt::print(stderr, "\r{:<78}", text);
-        std::fflush(stderr);
-    }
-    void done() {
-        if (terminal_) {
-            fmt::print(stderr, "\r{:<78}\r", "");
-        }
-    }
-
-  private:
-    bool terminal_ = isatty(STDERR_FILENO) == 1;
-};
 
 struct Row {
     std::string name;
@@ -137,7 +117,7 @@ int run(int argc, char** argv) {
     examples::Score dense_score;
     std::pair<double, double> dense_speed_and_mib;
 
-    Progress progress;
+    examples::Progress progress;
     llama::Engine engine(model);
     const auto mib = [](std::size_t bytes) { return static_cast<double>(bytes) / (1 << 20); };
     for (std::size_t s = 0; s < sequences; ++s) {

@@ -37,6 +37,7 @@ cache.kvpv          q [6, S, 64], k, v [2, S, 64]  float32, exact in bf16 and fp
 
 scorers.kvpv        see scorers.py
 attention.kvpv      see attention.py
+baselines.kvpv      see baselines.py
 """
 
 import pathlib
@@ -45,6 +46,7 @@ import sys
 import numpy as np
 
 import attention
+import baselines
 import cache
 import conv
 import cutoff
@@ -332,6 +334,7 @@ def make():
         "conv.kvpv": conv.make(),
         "inputs.kvpv": inputs.make(),
         "attention.kvpv": attention.make(),
+        "baselines.kvpv": baselines.make(),
     }
 
 

@@ -425,25 +425,26 @@ requires CacheRef<Ref<P, T>> std::size_t cache_workspace_bytes(const host& on, c
 
 template <class P, Storage T, template <class, class> class Ref>
 requires CacheRef<Ref<P, T>>
-void prefill(const host& on, const Ref<P, T>& cache, const Batch& all, input_rows<T> q, input_rows<T> k,
+void prefill(const host& on, const Ref<P, T>& cache, const Batch& batch, input_rows<T> q, input_rows<T> k,
              input_rows<T> v, output_rows<T> out, workspace_view workspace, std::uint32_t* status,
              const CacheExtras& given) {
     namespace hb = host_backend;
-    const std::int32_t longest = hb::check_batch(all, cache.slots, q.length, "the length of q");
-    hb::check_cache_call(cache, all, longest, q, k, v, out, given);
-    hb::check_longest(cache, all);
-    hb::check_workspace(workspace, cache_workspace_bytes<P, T>(on, cache, all.count, longest));
+    const std::int32_t longest = hb::check_batch(batch, cache.slots, q.length, "the length of q");
+    hb::check_cache_call(cache, batch, longest, q, k, v, out, given);
+    hb::check_longest(cache, batch);
+    hb::check_workspace(workspace, cache_workspace_bytes<P, T>(on, cache, batch.count, longest));
     std::byte* const begin = hb::aligned(workspace.data);
-    const CacheExtras extras = hb::with_scores(on, cache, all, longest, given, begin);
-    std::byte* const start = begin + hb::hidden_bytes(on, cache, all.count, longest);
-    const hb::chunk_pass<Ref<P, T>> pass(on, cache, longest, start + hb::admission_bytes(cache, all.count));
+    const CacheExtras extras = hb::with_scores(on, cache, batch, longest, given, begin);
+    std::byte* const start = begin + hb::hidden_bytes(on, cache, batch.count, longest);
+    const hb::chunk_pass<Ref<P, T>> pass(on, cache, longest, start + hb::admission_bytes(cache, batch.count));
     const auto source = hb::tensor_source(k, v, extras.scores);
-    pass.decide(all, source);
-    const Batch batch = hb::admit(cache, all, status, start,
-                                  [&](std::int32_t i, std::int32_t h) { return pass.rows_after(all, i, h); });
-    pass.attend(batch, q, k, v, out, extras.lse);
-    pass.commit(batch, source);
-    hb::clear_refused(cache, all, batch, out, extras.lse);
+    pass.decide(batch, source);
+    const Batch admitted = hb::admit(cache, batch, status, start, [&](std::int32_t i, std::int32_t h) {
+        return pass.rows_after(batch, i, h);
+    });
+    pass.attend(admitted, q, k, v, out, extras.lse);
+    pass.commit(admitted, source);
+    hb::clear_refused(cache, batch, admitted, out, extras.lse);
 }
 
 }  // namespace kvpolicy

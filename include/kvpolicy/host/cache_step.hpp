@@ -15,20 +15,20 @@ namespace kvpolicy {
 
 template <class P, Storage T, template <class, class> class Ref>
 requires CacheRef<Ref<P, T>>
-void step(const host& on, const Ref<P, T>& cache, const Batch& all, input_rows<T> q, input_rows<T> k,
+void step(const host& on, const Ref<P, T>& cache, const Batch& batch, input_rows<T> q, input_rows<T> k,
           input_rows<T> v, output_rows<T> out, workspace_view workspace, std::uint32_t* status,
           const CacheExtras& given) {
     namespace hb = host_backend;
     const std::int32_t longest =
-        hb::check_batch(all, cache.slots, 1, "a step takes one token; prefill takes chunks");
-    hb::check_cache_call(cache, all, longest, q, k, v, out, given);
-    hb::check_longest(cache, all);
-    hb::check_workspace(workspace, cache_workspace_bytes<P, T>(on, cache, all.count, 1));
+        hb::check_batch(batch, cache.slots, 1, "a step takes one token; prefill takes chunks");
+    hb::check_cache_call(cache, batch, longest, q, k, v, out, given);
+    hb::check_longest(cache, batch);
+    hb::check_workspace(workspace, cache_workspace_bytes<P, T>(on, cache, batch.count, 1));
     std::byte* const begin = hb::aligned(workspace.data);
-    const CacheExtras extras = hb::with_scores(on, cache, all, longest, given, begin);
-    std::byte* const start = begin + hb::hidden_bytes(on, cache, all.count, longest);
-    std::byte* const memory = start + hb::admission_bytes(cache, all.count);
-    const std::int64_t tasks = std::int64_t{all.count} * cache.kv_heads;
+    const CacheExtras extras = hb::with_scores(on, cache, batch, longest, given, begin);
+    std::byte* const start = begin + hb::hidden_bytes(on, cache, batch.count, longest);
+    std::byte* const memory = start + hb::admission_bytes(cache, batch.count);
+    const std::int64_t tasks = std::int64_t{batch.count} * cache.kv_heads;
     const std::size_t score_bytes = hb::step_task_bytes(cache);
     const auto memory_of = [&](std::int64_t task) {
         return hb::step_task_at(cache, memory + static_cast<std::size_t>(task) * score_bytes);
@@ -42,17 +42,17 @@ void step(const host& on, const Ref<P, T>& cache, const Batch& all, input_rows<T
         const std::size_t thread_bytes = hb::scorer_thread_bytes(cache);
         on.parallel_for(tasks, [&](std::int64_t task, int thread) {
             const std::int32_t i = entry_of(task), h = head_of(task);
-            if (all.tokens(i) == 0) {
+            if (batch.tokens(i) == 0) {
                 return;
             }
             const float* score = extras.scores ? extras.scores.head(i, h) : nullptr;
-            hb::score_step(on.instructions(), cache, all.slot(i), h, k.row(i, h, 0), v.row(i, h, 0), score,
+            hb::score_step(on.instructions(), cache, batch.slot(i), h, k.row(i, h, 0), v.row(i, h, 0), score,
                            memory_of(task), rest + static_cast<std::size_t>(thread) * thread_bytes);
         });
         // Refused from here and not from a task: without exceptions a handler may jump out of the call.
         for (std::int64_t task = 0; task < tasks; ++task) {
             const std::int32_t i = entry_of(task), h = head_of(task);
-            if (all.tokens(i) == 0) {
+            if (batch.tokens(i) == 0) {
                 continue;
             }
             if (const position_t bad = memory_of(task).found->bad; bad >= 0) {
@@ -60,8 +60,8 @@ void step(const host& on, const Ref<P, T>& cache, const Batch& all, input_rows<T
             }
         }
     }
-    const Batch batch = hb::admit(cache, all, status, start, [&](std::int32_t i, std::int32_t h) {
-        const std::int32_t slot = all.slot(i);
+    const Batch admitted = hb::admit(cache, batch, status, start, [&](std::int32_t i, std::int32_t h) {
+        const std::int32_t slot = batch.slot(i);
         const hb::head_state<Ref<P, T>> rows(cache, slot, h);
         const position_t u = cache.length[slot] - rows.rule.window;
         bool grows = false;
@@ -75,10 +75,10 @@ void step(const host& on, const Ref<P, T>& cache, const Batch& all, input_rows<T
 
     on.parallel_for(tasks, [&](std::int64_t task) {
         const std::int32_t i = entry_of(task), h = head_of(task);
-        if (batch.tokens(i) == 0) {
+        if (admitted.tokens(i) == 0) {
             return;
         }
-        const std::int32_t slot = batch.slot(i);
+        const std::int32_t slot = admitted.slot(i);
         const hb::head_state<Ref<P, T>> rows(cache, slot, h);
         const position_t position = cache.length[slot];
         hb::step_scores scores{};
@@ -105,7 +105,7 @@ void step(const host& on, const Ref<P, T>& cache, const Batch& all, input_rows<T
         }
     });
     hb::attend_rows(on, cache, batch, q, out, extras.lse, 1, rest);
-    hb::clear_refused(cache, all, batch, out, extras.lse);
+    hb::clear_refused(cache, batch, batch, out, extras.lse);
 }
 
 template <class P, Storage T, template <class, class> class Ref>

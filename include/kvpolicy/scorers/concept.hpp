@@ -11,6 +11,22 @@
 
 namespace kvpolicy {
 
+/// How a policy that ranks keys by the attention they receive looks at a block of queries, and when it evicts. A block is one
+/// decoded token, or the part of a prompt that is attended to before anything is evicted.
+struct Observation {
+    std::int32_t queries =
+        unlimited;           ///< the block's last so many queries count; 0: as many as the head's window
+    bool accumulate = true;  ///< add to what a key had received before; false: forget that
+    group_aggregate aggregate = group_aggregate::mean;  ///< how a query's G heads become one number
+    bool whole_layer = false;   ///< mean over the layer's KV heads, so that all of them keep the same keys
+    std::int32_t pool = 1;      ///< keys of the pooling that precedes a choice, odd; 1: none
+    bool pool_largest = false;  ///< the pool's largest number instead of its mean
+    std::int32_t chunk = whole_call;  ///< a prompt's block: so many tokens, or all that a call brings
+
+    /// ObservedPrefill::dense_then_prune(): a call's prompt is one block.
+    static constexpr std::int32_t whole_call = 0;
+};
+
 /// When a key's score is known.
 enum class score_time : std::uint8_t {
     given,        ///< the caller brings it with the key (injected scores, predictors on hidden states)
@@ -18,6 +34,7 @@ enum class score_time : std::uint8_t {
     from_hidden,  ///< from the hidden state that the caller brings with the token, for all heads at once
     in_window,  ///< between two ages, from the key's neighbours: once the later ones have come, while the earlier are stored
     on_leaving,  ///< when the key leaves the window, from a state that has absorbed all tokens up to then
+    observed,  ///< from the attention that the key has received so far: anew after every query (scorers/observed.hpp)
 };
 
 /// Scores come from the caller, with each key, as a plane [B, Hkv, S]. The scorer of a ranked policy that names none.
@@ -87,6 +104,15 @@ concept HiddenScorer = S::when == score_time::from_hidden&& requires(const S& sc
     {scorer.score_tokens(count, states, scores, stride, scratch, set)};
 };
 
+/// A scorer that reads nothing but attention: `Observation observation() const` says what it asks back from it, and
+/// `static constexpr bool evicts_at_steps` whether decoded tokens make room for themselves (H2O, TOVA), or a choice is
+/// made at the end of a prompt's block only and what is decoded afterwards stays (SnapKV).
+template <class S>
+concept ObservedScorer = S::when == score_time::observed&& requires(const S& scorer) {
+    { scorer.observation() } -> std::same_as<Observation>;
+    { S::evicts_at_steps } -> std::convertible_to<bool>;
+};
+
 /// A stateless scorer that also scores `count` <= scorer_block tokens at a time: keys [count, Dk] and values [count, Dv]
 /// in rows without gaps, scores [count], scratch of block_scratch_size() numbers. Optional: score_sequence uses it where
 /// it is there, and the scores must equal score()'s bit for bit. Both pointers' types are float, or double for checks.
@@ -111,8 +137,9 @@ concept CheckedScorer = requires(const S& scorer, std::int32_t heads, std::int32
 };
 
 template <class S>
-concept Scorer = S::kind == part_kind::scorer && (S::when == score_time::given || StatelessScorer<S> ||
-                                                  StatefulScorer<S> || ContextScorer<S> || HiddenScorer<S>);
+concept Scorer = S::kind == part_kind::scorer &&
+                 (S::when == score_time::given || StatelessScorer<S> || StatefulScorer<S> ||
+                  ContextScorer<S> || HiddenScorer<S> || ObservedScorer<S>);
 
 static_assert(Scorer<GivenScores>);
 

@@ -235,7 +235,9 @@ struct BasicMlpScorer {
     template <class Real>
     Real score(std::int32_t head, const Real* key, const Real* value, Real* scratch, isa set = detected_isa(),
                position_t position = 0) const requires(!takes_hidden_state<Input>);
-    [[nodiscard]] std::size_t scratch_size() const { return static_cast<std::size_t>(input_size() + hidden); }
+    [[nodiscard]] std::size_t scratch_size() const {
+        return static_cast<std::size_t>(input_size()) + static_cast<std::size_t>(hidden);
+    }
 
     /// score() of `count` <= scorer_block tokens, of which the first has position `first`; see BlockScorer.
     template <class Real>
