@@ -233,6 +233,11 @@ LossSums Trainer<S>::step() {
             }
         }
     }
+    if (sums.count == 0) {  // nothing was learned, so nothing decays either
+        gradient_norm_ = 0.0;
+        ++step_;
+        return sums;
+    }
     gradient_norm_ = optimizer_.step(schedule_.at(step_));
     if (!std::isfinite(gradient_norm_)) {
         llama::fail("step {}: the gradient is not finite; a smaller --rate or a --softcap may help", step_ + 1);
