@@ -285,6 +285,19 @@ int main(int argc, char** argv) {
                  0.0f);
         });
     }
+    // How time grows with tokens and with heads.
+    const struct {
+        const char* name;
+        shape of;
+    } sizes[] = {{"16k x 64", {8, 8, 1 << 14}},     {"16k x 256", {32, 8, 1 << 14}},
+                 {"16k x 4096", {512, 8, 1 << 14}}, {"64k x 8", {1, 8, 1 << 16}},
+                 {"256k x 8", {1, 8, 1 << 18}},     {"4M x 8", {1, 8, 1 << 22}},
+                 {"1M x 1", {1, 1, 1 << 20}},       {"1M x 32", {4, 8, 1 << 20}}};
+    for (const auto& [name, of] : sizes) {
+        const shape s = of;
+        add(std::string("growth/") + name,
+            [=](benchmark::State& state) { mask(state, budget(3836, 0.0f), s, order::random, 0.0f); });
+    }
     add("mask/16k x 1/decay step 64", [=](benchmark::State& state) {
         mask(state,
              kvp::Policy<kvp::Window<256>, kvp::TopKBudget<>, kvp::Decay<64>>(

@@ -4,6 +4,7 @@
 // rows are converted on the way in and out; an engine that computes in the storage type passes its tensors as they are.
 #pragma once
 
+#include <kvpolicy/caches/dual.hpp>
 #include <kvpolicy/caches/fixed_budget.hpp>
 
 #include <fmt/format.h>
@@ -37,27 +38,23 @@ class KvAttention {
     virtual double rows_per_head() const = 0;
     /// Positions that a head of a layer holds now, in the order of its rows.
     virtual std::vector<kvpolicy::position_t> retained(int layer, int head) const = 0;
-    /// Bytes of keys and values that the cache was given, whatever the length of the text.
+    /// Bytes of keys and values that the cache was given: by its budget, whatever the length of the text, or by its gates.
     virtual std::size_t bytes() const = 0;
 };
 
-/// One sequence in a FixedBudgetCache of policy P whose rows are of type T.
-template <class P, class T>
+/// One sequence of policy P whose rows are of type T, in a FixedBudgetCache, or in a DualCache that is lent slabs as its
+/// gates admit keys. `longest` bounds the sequence in a DualCache; a FixedBudgetCache takes any length.
+template <class P, class T,
+          template <kvpolicy::AnyPolicy, kvpolicy::Storage> class Cache = kvpolicy::FixedBudgetCache>
 class CacheAttention final : public KvAttention {
   public:
     CacheAttention(const kvpolicy::host& on, const Config& config, const P& policy,
-                   const typename P::scorer_type* scorers = nullptr)
+                   const typename P::scorer_type* scorers = nullptr, std::int64_t longest = 0)
         : on_(on),
           config_(config),
-          cache_({.layers = config.layers,
-                  .slots = 1,
-                  .query_heads = config.heads,
-                  .kv_heads = config.kv_heads,
-                  .dim_k = config.head_dim,
-                  .dim_v = config.head_dim},
-                 policy, scorers),
+          cache_(make_cache(config, policy, scorers, longest)),
           memory_(cache_.bytes().total()) {
-        cache_.bind(on_, memory_.data(), memory_.size());
+        cache_.bind(on_, memory_);
     }
 
     void operator()(int layer, std::span<const std::int64_t> positions, std::span<const float> q,
@@ -66,10 +63,7 @@ class CacheAttention final : public KvAttention {
         const auto tokens = static_cast<std::int32_t>(positions.size());
         const auto ref = cache_.ref(layer);
         const kvpolicy::Batch batch{.count = 1, .length = tokens};
-        const std::size_t workspace_bytes = kvpolicy::cache_workspace_bytes(on_, ref, 1, tokens);
-        if (workspace_.size() < workspace_bytes) {
-            workspace_.resize(workspace_bytes);
-        }
+        workspace_.grow(kvpolicy::cache_workspace_bytes(on_, ref, 1, tokens));
         if (out_.size() < out.size()) {
             out_.resize(out.size());
         }
@@ -91,15 +85,26 @@ class CacheAttention final : public KvAttention {
         const T* key = stored(k, k_);
         const T* value = stored(v, v_);
         T* result = std::is_same_v<T, float> ? reinterpret_cast<T*>(out.data()) : out_.data();
-        const kvpolicy::workspace_view workspace{workspace_.data(), workspace_.size()};
-        if (tokens == 1) {
-            kvpolicy::step(on_, ref, batch, rows(query, config_.heads), rows(key, config_.kv_heads),
-                           rows(value, config_.kv_heads), rows(result, config_.heads), workspace, nullptr,
-                           extras);
+        const auto call = [&](std::uint32_t* status) {
+            if (tokens == 1) {
+                kvpolicy::step(on_, ref, batch, rows(query, config_.heads), rows(key, config_.kv_heads),
+                               rows(value, config_.kv_heads), rows(result, config_.heads), workspace_, status,
+                               extras);
+            } else {
+                kvpolicy::prefill(on_, ref, batch, rows(query, config_.heads), rows(key, config_.kv_heads),
+                                  rows(value, config_.kv_heads), rows(result, config_.heads), workspace_,
+                                  status, extras);
+            }
+        };
+        if constexpr (pooled) {
+            // Without a page the call changes nothing and says so: then it gets a slab and is made again.
+            std::uint32_t status = 0;
+            for (call(&status); (status & kvpolicy::status_pool_exhausted) != 0; call(&status)) {
+                cache_.add_slab(on_, slabs_.emplace_back(cache_.slab_bytes()));
+                status = 0;
+            }
         } else {
-            kvpolicy::prefill(on_, ref, batch, rows(query, config_.heads), rows(key, config_.kv_heads),
-                              rows(value, config_.kv_heads), rows(result, config_.heads), workspace, nullptr,
-                              extras);
+            call(nullptr);
         }
         if constexpr (!std::is_same_v<T, float>) {
             std::transform(result, result + out.size(), out.begin(),
@@ -117,9 +122,17 @@ class CacheAttention final : public KvAttention {
 
     void clear() override { cache_.clear(on_, 0); }
     std::int64_t length() const override { return cache_.length(0); }
-    std::size_t bytes() const override { return cache_.bytes().keys_and_values; }
+    std::size_t bytes() const override {
+        if constexpr (pooled) {
+            return static_cast<std::size_t>(cache_.lent_pages() * page_rows) *
+                   static_cast<std::size_t>(2 * config_.head_dim) * sizeof(T);
+        } else {
+            return cache_.bytes().keys_and_values;
+        }
+    }
     std::vector<kvpolicy::position_t> retained(int layer, int head) const override {
-        std::vector<kvpolicy::position_t> held(static_cast<std::size_t>(cache_.occupancy(layer, 0, head).rows()));
+        std::vector<kvpolicy::position_t> held(
+            static_cast<std::size_t>(cache_.occupancy(layer, 0, head).rows()));
         cache_.retained(layer, 0, head, held.data());
         return held;
     }
@@ -134,6 +147,33 @@ class CacheAttention final : public KvAttention {
     }
 
   private:
+    using cache_type = Cache<P, T>;
+    static constexpr bool pooled = cache_type::ref_type::pooled;
+    static constexpr std::int32_t page_rows = pooled ? 16 : 1;
+
+    static cache_type make_cache(const Config& config, const P& policy,
+                                 const typename P::scorer_type* scorers, std::int64_t longest) {
+        const kvpolicy::CacheShape shape{.layers = config.layers,
+                                         .slots = 1,
+                                         .query_heads = config.heads,
+                                         .kv_heads = config.kv_heads,
+                                         .dim_k = config.head_dim,
+                                         .dim_v = config.head_dim,
+                                         .page_rows = page_rows};
+        if constexpr (pooled) {
+            constexpr std::int32_t slab_pages = 128;
+            const std::int64_t pages =
+                (longest / page_rows + 1) * config.layers * config.kv_heads;  // were every gate open
+            return cache_type(shape,
+                              {.slab_pages = slab_pages,
+                               .most_slabs = static_cast<std::int32_t>(pages / slab_pages + 1),
+                               .longest = longest},
+                              policy, scorers);
+        } else {
+            return cache_type(shape, policy, scorers);
+        }
+    }
+
     /// The cache counts positions itself: what comes must go on where it stands.
     void check_positions(std::span<const std::int64_t> positions) const {
         std::int64_t next = cache_.length(0);
@@ -159,8 +199,9 @@ class CacheAttention final : public KvAttention {
 
     const kvpolicy::host& on_;
     const Config& config_;
-    kvpolicy::FixedBudgetCache<P, T> cache_;
-    std::vector<unsigned char> memory_, workspace_;
+    cache_type cache_;
+    kvpolicy::HostBuffer memory_, workspace_;
+    std::vector<kvpolicy::HostBuffer> slabs_;
     std::vector<T> q_, k_, v_, out_;
     std::vector<float> scores_;
     std::int64_t score_length_ = 0;

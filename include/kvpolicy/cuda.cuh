@@ -4,5 +4,6 @@
 #pragma once
 
 #include <kvpolicy/cuda/build_mask.cuh>
+#include <kvpolicy/cuda/future_mass.cuh>
 #include <kvpolicy/cuda/log_bias.cuh>
 #include <kvpolicy/cuda/metrics.cuh>

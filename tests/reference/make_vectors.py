@@ -37,6 +37,7 @@ cache.kvpv          q [6, S, 64], k, v [2, S, 64]  float32, exact in bf16 and fp
 
 scorers.kvpv        see scorers.py
 attention.kvpv      see attention.py
+baselines.kvpv      see baselines.py
 """
 
 import pathlib
@@ -45,7 +46,9 @@ import sys
 import numpy as np
 
 import attention
+import baselines
 import cache
+import conv
 import cutoff
 import lifetimes
 import metrics
@@ -327,7 +330,9 @@ def make():
         "metrics.kvpv": metrics_file(np.random.RandomState(14)),
         "cache.kvpv": cache_file(patterns, np.random.RandomState(15)),
         "scorers.kvpv": scorers.make(),
+        "conv.kvpv": conv.make(),
         "attention.kvpv": attention.make(),
+        "baselines.kvpv": baselines.make(),
     }
 
 

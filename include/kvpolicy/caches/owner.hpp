@@ -91,8 +91,8 @@ class CacheOwner {
     /// One owner a buffer: a cache may be moved, not copied.
     CacheOwner(const CacheOwner&) = delete;
     CacheOwner& operator=(const CacheOwner&) = delete;
-    CacheOwner(CacheOwner&&) = default;
-    CacheOwner& operator=(CacheOwner&&) = default;
+    CacheOwner(CacheOwner&&) noexcept = default;
+    CacheOwner& operator=(CacheOwner&&) noexcept = default;
 
   protected:
     ~CacheOwner() = default;

@@ -52,6 +52,13 @@ inline void check_sequences(const Sequences& sequences, std::int32_t batch, std:
     }
 }
 
+/// Shapes that a workspace can be asked for.
+inline void check_shape(const Sequences& sequences, std::int32_t heads) {
+    detail::require(sequences.batch >= 0, "sequences.batch", sequences.batch, "0 or more");
+    detail::require(sequences.length >= 0, "sequences.length", sequences.length, "0 or more");
+    detail::require(heads >= 0, "heads", heads, "0 or more");
+}
+
 /// The numbers of an attention call.
 inline void check_attention(const Attention& attention) {
     detail::require(std::isfinite(attention.scale), "attention.scale", attention.scale,

@@ -17,7 +17,8 @@ void convert_row(const T* row, std::int32_t dim, float* out) {
     }
 }
 
-/// Reads rows as fp32 for a scorer: one token at a time, or blocks of them where the scorer takes blocks.
+/// Reads rows as fp32 for a scorer: one token at a time, blocks of them where the scorer takes blocks, or spans of tokens
+/// with their neighbours.
 template <class S, class T>
 class scorer_input {
   public:
@@ -55,6 +56,23 @@ class scorer_input {
             }
         }
     }
+    /// Scores tokens from .. from + count - 1 of a sequence, from the rows that key_at(t) and value_at(t) say.
+    template <class KeyAt, class ValueAt>
+    void score_spans(position_t from, std::int64_t count, KeyAt&& key_at, ValueAt&& value_at, float* scores) {
+        for (std::int64_t begin = 0; begin < count; begin += scorer_block) {
+            const auto tokens =
+                static_cast<std::int32_t>(std::min<std::int64_t>(scorer_block, count - begin));
+            const position_t first = from + begin;
+            for (std::int32_t r = 0; r < tokens + 2 * S::reach; ++r) {
+                const position_t t = first - S::reach + r;
+                if (t >= 0) {
+                    load(key_at(t), value_at(t), r);
+                }
+            }
+            scorer_.score_span(head_, first, tokens, static_cast<const float*>(k_),
+                               static_cast<const float*>(v_), scores + begin, scratch_, set_);
+        }
+    }
     void absorb(float* state, const T* k, const T* v) {
         load(k, v, 0);
         if constexpr (requires { scorer_.absorb(head_, state, k_, v_, scratch_, set_); }) {
@@ -73,13 +91,22 @@ class scorer_input {
     }
 
   private:
-    static constexpr std::int32_t block = BlockScorer<S> ? scorer_block : 1;
+    static constexpr std::int32_t rows_at_once() {
+        if constexpr (ContextScorer<S>) {
+            return scorer_block + 2 * S::reach;
+        } else {
+            return BlockScorer<S> ? scorer_block : 1;
+        }
+    }
+    static constexpr std::int32_t block = rows_at_once();
 
     static std::size_t rows_bytes(std::int32_t dim) {
         return aligned_size(static_cast<std::size_t>(block) * static_cast<std::size_t>(dim) * sizeof(float));
     }
     static std::size_t scratch_floats(const S& scorer) {
-        if constexpr (BlockScorer<S>) {
+        if constexpr (ContextScorer<S>) {
+            return scorer.span_scratch_size();
+        } else if constexpr (BlockScorer<S>) {
             return std::max<std::size_t>(scorer.scratch_size(), scorer.block_scratch_size());
         } else {
             return scorer.scratch_size();
@@ -104,17 +131,43 @@ class scorer_input {
     float* scratch_;
 };
 
-/// What a layer's scorer needs for one head: a copy of its state, then its input and scratch.
+/// What a layer's scorer needs on each thread: its input and scratch.
 template <class Cache>
-std::size_t scorer_bytes(const Cache& cache) {
+std::size_t scorer_thread_bytes(const Cache& cache) {
     using P = typename Cache::policy_type;
     using S = typename P::scorer_type;
     if constexpr (!P::ranked || S::when == score_time::given) {
         return 0;
     } else {
-        return scorer_input<S, typename Cache::value_type>::bytes(cache.scorer, cache.dim_k, cache.dim_v) +
-               aligned_size(static_cast<std::size_t>(cache.state_size) * sizeof(float));
+        return aligned_size(
+            scorer_input<S, typename Cache::value_type>::bytes(cache.scorer, cache.dim_k, cache.dim_v));
     }
+}
+
+/// A copy of one head's scorer state.
+template <class Cache>
+std::size_t state_bytes(const Cache& cache) {
+    return aligned_size(static_cast<std::size_t>(cache.state_size) * sizeof(float));
+}
+
+/// Whether keys get their scores while they are in the window.
+template <class P>
+inline constexpr bool scores_late = P::ranked&& P::scorer_type::when == score_time::in_window;
+
+/// Tokens 0 .. scored_until - 1 of a sequence have their scores once `length` tokens have come (ContextScorer).
+template <class S>
+position_t scored_until(const S& scorer, std::int32_t window, position_t length) {
+    const position_t together = scorer.tokens_at_once(window);
+    return length <= S::reach ? 0 : (length - S::reach) / together * together;
+}
+
+/// The most keys of a head that get their scores in one step; 0 where scores are known otherwise.
+template <class Cache>
+std::int32_t late_scores([[maybe_unused]] const Cache& cache, [[maybe_unused]] std::int32_t head) {
+    if constexpr (scores_late<typename Cache::policy_type>) {
+        return cache.scorer.tokens_at_once(cache.rules[head].window);
+    }
+    return 0;
 }
 
 }  // namespace kvpolicy::host_backend

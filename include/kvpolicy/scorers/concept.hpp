@@ -11,11 +11,29 @@
 
 namespace kvpolicy {
 
+/// How a policy that ranks keys by the attention they receive looks at a block of queries, and when it evicts. A block is one
+/// decoded token, or the part of a prompt that is attended to before anything is evicted.
+struct Observation {
+    std::int32_t queries =
+        unlimited;           ///< the block's last so many queries count; 0: as many as the head's window
+    bool accumulate = true;  ///< add to what a key had received before; false: forget that
+    group_aggregate aggregate = group_aggregate::mean;  ///< how a query's G heads become one number
+    bool whole_layer = false;   ///< mean over the layer's KV heads, so that all of them keep the same keys
+    std::int32_t pool = 1;      ///< keys of the pooling that precedes a choice, odd; 1: none
+    bool pool_largest = false;  ///< the pool's largest number instead of its mean
+    std::int32_t chunk = whole_call;  ///< a prompt's block: so many tokens, or all that a call brings
+
+    /// ObservedPrefill::dense_then_prune(): a call's prompt is one block.
+    static constexpr std::int32_t whole_call = 0;
+};
+
 /// When a key's score is known.
 enum class score_time : std::uint8_t {
     given,       ///< the caller brings it with the key (injected scores, predictors on hidden states)
     on_arrival,  ///< from the key and value alone; stored with the row
+    in_window,  ///< between two ages, from the key's neighbours: once the later ones have come, while the earlier are stored
     on_leaving,  ///< when the key leaves the window, from a state that has absorbed all tokens up to then
+    observed,  ///< from the attention that the key has received so far: anew after every query (scorers/observed.hpp)
 };
 
 /// Scores come from the caller, with each key, as a plane [B, Hkv, S]. The scorer of a ranked policy that names none.
@@ -50,6 +68,32 @@ concept StatefulScorer = S::when == score_time::on_leaving&& requires(const S& s
     { scorer.read(head, same_state, key, value, scratch) } -> std::convertible_to<float>;
 };
 
+/// A scorer that reads the `reach` tokens before and after a key, from the window that holds them all: so w >= 2 reach + 1.
+/// score_span(head, first, count, keys, values, scores, scratch, isa) scores tokens first .. first + count - 1 of a
+/// sequence, count <= scorer_block, from the rows of tokens first - reach .. first + count - 1 + reach, without gaps; those of
+/// tokens before 0 hold anything. scratch has span_scratch_size() numbers. However a range is cut, the scores must be the
+/// same bits. A cache scores tokens m L .. (m + 1) L - 1 in the step that brings token (m + 1) L - 1 + reach, with
+/// L = tokens_at_once(w) between 1 and w - 2 reach.
+template <class S>
+concept ContextScorer = S::when == score_time::in_window&& requires(const S& scorer, std::int32_t head,
+                                                                    position_t first, std::int32_t count,
+                                                                    const float* keys, const float* values,
+                                                                    float* scores, float* scratch, isa set) {
+    { S::reach } -> std::convertible_to<std::int32_t>;
+    { scorer.tokens_at_once(count) } -> std::convertible_to<std::int32_t>;
+    { scorer.span_scratch_size() } -> std::convertible_to<std::size_t>;
+    {scorer.score_span(head, first, count, keys, values, scores, scratch, set)};
+};
+
+/// A scorer that reads nothing but attention: `Observation observation() const` says what it asks back from it, and
+/// `static constexpr bool evicts_at_steps` whether decoded tokens make room for themselves (H2O, TOVA), or a choice is
+/// made at the end of a prompt's block only and what is decoded afterwards stays (SnapKV).
+template <class S>
+concept ObservedScorer = S::when == score_time::observed&& requires(const S& scorer) {
+    { scorer.observation() } -> std::same_as<Observation>;
+    { S::evicts_at_steps } -> std::convertible_to<bool>;
+};
+
 /// A stateless scorer that also scores `count` <= scorer_block tokens at a time: keys [count, Dk] and values [count, Dv]
 /// in rows without gaps, scores [count], scratch of block_scratch_size() numbers. Optional: score_sequence uses it where
 /// it is there, and the scores must equal score()'s bit for bit. Both pointers' types are float, or double for checks.
@@ -74,8 +118,8 @@ concept CheckedScorer = requires(const S& scorer, std::int32_t heads, std::int32
 };
 
 template <class S>
-concept Scorer = S::kind == part_kind::scorer &&
-                 (S::when == score_time::given || StatelessScorer<S> || StatefulScorer<S>);
+concept Scorer = S::kind == part_kind::scorer && (S::when == score_time::given || StatelessScorer<S> ||
+                                                  StatefulScorer<S> || ContextScorer<S> || ObservedScorer<S>);
 
 static_assert(Scorer<GivenScores>);
 

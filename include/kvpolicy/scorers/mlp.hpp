@@ -151,7 +151,9 @@ struct BasicMlpScorer {
     template <class Real>
     Real score(std::int32_t head, const Real* key, const Real* value, Real* scratch,
                isa set = detected_isa()) const;
-    [[nodiscard]] std::size_t scratch_size() const { return static_cast<std::size_t>(input_size() + hidden); }
+    [[nodiscard]] std::size_t scratch_size() const {
+        return static_cast<std::size_t>(input_size()) + static_cast<std::size_t>(hidden);
+    }
 
     /// score() of `count` <= scorer_block tokens; see BlockScorer.
     template <class Real>

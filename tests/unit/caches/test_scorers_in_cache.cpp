@@ -550,7 +550,7 @@ struct ThrowingScorer : CountingScorer {
     float read(std::int32_t head, const float* state, const float* key, const float* value,
                float* scratch) const {
         if (head == 1 && value[1] == trap) {
-            throw trap;
+            throw float{trap};
         }
         return CountingScorer::read(head, state, key, value, scratch);
     }

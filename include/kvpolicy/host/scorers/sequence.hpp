@@ -24,6 +24,8 @@ inline constexpr bool has_chunkwise<mLSTMScorer<D, Feature, Values>> = true;
 template <class S, class Real>
 concept computes_in = requires(const S& scorer, const Real* row, Real* state, Real* scratch) {
     requires(S::when == score_time::on_arrival && requires { scorer.score(0, row, row, scratch); }) ||
+        (S::when == score_time::in_window &&
+         requires { scorer.score_span(0, position_t{0}, 1, row, row, scratch, scratch, isa::portable); }) ||
         (S::when == score_time::on_leaving && requires { scorer.absorb(0, state, row, row, scratch); });
 };
 
@@ -56,6 +58,13 @@ Real read_one(isa set, const S& scorer, std::int32_t head, const Real* state, co
     }
 }
 
+/// A scorer that has dropout.
+template <class S>
+concept has_dropout = requires(const S& scorer, const float* row, float* to, isa set,
+                               const DropoutStream& dropout) {
+    scorer.score_span(0, position_t{0}, 1, row, row, to, to, set, dropout);
+};
+
 template <class S>
 std::size_t block_scratch(const S& scorer) {
     if constexpr (BlockScorer<S>) {
@@ -82,6 +91,8 @@ std::size_t slot_reals(const S& scorer, std::int32_t dim_k, std::int32_t dim_v) 
     std::size_t reals;
     if constexpr (S::when == score_time::on_arrival) {
         reals = (BlockScorer<S> ? scorer_block : 1) * rows + block_scratch(scorer);
+    } else if constexpr (S::when == score_time::in_window) {
+        reals = (scorer_block + 2 * S::reach) * rows + scorer.span_scratch_size();
     } else {
         reals = rows + scorer.scratch_size() + scorer.state_size();
     }
@@ -168,6 +179,78 @@ void score_recurrent(const host& on, const S& scorer, rows_view<const T> k, rows
     });
 }
 
+/// The rows of tokens first - reach .. first + count - 1 + reach, without gaps, of which those before `begin` hold anything.
+template <class T, class Real>
+const Real* rows_around(const rows_view<const T>& rows, std::int64_t b, std::int64_t h, std::int64_t begin,
+                        std::int64_t first, std::int32_t count, std::int32_t reach, Real* room) {
+    const std::int64_t from = first - reach;
+    if (from >= begin) {
+        return dense_rows(rows, b, h, from, count + 2 * reach, room);
+    }
+    for (std::int64_t t = begin; t < first + count + reach; ++t) {
+        convert_row(rows.row(b, h, t), rows.dim, room + (t - from) * rows.dim);
+    }
+    return room;
+}
+
+/// The stream of dropout of one head's sequence or packed segment.
+inline std::uint64_t dropout_stream(std::int64_t b, std::int64_t h, std::int32_t heads,
+                                    std::int64_t segment) {
+    return (static_cast<std::uint64_t>(b * heads + h) << 30) + static_cast<std::uint64_t>(segment);
+}
+
+/// Tokens [begin, end) of a range that leave a window of `delay` keys in this call, by segments: visit(segment, begin of the
+/// segment, first, end).
+template <class Visit>
+void for_each_leaving(const Sequences& sequences, std::int64_t b, std::int64_t begin, std::int64_t end,
+                      std::int32_t delay, Visit&& visit) {
+    const std::int64_t segments = sequences.cu_seqlens == nullptr ? 1 : sequences.segments;
+    for (std::int64_t i = 0; i < segments; ++i) {
+        const stream_range range = segment_of(sequences, b, i);
+        const std::int64_t first = std::max({begin, range.begin, range.first - delay});
+        const std::int64_t last = std::min(end, range.end - delay);
+        if (first < last) {
+            visit(i, range.begin, first, last);
+        }
+    }
+}
+
+template <class S, class T, class Real>
+void score_in_window(const host& on, const S& scorer, rows_view<const T> k, rows_view<const T> v,
+                     const Sequences& sequences, std::int32_t delay, plane_view<Real> scores,
+                     [[maybe_unused]] const Dropout& dropout, Real* memory) {
+    const std::int64_t blocks = stateless_blocks(sequences);
+    const std::int64_t count = blocks * k.batch * k.heads;
+    const std::int64_t slots = std::min<std::int64_t>(count, on.threads());
+    const auto stride = static_cast<std::ptrdiff_t>(slot_reals<Real>(scorer, k.dim, v.dim));
+    for_each_in_slots(on, count, slots, [&](std::int64_t slot, std::int64_t item) {
+        const auto h = static_cast<std::int32_t>(item / blocks % k.heads);
+        const std::int64_t b = item / blocks / k.heads;
+        // The tokens that leave in this call are as many as it brings.
+        const std::int64_t begin = std::max<std::int64_t>(0, std::int64_t{sequences.start_of(b)} - delay) +
+                                   item % blocks * scorer_block;
+        constexpr std::ptrdiff_t room = scorer_block + 2 * S::reach;
+        Real* keys = memory + slot * stride;
+        Real* values = keys + room * k.dim;
+        Real* scratch = values + room * v.dim;
+        for_each_leaving(
+            sequences, b, begin, begin + scorer_block, delay,
+            [&](std::int64_t segment, std::int64_t origin, std::int64_t first, std::int64_t end) {
+                const auto tokens = static_cast<std::int32_t>(end - first);
+                const Real* key = rows_around(k, b, h, origin, first, tokens, S::reach, keys);
+                const Real* value = rows_around(v, b, h, origin, first, tokens, S::reach, values);
+                Real* out = scores.head(b, h) + first;
+                if constexpr (has_dropout<S>) {
+                    scorer.score_span(h, first - origin, tokens, key, value, out, scratch, on.instructions(),
+                                      {dropout, dropout_stream(b, h, k.heads, segment)});
+                } else {
+                    static_cast<void>(segment);
+                    scorer.score_span(h, first - origin, tokens, key, value, out, scratch, on.instructions());
+                }
+            });
+    });
+}
+
 template <class S>
 bool takes_chunks(const S&, form how) {
     return has_chunkwise<S> && how != form::recurrent;
@@ -182,7 +265,7 @@ std::size_t score_sequence_bytes(const host& on, const S& scorer, std::int32_t h
     }
     const std::int64_t segments = sequences.cu_seqlens == nullptr ? 1 : sequences.segments;
     std::int64_t items = 1;
-    if constexpr (S::when == score_time::on_arrival) {
+    if constexpr (S::when == score_time::on_arrival || S::when == score_time::in_window) {
         items = pairs * stateless_blocks(sequences);
     } else if constexpr (has_chunkwise<S>) {
         if (takes_chunks(scorer, how)) {
@@ -237,6 +320,15 @@ void check_score_call(const S& scorer, rows_view<const T> k, rows_view<const T> 
         require(scores.data != nullptr, "scores.data", "null", "memory for the scores");
     }
     require(delay >= 0, "delay", delay, "0 or more");
+    if constexpr (S::when == score_time::in_window) {
+        require(delay >= 2 * S::reach + 1, "delay", delay, [] {
+            return detail::text(2 * S::reach + 1, " or more, since the scorer reads ", S::reach,
+                                " keys on either side of a key while the window holds them");
+        });
+    }
+    options.dropout.check();
+    require(has_dropout<S> || options.dropout.rate == 0.0f, "dropout.rate", options.dropout.rate,
+            "0, since this scorer has no dropout");
     require(options.how <= form::chunkwise, "options.how", static_cast<int>(options.how), "a form");
     require(has_chunkwise<S> || options.how != form::chunkwise, "options.how", "form::chunkwise",
             "form::recurrent or form::fastest: only mLSTMScorer has a chunkwise form");
@@ -295,6 +387,9 @@ void score_sequence(const host& on, const S& scorer, rows_view<K> k, rows_view<V
     Real* memory = reinterpret_cast<Real*>(host_backend::aligned(workspace.data));
     if constexpr (S::when == score_time::on_arrival) {
         host_backend::score_stateless(on, scorer, keys, values, sequences, scores, memory);
+    } else if constexpr (S::when == score_time::in_window) {
+        host_backend::score_in_window(on, scorer, keys, values, sequences, delay, scores, options.dropout,
+                                      memory);
     } else {
         if constexpr (host_backend::has_chunkwise<S>) {
             if (host_backend::takes_chunks(scorer, options.how)) {

@@ -1,0 +1,110 @@
+// An attention call as its kernels see it, and the plan that turns lifetimes into lists of rows.
+//
+// Attention kernels know nothing of positions, frames, packed segments or policies. The plan has settled all that: for
+// every super-tile (super_q consecutive queries of one KV head of one sequence) it lists the rows that some query of it
+// sees, each with its life in the super-tile's own frame. A row's number counts through both key segments of the call: rows of
+// `past` come first, then rows of `self`.
+#pragma once
+
+#include <kvpolicy/core/view.hpp>
+#include <kvpolicy/cuda/config.cuh>
+
+#include <cstdint>
+
+namespace kvpolicy {
+inline namespace KVPOLICY_CUDA_NAMESPACE KVPOLICY_HIDDEN {
+namespace cuda_backend {
+
+/// Keys and values of a call, by row number.
+template <class T>
+struct key_rows {
+    rows_view<const T> k;       // [B, Hkv, past, Dk]
+    rows_view<const T> v;       // [B, Hkv, past, Dv]
+    rows_view<const T> self_k;  // [B, Hkv, S, Dk]; data null: one segment
+    rows_view<const T> self_v;  // [B, Hkv, S, Dv]
+
+    __device__ const T* key(std::int64_t b, std::int64_t h, std::int32_t row) const {
+        return row < k.length ? k.row(b, h, row) : self_k.row(b, h, row - k.length);
+    }
+    __device__ const T* value(std::int64_t b, std::int64_t h, std::int32_t row) const {
+        return row < v.length ? v.row(b, h, row) : self_v.row(b, h, row - v.length);
+    }
+};
+
+/// The numbers of a call.
+template <class T>
+struct attention_problem {
+    rows_view<const T> q;  // [B, Hq, S, Dk]
+    key_rows<T> rows;
+    std::int32_t batch = 0;
+    std::int32_t kv_heads = 0;
+    std::int32_t group = 1;                 // query heads a KV head
+    std::int32_t length = 0;                // queries a sequence, at most
+    const std::int32_t* lengths = nullptr;  // [B], device memory; null: length
+    float scale = 0.0f;                     // resolved: never 0 for "default"
+    float softcap = 0.0f;                   // 0: none
+
+    __device__ std::int32_t length_of(std::int64_t b) const {
+        // A length that no view holds counts as an empty sequence, as everywhere on a device.
+        const std::int32_t own = lengths != nullptr ? lengths[b] : length;
+        return own >= 0 && own <= length ? own : 0;
+    }
+};
+
+/// A row's life among the queries of a super-tile: query i of it (0 <= i < super_q) sees the row iff born <= i < dies. Both are
+/// clamped to [0, super_q]; born < dies for every row of a list.
+struct row_life {
+    std::uint16_t born;
+    std::uint16_t dies;
+};
+
+/// The lists of a round: super-tiles [first, first + supers) of every KV head. (Memory holds so many lists at a time; a call
+/// with more of them goes in several rounds of plan and attention.) List number L = head * supers + j, head = b * kv_heads + h,
+/// is for queries [(first + j) super_q, (first + j + 1) super_q) of the sequence; its entries stand at offset(head, j). The first
+/// old[L] entries are rows born at or before the super-tile's first query (born = 0), by falling `dies`, so that the rows that
+/// live through it come first; the others, up to total[L], were born inside it, by rising `born`. Ties go by row number. Lists are
+/// the same in every run.
+///
+/// For query tiles of tile_q queries (super_q is a multiple of it) and boundaries e = i tile_q, i = 0 .. super_q / tile_q:
+///   through[L * boundaries + i] = how many old rows have dies >= e: they are a prefix of the list, and live through all queries
+///                                 before e;
+///   known[L * boundaries + i]   = how many young rows have born < e.
+/// So of the old rows, a tile [a, e) sees the first through[e] in full; those from there to through[a] may die inside it. Of the
+/// young rows only the first known[e] matter, less those with dies <= a. `dies` = super_q says that a row outlives the
+/// super-tile, or the sequence.
+struct attention_plan {
+    std::int32_t super_q = 0;
+    std::int32_t tile_q = 0;
+    std::int32_t first = 0;       // the round's first super-tile
+    std::int32_t supers = 0;      // super-tiles of the round
+    std::int32_t boundaries = 0;  // super_q / tile_q + 1
+    std::int32_t rows = 0;        // rows of both segments
+    bool triangular = false;      // plain frame: super-tile i needs only the first (i + 1) super_q rows
+    std::int32_t* row = nullptr;  // entries: row numbers
+    row_life* life = nullptr;     // entries
+    float* bias = nullptr;        // entries: log-bias, natural log; null where the mask has none
+    std::uint16_t* bias_from = nullptr;  // entries: the bias counts for queries i >= this; in [0, super_q]
+    std::int32_t* old = nullptr;         // [lists]
+    std::int32_t* total = nullptr;       // [lists]
+    std::int32_t* through = nullptr;     // [lists][boundaries]
+    std::int32_t* known = nullptr;       // [lists][boundaries]
+
+    /// Entries that the lists before super-tile first + j of one head may take.
+    __host__ __device__ std::int64_t before(std::int64_t j) const {
+        if (!triangular) {
+            return j * rows;
+        }
+        // sum over i < j of min(rows, (first + i + 1) super_q)
+        const std::int64_t full = rows / super_q - first;  // i < full have (first + i + 1) super_q <= rows
+        const std::int64_t ramp = j < full ? j : full > 0 ? full : 0;
+        return ramp * (2 * std::int64_t{first} + ramp + 1) / 2 * super_q + (j - ramp) * rows;
+    }
+    __host__ __device__ std::int64_t entries_a_head() const { return before(supers); }
+    __device__ std::int64_t offset(std::int64_t head, std::int32_t j) const {  // head = b * kv_heads + h
+        return head * entries_a_head() + before(j);
+    }
+};
+
+}  // namespace cuda_backend
+}  // namespace KVPOLICY_HIDDEN
+}  // namespace kvpolicy

@@ -1,0 +1,284 @@
+// The band pass by wgmma (compute capability 9.0a): bf16 and fp16, head_dim up to 256.
+//
+// A block has 256 rows in shared memory and two consumer warpgroups of 128. A producer warpgroup streams tiles of columns
+// into a ring. A consumer has two accumulators of 64 rows: while one is folded, the products of the other are under way,
+// so that tensor cores and special function units both work all the time.
+#pragma once
+
+#include <kvpolicy/cuda/blocks/async.cuh>
+#include <kvpolicy/cuda/blocks/band_problem.cuh>
+#include <kvpolicy/cuda/blocks/row_fold.cuh>
+#include <kvpolicy/cuda/blocks/row_result.cuh>
+#include <kvpolicy/cuda/blocks/wgmma.cuh>
+#include <kvpolicy/cuda/config.cuh>
+#include <kvpolicy/cuda/hopper.cuh>
+#include <kvpolicy/cuda/kernels/band_portable.cuh>
+#include <kvpolicy/cuda/launch.cuh>
+
+#include <cstdint>
+
+namespace kvpolicy {
+inline namespace KVPOLICY_CUDA_NAMESPACE KVPOLICY_HIDDEN {
+namespace cuda_backend {
+
+/// Sizes for head_dim up to Dim, within the 227 KB of a block.
+template <int Dim>
+struct band_hopper_sizes {
+    static constexpr int threads = 384;
+    static constexpr int rows = 256;
+    static constexpr int columns = Dim <= 128 ? 128 : 64;
+    static constexpr int stages = Dim <= 64 ? 6 : Dim <= 128 ? 4 : 2;
+    /// Of 8 exponents, how many by polynomial: where products take half the time of exponentials, more of them.
+    static constexpr int polynomial = Dim <= 64 ? 3 : Dim <= 128 ? 2 : 0;
+    static constexpr int row_bytes = rows * Dim * 2;
+    static constexpr int column_bytes = columns * Dim * 2;
+    static constexpr int bias = row_bytes + stages * column_bytes;  // offsets from a multiple of 1024
+    static constexpr int totals = bias + stages * columns * 4;
+    static constexpr int barriers = totals + rows * 4;
+    static constexpr int shared = barriers + 2 * stages * 8 + 16 + 1024;
+    static_assert(shared <= 232448);
+};
+
+#if KVPOLICY_HOPPER_CODE
+
+/// s = 64 rows times the columns of a tile.
+template <class T, int Dim, int N>
+__device__ inline void band_products(float (&s)[N], std::uint64_t rows, std::uint64_t columns) {
+    constexpr int width = 2 * N;  // columns of the tile
+    wgmma_fence();
+#pragma unroll
+    for (int k = 0; k < Dim / 16; ++k) {
+        const std::uint64_t a = rows + static_cast<std::uint64_t>((k % 4 * 32 + k / 4 * 64 * 128) / 16);
+        const std::uint64_t b = columns + static_cast<std::uint64_t>((k % 4 * 32 + k / 4 * width * 128) / 16);
+        wgmma<T, 0, 0>(s, a, b, k != 0);
+    }
+    wgmma_commit();
+}
+
+#endif
+
+template <class T, int Dim, class Pass>
+__global__ void __launch_bounds__(KVPOLICY_HOPPER_THREADS(384), 1)
+    band_hopper_kernel(const __grid_constant__ band_problem<T> problem) {
+#if KVPOLICY_HOPPER_CODE
+    using sizes = band_hopper_sizes<Dim>;
+    if constexpr (Pass::fold == row_fold::running) {
+        if (problem.flags != nullptr && problem.flags[blockIdx.x] == 0) {
+            return;
+        }
+    }
+    const band_item item =
+        band_item_of<Pass, sizes::rows, sizes::columns>(problem, static_cast<std::int32_t>(blockIdx.x));
+    if (item.first >= item.length) {
+        if (Pass::mass && Pass::fold == row_fold::sum && threadIdx.x == 0) {
+            problem.flags[blockIdx.x] = 0;
+        }
+        return;
+    }
+    unsigned char* shared = dynamic_shared();
+    shared += (1024 - shared_address(shared) % 1024) % 1024;
+    const std::uint32_t rows = shared_address(shared);
+    const std::uint32_t ring = rows + sizes::row_bytes;
+    float* const bias = reinterpret_cast<float*>(shared + sizes::bias);
+    float* const totals = reinterpret_cast<float*>(shared + sizes::totals);
+    const std::uint32_t filled = rows + sizes::barriers;
+    const std::uint32_t emptied = filled + sizes::stages * 8;
+    int* const flag = reinterpret_cast<int*>(shared + sizes::barriers + 2 * sizes::stages * 8);
+
+    const int group = __shfl_sync(all_lanes, static_cast<int>(threadIdx.x) / 128, 0);
+    const int thread = static_cast<int>(threadIdx.x) % 128;
+    if (threadIdx.x == 0) {
+        for (int i = 0; i < sizes::stages; ++i) {
+            barrier_init(filled + i * 8, 128);
+            barrier_init(emptied + i * 8, 8);
+        }
+        *flag = 0;
+        barrier_init_fence();
+    }
+    if (threadIdx.x < sizes::rows) {
+        totals[threadIdx.x] = -INFINITY;
+    }
+    // Rows by everybody: 64 at a time, the swizzled tiles that one wgmma reads.
+    for (int m = group; m < sizes::rows / 64; m += 3) {
+        copy_band_tile<64, Dim, 128>(rows + static_cast<std::uint32_t>(m) * 64 * Dim * 2, problem.rows,
+                                     item.b, item.head, item.first + 64 * m, item.length, thread);
+    }
+    copy_commit();
+    copy_wait<0>();
+    fence_async_proxy();
+    __syncthreads();
+
+    const std::int32_t turns = item.tiles * problem.streams;
+    if (group == 2) {  // the producer
+        give_registers<40>();
+        std::int32_t stream = 0;
+        std::int32_t inside = 0;
+        float ahead = 0.0f;
+        const auto fetch_bias = [&](std::int32_t of_stream, std::int32_t turn) {
+            if constexpr (Pass::mass) {
+                if (thread < sizes::columns && of_stream < problem.streams) {
+                    const std::int32_t column = band_column<Pass, sizes::columns>(item, turn) + thread;
+                    ahead = band_bias(problem,
+                                      problem.lse.head(item.b, problem.column_head(item.head, of_stream)),
+                                      column, item.length);
+                }
+            }
+        };
+        fetch_bias(0, 0);
+        int stage = 0;
+        int previous = 0;
+        std::uint32_t parity = 1;
+        for (std::int32_t turn = 0; turn < turns; ++turn) {
+            barrier_wait(emptied + stage * 8, parity);
+            copy_band_tile<sizes::columns, Dim, 128>(
+                ring + static_cast<std::uint32_t>(stage) * sizes::column_bytes, problem.columns, item.b,
+                problem.column_head(item.head, stream), band_column<Pass, sizes::columns>(item, inside),
+                item.length, thread);
+            copy_commit();
+            if (Pass::mass && thread < sizes::columns) {
+                bias[stage * sizes::columns + thread] = ahead;
+            }
+            if (++inside == item.tiles) {
+                inside = 0;
+                ++stream;
+            }
+            fetch_bias(stream, inside);
+            // wgmma reads by another proxy than these copies write: each thread fences its own before it says so.
+            if (turn > 0) {
+                copy_wait<1>();
+                fence_async_proxy();
+                barrier_arrive(filled + previous * 8);
+            }
+            previous = stage;
+            if (++stage == sizes::stages) {
+                stage = 0;
+                parity ^= 1;
+            }
+        }
+        if (turns > 0) {
+            copy_wait<0>();
+            fence_async_proxy();
+            barrier_arrive(filled + previous * 8);
+        }
+    } else {
+        take_registers<232>();
+        const int lane = thread % 32;
+        const int pair = lane % 4;
+        const int own = thread / 32 * 16 + lane / 4;  // this thread's rows of 64: own and own + 8
+        const row_constants constants = constants_of(problem.exponents);
+        const std::int32_t first_row = item.first + 128 * group;
+        const std::uint64_t a0 =
+            describe_k_major(rows + static_cast<std::uint32_t>(2 * group) * 64 * Dim * 2);
+        const std::uint64_t a1 =
+            describe_k_major(rows + static_cast<std::uint32_t>(2 * group + 1) * 64 * Dim * 2);
+        constexpr int width = sizes::columns / 2;
+        float s0[width], s1[width];
+        row_state<Pass> state0, state1;
+        state0.clear();
+        state1.clear();
+        bool overflow = false;
+
+        const auto tile_of = [&](int stage) {
+            return describe_k_major(ring + static_cast<std::uint32_t>(stage) * sizes::column_bytes);
+        };
+        const auto fold = [&](const float(&s)[width], row_state<Pass>& state, std::int32_t first,
+                              std::int32_t column, int stage) {
+            const std::int32_t apart = column + 2 * pair - (first + own);
+            const float* const of = bias + stage * sizes::columns + 2 * pair;
+            if (item.full(first, 64, column, sizes::columns)) {
+                state.template absorb<false, sizes::polynomial>(s, of, constants, apart, item.low, item.span);
+            } else if (item.any(first, 64, column, sizes::columns)) {
+                state.template absorb<true, 0>(s, of, constants, apart, item.low, item.span);
+            }
+        };
+        const auto finish = [&](row_state<Pass>& state, std::int32_t first) {
+            float result[2];
+            state.reduce(result, overflow);
+            state.clear();
+            if (pair == 0) {
+#pragma unroll
+                for (int r = 0; r < 2; ++r) {
+                    const int row = first - item.first + own + 8 * r;
+                    if constexpr (Pass::mass) {
+                        mass_total<float> total{totals[row]};
+                        total.add(log_mass_of(problem, item, item.first + row, result[r]), problem.rule.mean);
+                        totals[row] = total.log_mass;
+                    } else {
+                        totals[row] = result[r] * ln_2<float>;
+                    }
+                }
+            }
+        };
+
+        std::int32_t inside = 0;
+        int stage = 0;
+        std::uint32_t parity = 0;
+        if (turns > 0) {
+            barrier_wait(filled, 0);
+            band_products<T, Dim>(s0, a0, tile_of(0));
+            wgmma_wait<0>();
+            pin(s0);
+            // At the head of the loop s0 is done and nothing is under way: ptxas takes products that cross its edge apart.
+            for (std::int32_t turn = 1; turn < turns; ++turn) {
+                const std::int32_t column = band_column<Pass, sizes::columns>(item, inside);
+                const bool last = ++inside == item.tiles;
+                inside = last ? 0 : inside;
+                const int next = stage + 1 == sizes::stages ? 0 : stage + 1;
+                parity ^= next == 0 ? 1u : 0u;
+                band_products<T, Dim>(s1, a1, tile_of(stage));
+                fold(s0, state0, first_row, column, stage);
+                if (last) {
+                    finish(state0, first_row);
+                }
+                barrier_wait(filled + next * 8, parity);
+                band_products<T, Dim>(s0, a0, tile_of(next));
+                wgmma_wait<1>();
+                pin(s1);
+                fold(s1, state1, first_row + 64, column, stage);
+                if (last) {
+                    finish(state1, first_row + 64);
+                }
+                __syncwarp();
+                if (lane == 0) {
+                    barrier_arrive(emptied + stage * 8);
+                }
+                wgmma_wait<0>();
+                pin(s0);
+                stage = next;
+            }
+            const std::int32_t column = band_column<Pass, sizes::columns>(item, inside);
+            band_products<T, Dim>(s1, a1, tile_of(stage));
+            fold(s0, state0, first_row, column, stage);
+            finish(state0, first_row);
+            wgmma_wait<0>();
+            pin(s1);
+            fold(s1, state1, first_row + 64, column, stage);
+            finish(state1, first_row + 64);
+        }
+        if constexpr (Pass::mass && Pass::fold == row_fold::sum) {
+            if (overflow) {
+                *flag = 1;
+            }
+        }
+        named_barrier(1, 256);
+        const int row = static_cast<int>(threadIdx.x);  // consumers are the first 256
+        if (item.first + row < item.length) {
+            float* const out = problem.out.head(item.b, item.head) + item.first + row;
+            if constexpr (Pass::mass) {
+                *out = target_of(problem, mass_total<float>{totals[row]});
+            } else {
+                *out = totals[row];
+            }
+        }
+        if constexpr (Pass::mass && Pass::fold == row_fold::sum) {
+            if (row == 0) {
+                problem.flags[blockIdx.x] = *flag;
+            }
+        }
+    }
+#endif
+}
+
+}  // namespace cuda_backend
+}  // namespace KVPOLICY_HIDDEN
+}  // namespace kvpolicy
