@@ -5,5 +5,6 @@
 
 #include <kvpolicy/cuda/attend.cuh>
 #include <kvpolicy/cuda/build_mask.cuh>
+#include <kvpolicy/cuda/future_mass.cuh>
 #include <kvpolicy/cuda/log_bias.cuh>
 #include <kvpolicy/cuda/metrics.cuh>
