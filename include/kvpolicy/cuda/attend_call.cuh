@@ -81,7 +81,7 @@ void check_key_rows(const char* name, const rows_view<const T>& view) {
     if constexpr (is_half<T>) {
         const std::int64_t last = std::int64_t{view.length} * (view.row_stride / 8);
         detail::require(
-            view.length <= 1 || (view.row_stride >= 0 && last < (std::int64_t{1} << 31) - 1), name,
+            view.length <= 1 || (view.row_stride >= 0 && view.row_stride < (std::int64_t{1} << 31) && last < (std::int64_t{1} << 31) - 1), name,
                         "a view with a row stride of " + std::to_string(view.row_stride),
                         "0 or more, with all rows of a head within 32 GB");
     }

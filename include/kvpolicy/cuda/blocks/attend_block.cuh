@@ -134,6 +134,7 @@ class attend_block {
     template <class Source>
     __device__ void attend(const tile_place& place, stream_memory<Source>& stream_memory_) const {
         row_stream<T, S::keys, S::General, Source> stream(call_, place, stream_memory_, thread_, 1);
+        stream.start();
         std::uint32_t query[S::rows_16][2];
 #pragma unroll
         for (int m = 0; m < S::rows_16; ++m) {

@@ -138,9 +138,11 @@ class attend_warpgroups {
         state.pending = barrier;
     }
     __device__ static void tell_last(producer_state& state) {
-        copy_wait<0>();
-        arrive(state.pending);
-        state.pending = 0;
+        if (state.pending != 0) {
+            copy_wait<0>();
+            arrive(state.pending);
+            state.pending = 0;
+        }
     }
     __device__ static void arrive(std::uint32_t barrier) {
         fence_async_proxy();
@@ -183,6 +185,7 @@ class attend_warpgroups {
             }
             parity ^= 1;
         }
+        tell_last(state);
         barrier_wait(queries_empty_, parity);
         if (state.thread == 0) {
             memory_->tile = -1;
@@ -199,7 +202,13 @@ class attend_warpgroups {
             memory_->v = head_rows::of(all.v, all.self_v, place.b, place.h);
         }
         row_stream<T, S::keys, S::General, Source> stream(call_, place, stream_memory_, state.thread, 1);
+        tell_last(state);  // of the tile before: its last values were under way in the meantime
         bool first = true;
+        std::int32_t done = 0;
+        if (!S::General && call_.problem.rows.self_k.length == 0) {
+            done = produce_full(state, number, parity, first, stream_memory_.source);
+        }
+        stream.start(done);
         bool more = true;
         for (int buffer = 0; more; buffer ^= 1) {
 #pragma unroll 1
@@ -209,12 +218,7 @@ class attend_warpgroups {
                     more = stream.next(memory_->offsets[buffer], memory_->notes[state.ring.slot]);
                 } else if (first) {
                     first = false;
-                    barrier_wait(queries_empty_, parity);
-                    if (state.thread == 0) {
-                        memory_->tile = static_cast<std::int32_t>(number);
-                    }
-                    load_queries(place_of(call_, number), state.thread);
-                    tell(state, queries_full_);
+                    produce_queries(state, number, parity);
                 }
                 const key_offsets<S::keys>& offsets = memory_->offsets[buffer];
                 const std::uint32_t* const rows = half == 0 ? offsets.k : offsets.v;
@@ -227,7 +231,67 @@ class attend_warpgroups {
                 }
             }
         }
-        tell_last(state);
+    }
+
+    /// The tile's queries, once the consumers no longer need those before.
+    __device__ void produce_queries(producer_state& state, std::uint32_t number, std::uint32_t parity) const {
+        barrier_wait(queries_empty_, parity);
+        if (state.thread == 0) {
+            memory_->tile = static_cast<std::int32_t>(number);
+        }
+        load_queries(place_of(call_, number), state.thread);
+        tell(state, queries_full_);
+    }
+
+    /// Most of a tile: blocks of rows that all its queries see, without the stream's bookkeeping. Lane i of the eight that
+    /// share rows knows the number of row i of theirs. Leaves at least one full block, if there is any, so that the stream
+    /// decides which is the last. Returns how many rows it took.
+    template <class Source>
+    __device__ std::int32_t produce_full(producer_state& state, std::uint32_t number, std::uint32_t parity, bool& first,
+                                         const Source& source) const {
+        constexpr int each = S::keys / 16;
+        const int lane = state.thread % 8;
+        const std::int32_t full = source.full;
+        const std::int32_t mine = state.thread / 8 * each + lane % each;
+        std::int32_t done = 0;
+        std::int32_t later = 2 * S::keys <= full ? source.row(call_, mine) : 0;
+        for (; done + 2 * S::keys <= full; done += S::keys) {
+            const std::int32_t row = later;
+            if (done + 3 * S::keys <= full) {
+                later = source.row(call_, done + S::keys + mine);
+            }
+#pragma unroll 1
+            for (int half = 0; half < 2; ++half) {
+                barrier_wait(empty_ + 8 * state.ring.slot, state.ring.parity ^ 1);
+                if (half == 0 && state.thread == 0) {
+                    memory_->notes[state.ring.slot].masked = 0;
+                    memory_->notes[state.ring.slot].last = 0;
+                }
+                if (half == 1 && first) {
+                    first = false;
+                    produce_queries(state, number, parity);
+                }
+                const rows_view<const T>& view = half == 0 ? call_.problem.rows.k : call_.problem.rows.v;
+                const std::uint64_t from = (half == 0 ? memory_->k.past : memory_->v.past) + 16 * lane;
+                const auto stride = static_cast<std::uint32_t>(view.row_stride) * 2;
+                const std::uint32_t to = ring_ + state.ring.slot * S::tile_bytes + state.thread / 8 * each * 128 +
+                                         ((lane ^ (state.thread / 8 * each % 8)) << 4);
+#pragma unroll
+                for (int i = 0; i < each; ++i) {
+                    const auto of = static_cast<std::uint32_t>(__shfl_sync(all_lanes, row, i, 8));
+                    const std::uint64_t at = from + std::uint64_t{of} * stride;
+#pragma unroll
+                    for (int part = 0; part < S::Dim / 64; ++part) {
+                        copy_16((to ^ (i << 4)) + i * 128 + part * S::keys * 128,
+                                reinterpret_cast<const void*>(at + 128 * part),
+                                8 * lane + 64 * part < view.dim ? 16 : 0);
+                    }
+                }
+                tell(state, full_ + 8 * state.ring.slot);
+                state.ring.advance();
+            }
+        }
+        return done;
     }
 
     /// One tile of keys or values into the ring. Eight threads share a row.

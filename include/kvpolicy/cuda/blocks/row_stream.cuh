@@ -81,6 +81,11 @@ class row_stream {
             memory.source = Source(call, place);
         }
         named_barrier(barrier, stream_threads);
+    }
+
+    /// Before the first next(): leaves out rows before `first`, which are full ones.
+    __device__ void start(std::int32_t first = 0) {
+        next_ = first;
         fetch();
     }
 
