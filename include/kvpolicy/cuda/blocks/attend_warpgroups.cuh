@@ -48,8 +48,8 @@ struct attend_hopper_memory {
     key_offsets<S::keys> offsets[2];
     head_rows k, v;  // of the tile that the producer is at
     union {
-        stream_memory<listed_rows> listed;
-        stream_memory<scanned_rows> scanned;
+        stream_memory<S::keys, S::General, listed_rows> listed;
+        stream_memory<S::keys, S::General, scanned_rows> scanned;
     };
     std::uint32_t ticket;  // among the producer's threads
     std::int32_t tile;     // the consumers' tile; -1: no more
@@ -195,7 +195,8 @@ class attend_warpgroups {
 
     template <class Source>
     __device__ void produce_tile(producer_state& state, const tile_place& place, std::uint32_t number,
-                                 std::uint32_t parity, stream_memory<Source>& stream_memory_) const {
+                                 std::uint32_t parity,
+                                 stream_memory<S::keys, S::General, Source>& stream_memory_) const {
         if (state.thread == 0) {  // the stream's first barrier shows it to the others
             const key_rows<T>& all = call_.problem.rows;
             memory_->k = head_rows::of(all.k, all.self_k, place.b, place.h);
