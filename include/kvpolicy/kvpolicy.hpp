@@ -12,6 +12,7 @@
 #include <kvpolicy/metrics/density.hpp>
 #include <kvpolicy/metrics/recall.hpp>
 #include <kvpolicy/metrics/retention.hpp>
+#include <kvpolicy/quest.hpp>
 #include <kvpolicy/scorers/initialize.hpp>
 #include <kvpolicy/scorers/sequence.hpp>
 #include <kvpolicy/spkv.hpp>

@@ -218,6 +218,7 @@ void commit_chunk(const Cache& cache, std::int32_t slot, std::int32_t head, std:
     const head_state<Cache> rows(cache, slot, head);
     const HeadRule& rule = rows.rule;
     const position_t base = cache.length[slot];
+    [[maybe_unused]] const std::int32_t kept_before = cache.kept[rows.index];
     const chunk_counts& counts = *plan.counts;
     const auto put = [&](const detail::contestant& keeper) {
         const std::int32_t row = rows.layout.place(keeper.place);
@@ -252,6 +253,11 @@ void commit_chunk(const Cache& cache, std::int32_t slot, std::int32_t head, std:
     cache.kept[rows.index] = counts.kept;
     if constexpr (P::has_keep) {
         cache.pinned[rows.index] += counts.pinned;
+    }
+    if constexpr (P::has_selection) {
+        const std::int32_t used = rows.layout.used(base + tokens, counts.kept);
+        refresh_bounds(cache, rows.rows, 0, plan.mortal, used);
+        refresh_bounds(cache, rows.rows, rows.layout.place(kept_before), used, used);
     }
     cache.victim[rows.index] = -1;
     if constexpr (P::ranked && StatefulScorer<typename P::scorer_type>) {
@@ -444,6 +450,12 @@ void prefill(const host& on, const Ref<P, T>& cache, const Batch& batch, input_r
     });
     pass.attend(admitted, q, k, v, out, extras.lse);
     pass.commit(admitted, source);
+    if constexpr (P::has_eviction) {
+        pass.for_each_head(admitted, [&](std::int32_t i, std::int32_t h) {
+            const std::int32_t slot = batch.slot(i);
+            hb::remember_queries(cache, slot, h, cache.length[slot], batch.tokens(i), q, i);
+        });
+    }
     hb::clear_refused(cache, batch, admitted, out, extras.lse);
 }
 

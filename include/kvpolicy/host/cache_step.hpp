@@ -94,12 +94,20 @@ void step(const host& on, const Ref<P, T>& cache, const Batch& batch, input_rows
             }
         }
         const position_t u = position - rows.rule.window;
+        std::int32_t promoted = -1;
         if constexpr (hb::retains<P>) {
             if (u >= rows.rule.sinks) {
-                rows.leave(rows.layout.recent(u), scores.leaving, position);
+                promoted = rows.leave(rows.layout.recent(u), scores.leaving, position);
             }
         }
-        rows.put(rows.layout.recent(position), k.row(i, h, 0), v.row(i, h, 0), position, scores.arriving);
+        const std::int32_t newest = rows.layout.recent(position);
+        rows.put(newest, k.row(i, h, 0), v.row(i, h, 0), position, scores.arriving);
+        const std::int32_t used = rows.layout.used(position + 1, cache.kept[rows.index]);
+        hb::refresh_bounds(cache, rows.rows, newest, newest + 1, used);
+        if (promoted >= 0) {
+            hb::refresh_bounds(cache, rows.rows, promoted, promoted + 1, used);
+        }
+        hb::remember_queries(cache, slot, h, position, 1, q, i);
         if (h == 0) {
             cache.proposed[slot] = 0;
         }

@@ -28,8 +28,9 @@ void check_finite_rows(const host& on, const char* name, const rows_view<const T
                     continue;
                 }
                 if (refuse) {
-                    detail::refuse(detail::text(name, "[", b, "][", h, "][", t, "]").c_str(), x,
-                                   "finite numbers, since this policy decides by the attention that keys receive");
+                    detail::refuse(
+                        detail::text(name, "[", b, "][", h, "][", t, "]").c_str(), x,
+                        "finite numbers, since this policy decides by the attention that keys receive");
                 }
                 return false;
             }
@@ -54,7 +55,8 @@ template <Storage T, AnyPolicy P>
 std::size_t build_observed_mask_workspace_bytes(const host&, const P&, rows_view<const T> q,
                                                 rows_view<const T> k) {
     const std::size_t tasks = static_cast<std::size_t>(q.batch) * static_cast<std::size_t>(k.heads);
-    return tasks * host_backend::observed_head<T>::bytes(q.dim, std::max(q.length, 0)) + host_backend::alignment;
+    return tasks * host_backend::observed_head<T>::bytes(q.dim, std::max(q.length, 0)) +
+           host_backend::alignment;
 }
 
 template <AnyPolicy P, Storage T>
@@ -62,8 +64,9 @@ void build_observed_mask(const host& on, const P& policy, const Attention& atten
                          rows_view<const T> k, const Sequences& sequences, plane_view<expiry_t> expiry,
                          workspace_view workspace, const ObservedMaskOptions& options) {
     namespace hb = host_backend;
-    static_assert(P::observed, "kvpolicy: build_observed_mask takes a policy whose scorer is an ObservedScorer; "
-                               "build_mask takes the others");
+    static_assert(P::observed,
+                  "kvpolicy: build_observed_mask takes a policy whose scorer is an ObservedScorer; "
+                  "build_mask takes the others");
     const Observation seen = policy.scorer().observation();
     const std::int32_t heads = k.heads;
     hb::check_attention(attention);
@@ -118,10 +121,12 @@ void build_observed_mask(const host& on, const P& policy, const Attention& atten
                 queries.head_stride = q.head_stride;
                 queries.end = end - a;
                 queries.group = group;
-                hb::observe(on.instructions(), shape, seen, rule_of(h), queries, list, one(h).scratch, q.length);
+                hb::observe(on.instructions(), shape, seen, rule_of(h), queries, list, one(h).scratch,
+                            q.length);
             }
             if (seen.whole_layer) {
-                hb::average_masses(heads, [&](std::int32_t h) -> auto& { return one(h).list; });
+                hb::average_masses(
+                    heads, [&](std::int32_t h) -> auto& { return one(h).list; });
             }
             for (std::int32_t h = begin; h < stop; ++h) {
                 hb::observed_list<T>& list = one(h).list;
