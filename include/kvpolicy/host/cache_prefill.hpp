@@ -53,7 +53,7 @@ chunk_plan plan_of(const Cache& cache, std::int32_t head, std::int32_t tokens, s
     chunk_plan plan{};
     std::size_t at = 0;
     const auto take = [&]<class Element>(Element*& array, std::size_t count) {
-        array = reinterpret_cast<Element*>(memory + at);
+        array = memory == nullptr ? nullptr : reinterpret_cast<Element*>(memory + at);
         at += aligned_size(count * sizeof(Element));
     };
     plan.mortal = static_cast<std::int32_t>(mortal);

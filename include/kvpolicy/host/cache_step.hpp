@@ -112,8 +112,8 @@ void step(const host& on, const Ref<P, T>& cache, const Batch& batch, input_rows
             cache.proposed[slot] = 0;
         }
     });
-    hb::attend_rows(on, cache, batch, q, out, extras.lse, 1, rest);
-    hb::clear_refused(cache, batch, batch, out, extras.lse);
+    hb::attend_rows(on, cache, admitted, q, out, extras.lse, 1, rest);
+    hb::clear_refused(cache, batch, admitted, out, extras.lse);
 }
 
 template <class P, Storage T, template <class, class> class Ref>
