@@ -1,0 +1,307 @@
+// Dispatch of attend_backward: arguments are checked, the workspace is cut into parts, kernels are chosen and enqueued.
+#pragma once
+
+#include <kvpolicy/attention/sparse_backward.cuh>
+#include <kvpolicy/cuda/attend_backward_check.cuh>
+#include <kvpolicy/cuda/blocks/backward_problem.cuh>
+#include <kvpolicy/cuda/blocks/key_frame.cuh>
+#include <kvpolicy/cuda/dispatch.cuh>
+#include <kvpolicy/cuda/hopper.cuh>
+#include <kvpolicy/cuda/kernels/attention_plan.cuh>
+#include <kvpolicy/cuda/kernels/backward_hopper.cuh>
+#include <kvpolicy/cuda/kernels/backward_plain.cuh>
+#include <kvpolicy/cuda/kernels/backward_portable.cuh>
+#include <kvpolicy/cuda/kernels/backward_prepare.cuh>
+#include <kvpolicy/cuda/launch.cuh>
+
+#include <algorithm>
+#include <cmath>
+#include <cstddef>
+#include <cstdint>
+#include <type_traits>
+
+namespace kvpolicy {
+inline namespace KVPOLICY_CUDA_NAMESPACE KVPOLICY_HIDDEN {
+namespace cuda_backend {
+
+/// How a call goes. Tests ask for the portable kernels on a card that has better ones.
+struct backward_options {
+    bool deterministic = false;
+    bool portable = false;
+};
+
+/// A call's numbers and memory, all rounds of super-tiles considered.
+template <class T>
+struct backward_call {
+    backward_problem<T> problem{};
+    key_frames frames{};
+    attention_plan whole{};
+    std::int32_t* edges = nullptr;
+    std::int32_t tile = 0;
+    std::int64_t heads = 0;
+    bool lists = true;
+    bool with_bias = false;
+    bool want_bias = false;
+
+    backward_call(const Attention& attention, const rows_view<const T>& q, const keys<T>& all,
+                  const Sequences& sequences, const backward_options& options, bool wants_bias, void* memory,
+                  std::size_t& bytes) {
+        attention_problem<T>& call = problem.call;
+        call.q = q;
+        call.rows.k = all.k;
+        call.rows.v = all.v;
+        call.batch = q.batch;
+        call.kv_heads = all.k.heads;
+        call.group = q.heads / all.k.heads;
+        call.length = sequences.length;
+        call.lengths = sequences.lengths;
+        call.scale = attention.scale != 0.0f ? attention.scale : 1.0f / std::sqrt(static_cast<float>(q.dim));
+        call.softcap = attention.softcap;
+        constexpr double log2_e = 1.4426950408889634;
+        problem.slope = static_cast<float>(attention.softcap > 0.0f ? double{call.scale} / attention.softcap
+                                                                    : call.scale * log2_e);
+        problem.height = static_cast<float>(attention.softcap * log2_e);
+        heads = std::int64_t{q.batch} * all.k.heads;
+        with_bias = static_cast<bool>(all.mask.log_bias);
+        want_bias = wants_bias;
+        lists = all.mask.expiry || all.position || sequences.cu_seqlens != nullptr;
+
+        frames.past.position = all.position;
+        frames.past.expiry = all.mask.expiry;
+        frames.past.log_bias = all.mask.log_bias;
+        frames.past.bias_from = all.mask.bias_from;
+        frames.past.lengths = all.lengths;
+        frames.past.rows = all.k.length;
+        frames.past.first = all.first;
+        frames.lengths = sequences.lengths;
+        frames.starts = sequences.starts;
+        frames.segments = sequences.cu_seqlens != nullptr ? sequences.segments : 0;
+        frames.length = sequences.length;
+        const bool triangular = !all.position && sequences.starts == nullptr && all.first == 0;
+        whole = shape_plan(all.k.length, sequences.length, packed_tile, triangular);
+
+        problem.starts = sequences.starts;
+        problem.first = all.first;
+        problem.mask = all.mask;
+        problem.key_lengths = all.lengths;
+        problem.super_rows = whole.super_q * call.group;
+        problem.padded_rows = (problem.super_rows + 127) / 128 * 128;
+
+        workspace_parts parts(memory);
+        edges = parts.take<std::int32_t>(sequences.cu_seqlens != nullptr ? std::int64_t{sequences.segments} + 1 : 0);
+        frames.edges = sequences.cu_seqlens != nullptr ? edges : nullptr;
+        std::int32_t most = whole.supers;  // super-tiles of a round
+        if (lists) {
+            take_plan(parts, whole, heads, with_bias);
+            most = 0;
+            for (std::int32_t first = 0; first < whole.supers;) {
+                const std::int32_t supers = plan_round(whole, heads, first).supers;
+                most = std::max(most, supers);
+                first += supers;
+            }
+        }
+        const std::int64_t count = heads * most;
+        problem.items = parts.take<std::int32_t>(count + 1);
+        problem.taken = parts.take<std::int32_t>(most);
+        if constexpr (sizeof(T) == 2) {
+            tile = tile_of(q.dim, all.v.dim);
+            const std::int64_t lines = count * problem.padded_rows;
+            problem.packed_q = parts.take<T>(lines * tile);
+            problem.packed_d_out = parts.take<T>(lines * tile);
+            problem.lse2 = parts.take<float>(lines);
+            problem.delta = parts.take<float>(lines);
+            problem.sum_q = options.deterministic ? nullptr : parts.take<float>(lines * tile);
+            const std::int64_t rows = heads * all.k.length;
+            problem.sum_k = parts.take<float>(rows * tile);
+            problem.sum_v = parts.take<float>(rows * tile);
+            problem.sum_bias = with_bias ? parts.take<float>(rows) : nullptr;
+        }
+        bytes = parts.bytes();
+    }
+
+    void use(const AttendGradient<T>& given, const AttendGradients<T>& into) {
+        problem.out = given.out;
+        problem.d_out = given.d_out;
+        problem.lse = given.lse;
+        problem.d_q = into.d_q;
+        problem.d_k = into.d_k;
+        problem.d_v = into.d_v;
+        problem.d_log_bias = into.d_log_bias;
+        if (!want_bias) {
+            problem.sum_bias = nullptr;
+        }
+    }
+
+    /// Calls body for every round of super-tiles, with its lists enqueued.
+    template <class Body>
+    void for_rounds(const cuda& on, const Sequences& sequences, Body body) {
+        if (frames.edges != nullptr) {
+            launch("check_edges_kernel", check_edges_kernel<std::int32_t>, 1, 256, 0, on, sequences.cu_seqlens,
+                   sequences.segments, sequences.length, edges, nullptr, sequences.batch);
+        }
+        for (std::int32_t first = 0; first < whole.supers;) {
+            attention_plan round = whole;
+            if (lists) {
+                round = plan_round(whole, heads, first);
+                launch_plan(on, frames, round, problem.call.batch, problem.call.kv_heads);
+            }
+            problem.plan = round;
+            first += round.supers;
+            body();
+        }
+    }
+};
+
+inline void zero(const cuda& on, void* memory, std::int64_t bytes) {
+    check(cudaMemsetAsync(memory, 0, static_cast<std::size_t>(bytes), on.stream), "cudaMemsetAsync");
+}
+
+/// The kernels of one tile of head_dims.
+template <class T, int Dim, bool Bias, bool Softcap>
+void run_backward(const cuda& on, const device_scope& device, backward_call<T>& call, const Sequences& sequences,
+                  const backward_options& options) {
+    using S = portable_sizes<Dim>;
+    backward_problem<T>& p = call.problem;
+    const int processors = device.attribute(cudaDevAttrMultiProcessorCount);
+    const std::size_t shared = sizeof(portable_memory<Dim>) + 128;
+    const std::int64_t rows = call.heads * p.call.rows.k.length;
+    zero(on, p.sum_k, rows * Dim * 4);
+    zero(on, p.sum_v, rows * Dim * 4);
+    if (p.sum_bias != nullptr) {
+        zero(on, p.sum_bias, rows * 4);
+    }
+    bool hopper = false;
+    if constexpr (Dim <= 128) {
+        hopper = !options.portable && has_hopper_code(device, backward_hopper_kernel<T, Dim, Bias, Softcap>);
+    }
+    const auto keys_pass = [&](std::int32_t begin, std::int32_t end, std::int32_t counter) {
+        if constexpr (Dim <= 128) {
+            if (hopper) {
+                launch("backward_hopper_kernel", backward_hopper_kernel<T, Dim, Bias, Softcap>, processors,
+                       hopper_backward<Dim>::threads, hopper_backward<Dim>::shared_bytes, on, p, begin, end,
+                       counter);
+                return;
+            }
+        }
+        launch("backward_portable_kernel", backward_portable_kernel<T, Dim, Bias, Softcap>, 2 * processors,
+               S::threads, shared, on, p, begin, end, counter);
+    };
+    call.for_rounds(on, sequences, [&] {
+        const std::int32_t lists = p.lists(), heads = p.heads();
+        const std::int64_t lines = std::int64_t{lists} * p.padded_rows;
+        const auto items_pass = [&](std::int32_t block_keys) {
+            launch("backward_items_kernel", backward_items_kernel<T>, 1, 1024, 0, on, p, block_keys);
+        };
+        launch("backward_pack_kernel", backward_pack_kernel<T, Dim>, lines / packed_tile, pack_threads, 0, on, p);
+        items_pass(hopper ? 128 : S::keys);
+        if (!options.deterministic) {
+            zero(on, p.sum_q, lines * Dim * 4);
+            keys_pass(0, lists, 0);
+            launch("backward_finish_q_kernel", backward_finish_q_kernel<T, Dim>, lines / packed_tile * (Dim / 64),
+                   finish_threads, 0, on, p);
+            return;
+        }
+        for (std::int32_t j = 0; j < p.plan.supers; ++j) {
+            keys_pass(j * heads, (j + 1) * heads, j);
+        }
+        if (hopper) {
+            items_pass(S::keys);
+        }
+        launch("backward_queries_kernel", backward_queries_kernel<T, Dim, Bias, Softcap>, lines / S::queries,
+               S::threads, shared, on, p);
+    });
+    launch("backward_finish_keys_kernel", backward_finish_keys_kernel<T, Dim>,
+           (rows * (Dim / 8) + finish_threads - 1) / finish_threads, finish_threads, 0, on, p);
+}
+
+/// fp32: sums go straight into the outputs.
+inline void run_backward_plain(const cuda& on, backward_call<float>& call, const Sequences& sequences) {
+    backward_problem<float>& p = call.problem;
+    constexpr int warps = plain_threads / 32;
+    const std::int64_t rows = call.heads * p.call.rows.k.length;
+    launch("plain_zero_kernel", plain_zero_kernel<>, (rows + warps - 1) / warps, plain_threads, 0, on, p);
+    call.for_rounds(on, sequences, [&] {
+        const std::int64_t lines = std::int64_t{p.lists()} * p.super_rows;
+        launch("plain_queries_kernel", plain_queries_kernel<>, (lines + warps - 1) / warps, plain_threads, 0, on, p);
+        for (std::int32_t j = 0; j < p.plan.supers; ++j) {
+            launch("plain_keys_kernel", plain_keys_kernel<>, (rows + warps - 1) / warps, plain_threads, 0, on, p, j);
+        }
+    });
+}
+
+template <class T, int Dim>
+void choose_backward(const cuda& on, const device_scope& device, backward_call<T>& call,
+                     const Sequences& sequences, const backward_options& options) {
+    if (call.problem.call.softcap > 0.0f) {
+        run_backward<T, Dim, true, true>(on, device, call, sequences, options);
+    } else if (call.with_bias) {
+        run_backward<T, Dim, true, false>(on, device, call, sequences, options);
+    } else {
+        run_backward<T, Dim, false, false>(on, device, call, sequences, options);
+    }
+}
+
+/// Calls run for the tile of a call if it is one of Tiles.
+template <class T, int... Tiles>
+void choose_tile(head_dims<Tiles...>, const cuda& on, const device_scope& device, backward_call<T>& call,
+                 const Sequences& sequences, const backward_options& options) {
+    static_cast<void>(((call.tile == Tiles ? (choose_backward<T, Tiles>(on, device, call, sequences, options), true)
+                                           : false) ||
+                       ...));
+}
+
+template <class Dims, class T>
+std::size_t backward_workspace_bytes(const Attention& attention, const rows_view<const T>& q, const keys<T>& all,
+                                     const Sequences& sequences, const backward_options& options) {
+    check_backward_call<Dims>(attention, q, all, sequences);
+    std::size_t bytes = 0;
+    backward_call<T>(attention, q, all, sequences, options, false, nullptr, bytes);
+    return bytes;
+}
+
+template <class Dims, class T>
+void attend_backward_with(const cuda& on, const Attention& attention, const rows_view<const T>& q,
+                          const keys<T>& all, const Sequences& sequences, const AttendGradient<T>& given,
+                          const AttendGradients<T>& into, workspace_view workspace,
+                          const backward_options& options) {
+    const std::size_t needed = backward_workspace_bytes<Dims>(attention, q, all, sequences, options);
+    check_backward_views(q, all, given, into);
+    check_workspace(workspace, needed);
+    if (q.batch == 0 || sequences.length == 0 || all.k.length == 0) {
+        // Without keys d_q is zero, without queries d_k and d_v are: the kernels below see to it.
+        if (q.batch == 0) {
+            return;
+        }
+    }
+    const device_scope device(on);
+    std::size_t bytes = 0;
+    backward_call<T> call(attention, q, all, sequences, options, static_cast<bool>(into.d_log_bias),
+                          workspace.data, bytes);
+    call.use(given, into);
+    if constexpr (std::is_same_v<T, float>) {
+        run_backward_plain(on, call, sequences);
+    } else {
+        choose_tile(Dims{}, on, device, call, sequences, options);
+    }
+}
+
+}  // namespace cuda_backend
+
+template <class Dims, AttentionStorage T>
+std::size_t attend_backward_workspace_bytes(const cuda&, const Attention& attention,
+                                            std::type_identity_t<rows_view<const T>> q, const keys<T>& all,
+                                            const Sequences& sequences, const BackwardOptions& options) {
+    return cuda_backend::backward_workspace_bytes<Dims>(attention, q, all, sequences,
+                                                        {.deterministic = options.deterministic});
+}
+
+template <class Dims, AttentionStorage T>
+void attend_backward(const cuda& on, const Attention& attention, std::type_identity_t<rows_view<const T>> q,
+                     const keys<T>& all, const Sequences& sequences, const AttendGradient<T>& given,
+                     const AttendGradients<T>& into, workspace_view workspace, const BackwardOptions& options) {
+    cuda_backend::attend_backward_with<Dims>(on, attention, q, all, sequences, given, into, workspace,
+                                             {.deterministic = options.deterministic});
+}
+
+}  // namespace KVPOLICY_HIDDEN
+}  // namespace kvpolicy
