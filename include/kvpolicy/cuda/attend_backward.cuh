@@ -171,7 +171,9 @@ void run_backward(const cuda& on, const device_scope& device, backward_call<T>& 
         zero(on, p.sum_bias, rows * 4);
     }
     bool hopper = false;
+    std::int32_t hopper_keys = 0;
     if constexpr (Dim <= 128) {
+        hopper_keys = hopper_backward<Dim>::keys;
         hopper = !options.portable && has_hopper_code(device, backward_hopper_kernel<T, Dim, Bias, Softcap>);
     }
     const auto keys_pass = [&](std::int32_t begin, std::int32_t end, std::int32_t counter) {
@@ -193,7 +195,7 @@ void run_backward(const cuda& on, const device_scope& device, backward_call<T>& 
             launch("backward_items_kernel", backward_items_kernel<T>, 1, 1024, 0, on, p, block_keys);
         };
         launch("backward_pack_kernel", backward_pack_kernel<T, Dim>, lines / packed_tile, pack_threads, 0, on, p);
-        items_pass(hopper ? 128 : S::keys);
+        items_pass(hopper ? hopper_keys : S::keys);
         if (!options.deterministic) {
             zero(on, p.sum_q, lines * Dim * 4);
             keys_pass(0, lists, 0);

@@ -70,7 +70,7 @@ TEST_CASE("deterministic: a hundred times the same bits") {
             }
             before = now;
         }
-        CHECK_MESSAGE(different == 0, portable ? "portable" : "", different);
+        CHECK_MESSAGE(different == 0, std::string(portable ? "portable: " : ""), different);
     }
 }
 

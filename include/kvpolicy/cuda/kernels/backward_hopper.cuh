@@ -2,8 +2,8 @@
 // keys and values and streams tiles of packed queries; two warpgroups of 64 keys each multiply.
 //
 // S^T = K Q^T and dP^T = V dO^T have keys on the rows, so weights and gradients are register operands of dV += P^T dO and
-// dK += dS^T Q. dS^T also goes through shared memory, where both warpgroups meet, for dQ = dS K: each makes a 64 x 64 piece of it
-// and adds it to the sums in global memory straight from registers.
+// dK += dS^T Q. dS^T also goes through shared memory, where the warpgroups meet, for dQ = dS K, which is added
+// to the sums in global memory straight from registers.
 #pragma once
 
 #include <kvpolicy/cuda/blocks/async.cuh>
@@ -25,10 +25,13 @@ namespace cuda_backend {
 template <int Dim>
 struct hopper_backward {
     static_assert(Dim == 64 || Dim == 128);
-    static constexpr int keys = 128;
-    static constexpr int queries = Dim == 64 ? 128 : 64;
+    static constexpr int consumers = 2;  // warpgroups, 64 keys each
+    static constexpr int keys = 64 * consumers;
+    static constexpr int queries = 64;
     static constexpr int stages = 2;
-    static constexpr int threads = 384;
+    static constexpr int threads = 128 * (consumers + 1);
+    static constexpr int consumer_registers = 240;
+    static constexpr int producer_registers = 24;
     static constexpr int key_bytes = keys * Dim * 2;
     static constexpr int query_bytes = queries * Dim * 2;
     static constexpr int gradient_bytes = keys * queries * 2;
@@ -42,7 +45,7 @@ struct hopper_backward {
     static constexpr int lse2 = gradients + 2 * gradient_bytes;           // [stages]
     static constexpr int delta = lse2 + stages * numbers_bytes;           // [stages]
     static constexpr int meta = delta + stages * numbers_bytes;           // [2]
-    static constexpr int meta_bytes = 32 + 4 * 16 + keys * 5 * 4;         // item; lives of 4 warps; entries
+    static constexpr int meta_bytes = 32 + keys / 32 * 16 + keys * 5 * 4;  // item; lives; entries
     static constexpr int barriers = meta + 2 * meta_bytes;
     static constexpr int bytes = barriers + 16 * 8;
     static constexpr int shared_bytes = bytes + 1024;
@@ -50,22 +53,23 @@ struct hopper_backward {
 
 #if KVPOLICY_HOPPER_CODE
 /// An item in shared memory.
+template <int Keys>
 struct hopper_item {
     backward_item item;  // list < 0: no more
     std::int32_t b, h, head;
     std::int32_t valid;
     std::int32_t unused;
-    block_life life[4];
-    std::int32_t row[128];
-    std::int32_t born[128];
-    std::int32_t dies[128];
-    std::int32_t from[128];
-    float bias[128];
+    block_life life[Keys / 32];
+    std::int32_t row[Keys];
+    std::int32_t born[Keys];
+    std::int32_t dies[Keys];
+    std::int32_t from[Keys];
+    float bias[Keys];
 
     /// Tiles of `queries` packed rows that any of its keys can see: [first, end).
     __device__ void tiles(int queries, block_life& all, std::int32_t& first, std::int32_t& end) const {
         all = life[0];
-        for (int i = 1; i < 4; ++i) {
+        for (int i = 1; i < Keys / 32; ++i) {
             all.join(life[i]);
         }
         const std::int32_t stop = min(all.last_dies, valid);
@@ -84,6 +88,7 @@ __device__ inline void store_matrices(std::uint32_t row, const std::uint32_t (&f
 template <class T, int Dim, bool Bias, bool Softcap>
 struct hopper_backward_block {
     using L = hopper_backward<Dim>;
+    using item_type = hopper_item<L::keys>;
     static constexpr int score_values = L::queries / 2;  // of a thread
     static constexpr int sum_values = Dim / 2;
 
@@ -101,29 +106,29 @@ struct hopper_backward_block {
     __device__ std::uint32_t full_q(int stage) const { return barrier(5 + stage); }
     __device__ std::uint32_t full_d_out(int stage) const { return barrier(7 + stage); }
     __device__ std::uint32_t empty(int stage) const { return barrier(9 + stage); }
-    __device__ hopper_item& meta(int i) const {
-        return *reinterpret_cast<hopper_item*>(shared + L::meta + i * L::meta_bytes);
+    __device__ item_type& meta(int i) const {
+        return *reinterpret_cast<item_type*>(shared + L::meta + i * L::meta_bytes);
     }
 
     __device__ hopper_backward_block(const backward_problem<T>& problem, unsigned char* memory)
         : p(problem), shared(memory), base(shared_address(memory)) {
-        static_assert(sizeof(hopper_item) <= L::meta_bytes);
+        static_assert(sizeof(item_type) <= L::meta_bytes);
         if (threadIdx.x == 0) {
             for (int i = 0; i < 2; ++i) {
                 barrier_init(full_meta(i), 128);
                 barrier_init(full_q(i), 1);
                 barrier_init(full_d_out(i), 1);
-                barrier_init(empty(i), 8);
+                barrier_init(empty(i), 4 * L::consumers);
             }
             barrier_init(full_k(), 128);
             barrier_init(full_v(), 128);
-            barrier_init(empty_keys(), 8);
+            barrier_init(empty_keys(), 4 * L::consumers);
             barrier_init_fence();
         }
         __syncthreads();
     }
 
-    __device__ void gather(const rows_view<const T>& rows, const hopper_item& item, std::uint32_t to) const {
+    __device__ void gather(const rows_view<const T>& rows, const item_type& item, std::uint32_t to) const {
         constexpr int chunks = Dim / 8, lines = 128 / chunks;
         const int chunk = thread % chunks;
         const bool inside = chunk * 8 < rows.dim;
@@ -140,7 +145,7 @@ struct hopper_backward_block {
         const std::int32_t first_item = p.items[begin], items = p.items[end] - first_item;
         std::uint32_t tile_number = 0;
         for (std::uint32_t n = 0;; ++n) {
-            hopper_item& item = meta(n % 2);
+            item_type& item = meta(n % 2);
             if (thread == 0) {
                 const std::int32_t next = atomicAdd(p.taken + counter, 1);
                 item.item.list = -1;
@@ -159,17 +164,20 @@ struct hopper_backward_block {
                 barrier_arrive(full_meta(n % 2));
                 return;
             }
-            const bool has = thread < own.count;
-            backward_entry e{};
-            if (has) {
-                e = p.entry_of(own.list, p.list_of(own.list), own.first + thread);
+            const backward_list all = p.list_of(own.list);
+            for (int i = thread; i < L::keys; i += 128) {  // whole warps
+                const bool has = i < own.count;
+                backward_entry e{};
+                if (has) {
+                    e = p.entry_of(own.list, all, own.first + i);
+                }
+                item.row[i] = has && e.born < e.dies ? e.row : -1;
+                item.born[i] = e.born;
+                item.dies[i] = e.dies;
+                item.from[i] = e.from;
+                item.bias[i] = e.bias;
+                item.life[i / 32] = block_life::of_warp(e, has);
             }
-            item.row[thread] = has && e.born < e.dies ? e.row : -1;
-            item.born[thread] = e.born;
-            item.dies[thread] = e.dies;
-            item.from[thread] = e.from;
-            item.bias[thread] = e.bias;
-            item.life[thread / 32] = block_life::of_warp(e, has);
             named_barrier(2, 128);
             barrier_arrive(full_meta(n % 2));
             barrier_wait(empty_keys(), (n & 1) ^ 1);
@@ -230,7 +238,7 @@ struct hopper_backward_block {
         std::uint32_t tile_number = 0;
         for (std::uint32_t n = 0;; ++n) {
             barrier_wait(full_meta(n % 2), n / 2 & 1);
-            const hopper_item& item = meta(n % 2);
+            const item_type& item = meta(n % 2);
             if (item.item.list < 0) {
                 return;
             }
@@ -250,7 +258,7 @@ struct hopper_backward_block {
             float* const sum_q = p.sum_q == nullptr ? nullptr
                                                     : p.sum_q +
                                                           static_cast<std::int64_t>(item.item.list) * p.padded_rows * Dim +
-                                                          group * (packed_tile * 64) + thread * 4;
+                                                          (Dim == 64 ? 0 : group * (packed_tile * 64)) + thread * 4;
             float d_k[sum_values], d_v[sum_values];
 #pragma unroll
             for (int i = 0; i < sum_values; ++i) {
@@ -308,11 +316,15 @@ struct hopper_backward_block {
                     base + L::gradients + static_cast<int>(tile_number % 2) * L::gradient_bytes;
                 store_gradients(gradients, turn, group);
                 fence_async_proxy();
-                named_barrier(1, 256);
+                named_barrier(1, 128 * L::consumers);
                 const bool more = i + 1 < stop;
                 const int after = more ? static_cast<int>((tile_number + 1) % L::stages) : stage;
+                // Of 64 columns one warpgroup makes all, in turn; of 128, two make half each.
+                const bool mine = Dim != 64 || static_cast<int>(tile_number % L::consumers) == group;
                 const auto finish = [&](float(&d_q)[32]) {
-                    multiply_queries(d_q, turn, group);
+                    if (mine) {
+                        multiply_queries(d_q, turn, group);
+                    }
                     if (more) {
                         barrier_wait(full_q(after), (tile_number + 1) / L::stages & 1);
                     }
@@ -327,7 +339,7 @@ struct hopper_backward_block {
                     if (lane == 0 && more) {
                         barrier_arrive(empty(stage));
                     }
-                    if (sum_q != nullptr) {
+                    if (mine && sum_q != nullptr) {
                         float* const to = sum_q + m * Dim;
 #pragma unroll
                         for (int x = 0; x < 8; ++x) {
@@ -335,13 +347,7 @@ struct hopper_backward_block {
                         }
                     }
                 };
-                // The same registers where they are as many: there are none to spare.
-                if constexpr (score_values == 32) {
-                    finish(d);
-                } else {
-                    float d_q[32];
-                    finish(d_q);
-                }
+                finish(d);  // in the same registers: there are none to spare
                 wgmma_wait<0>();  // not after the jump back: the compiler would wait for every product
                 pin(s);
             }
@@ -445,10 +451,9 @@ struct hopper_backward_block {
         }
     }
 
-    /// d_q = dS K, 64 x 64: all columns of half the queries, or half the columns of all.
+    /// 64 x 64 of d_q = dS K.
     __device__ void multiply_queries(float (&d_q)[32], std::uint32_t turn, int group) const {
-        const std::uint64_t a =
-            describe_mn_major(turn + (Dim == 64 ? group * L::keys * 128 : 0), L::keys * 128);
+        const std::uint64_t a = describe_mn_major(turn, L::keys * 128);
         const std::uint64_t b =
             describe_mn_major(base + L::k + (Dim == 64 ? 0 : group * L::keys * 128), L::keys * 128);
         wgmma_fence();
@@ -489,7 +494,7 @@ struct hopper_backward_block {
 
 /// As backward_portable_kernel.
 template <class T, int Dim, bool Bias, bool Softcap>
-__global__ void __launch_bounds__(KVPOLICY_HOPPER_THREADS(384), 1)
+__global__ void __launch_bounds__(KVPOLICY_HOPPER_THREADS(hopper_backward<Dim>::threads), 1)
     backward_hopper_kernel(const __grid_constant__ backward_problem<T> p, const std::int32_t begin,
                            const std::int32_t end, const std::int32_t counter) {
 #if KVPOLICY_HOPPER_CODE
@@ -497,11 +502,11 @@ __global__ void __launch_bounds__(KVPOLICY_HOPPER_THREADS(384), 1)
         dynamic_shared() + (1024 - shared_address(dynamic_shared()) % 1024) % 1024;
     const hopper_backward_block<T, Dim, Bias, Softcap> block(p, memory);
     const int group = __shfl_sync(all_lanes, static_cast<int>(threadIdx.x) / 128, 0);
-    if (group == 2) {
-        give_registers<24>();
+    if (group == hopper_backward<Dim>::consumers) {
+        give_registers<hopper_backward<Dim>::producer_registers>();
         block.produce(begin, end, counter);
     } else {
-        take_registers<240>();
+        take_registers<hopper_backward<Dim>::consumer_registers>();
         block.consume(group);
     }
 #endif
