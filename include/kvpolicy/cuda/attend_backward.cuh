@@ -101,6 +101,10 @@ struct backward_call {
             }
         }
         const std::int64_t count = heads * most;
+        if (lists) {
+            problem.young = parts.take<std::int32_t>(count * whole.super_q);
+            problem.brief = parts.take<std::int32_t>(count);
+        }
         problem.items = parts.take<std::int32_t>(count + 1);
         problem.taken = parts.take<std::int32_t>(most);
         if constexpr (sizeof(T) == 2) {
@@ -146,6 +150,10 @@ struct backward_call {
                 launch_plan(on, frames, round, problem.call.batch, problem.call.kv_heads);
             }
             problem.plan = round;
+            if (lists) {
+                launch("backward_young_kernel", backward_young_kernel<T>, heads * round.supers, pack_threads, 0, on,
+                       problem);
+            }
             first += round.supers;
             body();
         }

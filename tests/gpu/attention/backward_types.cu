@@ -106,8 +106,8 @@ TEST_CASE("a captured graph serves other lengths") {
     test::ok(cudaGraphLaunch(exec, stream));
     test::ok(cudaStreamSynchronize(stream));
     const Gradients got = call.read();
-    compare("graph, d_k", got.k, wanted.k, tolerance<bf16>(), 0.0);
-    compare("graph, d_v", got.v, wanted.v, tolerance<bf16>(), 0.0);
+    compare("graph, d_k", got.k, wanted.k, tolerance<bf16>(), 1e-4);
+    compare("graph, d_v", got.v, wanted.v, tolerance<bf16>(), 1e-4);
     test::ok(cudaGraphExecDestroy(exec));
     test::ok(cudaGraphDestroy(graph));
     test::ok(cudaStreamDestroy(stream));

@@ -5,8 +5,9 @@
 // them, and a key's life [born, dies) in queries is [born G, dies G) in packed rows. Queries, gradients of outputs and their
 // sums lie in the workspace in this order, in tiles of 64 rows that one bulk copy brings.
 //
-// A work item is a block of up to `block_keys` entries of one super-tile's list, either old or young ones, times the packed
-// rows that any of them can see.
+// A work item is a block of up to `block_keys` entries of one super-tile's list times the packed rows that any of them can
+// see. Entries of a block are alike: old ones by falling death, young ones by rising birth, those that die within the
+// super-tile apart from those that outlive it.
 #pragma once
 
 #include <kvpolicy/core/view.hpp>
@@ -28,6 +29,7 @@ inline constexpr int packed_tile = 64;
 struct backward_list {
     std::int64_t offset;  // of its entries in the plan; unused without lists
     std::int32_t old;     // entries born at or before the super-tile's first query
+    std::int32_t brief;  // young entries that also die inside the super-tile; they come before those that outlive it
     std::int32_t total;
     std::int32_t shift;  // without lists: row t is born at query t + shift of the super-tile
 };
@@ -72,6 +74,8 @@ struct backward_problem {
     float* sum_k = nullptr;     // [B][Hkv][rows][D]
     float* sum_v = nullptr;     // [B][Hkv][rows][D]
     float* sum_bias = nullptr;  // [B][Hkv][rows]; null: not wanted
+    std::int32_t* young = nullptr;  // [lists][super_q], the order of young entries; unused without lists
+    std::int32_t* brief = nullptr;  // [lists]
     std::int32_t* items = nullptr;  // [lists + 1], items before each list in the order of position_of
     std::int32_t* taken = nullptr;  // [supers], counters of items that were handed out
 
@@ -97,13 +101,13 @@ struct backward_problem {
     __device__ backward_list list_of(std::int32_t list) const {
         const std::int32_t head = list / plan.supers, j = list - head * plan.supers;
         if (plan.row != nullptr) {
-            return {plan.offset(head, j), plan.old[list], plan.total[list], 0};
+            return {plan.offset(head, j), plan.old[list], brief[list], plan.total[list], 0};
         }
         const std::int32_t b = head / call.kv_heads;
         const std::int32_t keys = keys_of(b);
         const std::int32_t shift = first - (starts != nullptr ? starts[b] : 0) - (plan.first + j) * plan.super_q;
         const auto clamp = [keys](std::int32_t x) { return x < 0 ? 0 : (x > keys ? keys : x); };
-        return {0, clamp(1 - shift), clamp(plan.super_q - shift), shift};
+        return {0, clamp(1 - shift), 0, clamp(plan.super_q - shift), shift};
     }
 
     __device__ backward_entry entry_of(std::int32_t list, const backward_list& all, std::int32_t i) const {
@@ -115,7 +119,9 @@ struct backward_problem {
             }
         };
         if (plan.row != nullptr) {
-            const std::int64_t at = all.offset + i;
+            const std::int32_t place =
+                i < all.old ? i : all.old + young[static_cast<std::int64_t>(list) * plan.super_q + i - all.old];
+            const std::int64_t at = all.offset + place;
             const row_life life = plan.life[at];
             e.row = plan.row[at];
             e.born = life.born * call.group;
@@ -150,6 +156,15 @@ struct backward_item {
     std::int32_t count;
 };
 
+/// How many blocks a list is cut into. Old, brief and lasting young entries have ranges of queries of their own.
+struct list_blocks {
+    std::int32_t old, brief, all;
+    __device__ list_blocks(const backward_list& list, std::int32_t block_keys)
+        : old((list.old + block_keys - 1) / block_keys),
+          brief((list.brief + block_keys - 1) / block_keys),
+          all(old + brief + (list.total - list.old - list.brief + block_keys - 1) / block_keys) {}
+};
+
 /// Item number i of all, in blocks of `block_keys` entries; i < items[lists].
 template <class T>
 __device__ backward_item item_at(const backward_problem<T>& p, std::int32_t i, std::int32_t block_keys) {
@@ -162,10 +177,15 @@ __device__ backward_item item_at(const backward_problem<T>& p, std::int32_t i, s
     const std::int32_t list = p.list_at(low);
     const backward_list all = p.list_of(list);
     const std::int32_t block = i - p.items[low];
-    const std::int32_t old_blocks = (all.old + block_keys - 1) / block_keys;
-    const std::int32_t first =
-        block < old_blocks ? block * block_keys : all.old + (block - old_blocks) * block_keys;
-    const std::int32_t end = block < old_blocks ? all.old : all.total;
+    const list_blocks blocks(all, block_keys);
+    std::int32_t first = block * block_keys, end = all.old;
+    if (block >= blocks.old + blocks.brief) {
+        first = all.old + all.brief + (block - blocks.old - blocks.brief) * block_keys;
+        end = all.total;
+    } else if (block >= blocks.old) {
+        first = all.old + (block - blocks.old) * block_keys;
+        end = all.old + all.brief;
+    }
     return {list, first, end - first < block_keys ? end - first : block_keys};
 }
 

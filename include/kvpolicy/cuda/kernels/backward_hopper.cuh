@@ -45,7 +45,7 @@ struct hopper_backward {
     static constexpr int lse2 = gradients + 2 * gradient_bytes;           // [stages]
     static constexpr int delta = lse2 + stages * numbers_bytes;           // [stages]
     static constexpr int meta = delta + stages * numbers_bytes;           // [2]
-    static constexpr int meta_bytes = 32 + keys / 32 * 16 + keys * 5 * 4;  // item; lives; entries
+    static constexpr int meta_bytes = 32 + keys / 32 * 24 + keys * 5 * 4;  // item; lives; entries
     static constexpr int barriers = meta + 2 * meta_bytes;
     static constexpr int bytes = barriers + 16 * 8;
     static constexpr int shared_bytes = bytes + 1024;
@@ -60,6 +60,8 @@ struct hopper_item {
     std::int32_t valid;
     std::int32_t unused;
     block_life life[Keys / 32];
+    std::int32_t first_from[Keys / 32];
+    std::int32_t last_from[Keys / 32];
     std::int32_t row[Keys];
     std::int32_t born[Keys];
     std::int32_t dies[Keys];
@@ -106,6 +108,8 @@ struct hopper_backward_block {
     __device__ std::uint32_t full_q(int stage) const { return barrier(5 + stage); }
     __device__ std::uint32_t full_d_out(int stage) const { return barrier(7 + stage); }
     __device__ std::uint32_t empty(int stage) const { return barrier(9 + stage); }
+    __device__ std::uint32_t full_gradients(int turn) const { return barrier(11 + turn); }
+    __device__ std::uint32_t empty_gradients(int turn) const { return barrier(13 + turn); }
     __device__ item_type& meta(int i) const {
         return *reinterpret_cast<item_type*>(shared + L::meta + i * L::meta_bytes);
     }
@@ -119,6 +123,8 @@ struct hopper_backward_block {
                 barrier_init(full_q(i), 1);
                 barrier_init(full_d_out(i), 1);
                 barrier_init(empty(i), 4 * L::consumers);
+                barrier_init(full_gradients(i), 4 * L::consumers);
+                barrier_init(empty_gradients(i), 4 * L::consumers);
             }
             barrier_init(full_k(), 128);
             barrier_init(full_v(), 128);
@@ -177,6 +183,11 @@ struct hopper_backward_block {
                 item.from[i] = e.from;
                 item.bias[i] = e.bias;
                 item.life[i / 32] = block_life::of_warp(e, has);
+                if constexpr (Bias) {
+                    const bool counts = has && e.born < e.dies;
+                    item.first_from[i / 32] = __reduce_min_sync(all_lanes, counts ? e.from : 0x7fffffff);
+                    item.last_from[i / 32] = __reduce_max_sync(all_lanes, counts ? e.from : 0);
+                }
             }
             named_barrier(2, 128);
             barrier_arrive(full_meta(n % 2));
@@ -248,6 +259,13 @@ struct hopper_backward_block {
             packed_life sees[2];
             std::int32_t from[2];
             float bias[2], sum_bias[2] = {};
+            std::int32_t first_from = 0x7fffffff, last_from = 0;
+            if constexpr (Bias) {
+                for (int x = 0; x < L::keys / 32; ++x) {
+                    first_from = min(first_from, item.first_from[x]);
+                    last_from = max(last_from, item.last_from[x]);
+                }
+            }
 #pragma unroll
             for (int r = 0; r < 2; ++r) {
                 const std::int32_t born = item.born[key + 8 * r], dies = item.dies[key + 8 * r];
@@ -297,14 +315,34 @@ struct hopper_backward_block {
                 const std::int32_t m = i * L::queries;
                 std::uint32_t weights[score_values / 8][4], gradients[score_values / 8][4];
                 std::uint32_t slopes[Softcap ? score_values / 2 : 1];
-                to_weights(s, weights, slopes, lse2, m, life.whole(m, m + L::queries), sees, from, bias);
+                // Most tiles lie before or after the rows from which on biases count.
+                const bool biased = Bias && m >= last_from;
+                const bool mixed = Bias && !biased && m + L::queries > first_from;
+                if (mixed) {
+                    to_weights<true>(s, slopes, lse2, m, from, bias);
+                } else {
+                    const float whole_bias[2] = {biased ? bias[0] : 0.0f, biased ? bias[1] : 0.0f};
+                    to_weights<false>(s, slopes, lse2, m, from, whole_bias);
+                }
+                if (!life.whole(m, m + L::queries)) {
+                    hide(s, m, sees);
+                }
+                pack_rows(s, weights);
                 pin(weights);
                 pin(d_v);
                 wgmma_fence();
                 multiply_sums(d_v, weights, d_out);
                 wgmma_wait<1>();
                 pin(d);
-                to_gradients(s, d, gradients, slopes, delta, m, from, sum_bias);
+                if (mixed) {
+                    to_gradients<true>(s, d, delta, m, from, 1.0f, sum_bias);
+                } else {
+                    to_gradients<false>(s, d, delta, m, from, biased ? 1.0f : 0.0f, sum_bias);
+                }
+                if constexpr (Softcap) {
+                    multiply_slopes(s, slopes);
+                }
+                pack_rows(s, gradients);
                 pin(gradients);
                 pin(d_k);
                 wgmma_fence();
@@ -312,44 +350,66 @@ struct hopper_backward_block {
                 wgmma_wait<1>();
                 pin(weights);  // their registers are needed
                 pin(d_v);
-                const std::uint32_t turn =
-                    base + L::gradients + static_cast<int>(tile_number % 2) * L::gradient_bytes;
-                store_gradients(gradients, turn, group);
+                const auto turn = static_cast<int>(tile_number % 2);
+                barrier_wait(empty_gradients(turn), (tile_number / 2 & 1) ^ 1);
+                store_gradients(gradients, base + L::gradients + turn * L::gradient_bytes, group);
                 fence_async_proxy();
-                named_barrier(1, 128 * L::consumers);
-                const bool more = i + 1 < stop;
+                __syncwarp();
+                if (lane == 0) {
+                    barrier_arrive(full_gradients(turn));
+                }
+                // d_q of the tile before, whose gradients are there by now, so that the warpgroups need not keep step. Before
+                // the first tile it is made of whatever is there, and for nothing, as are scores after the last: a branch
+                // around products would make the compiler wait for every one of them.
+                const bool begun = i > first, more = i + 1 < stop;
+                const std::uint32_t before = tile_number - 1;
+                if (begun) {
+                    barrier_wait(full_gradients(turn ^ 1), before / 2 & 1);
+                }
+                const bool mine = Dim != 64 || static_cast<int>(before % L::consumers) == group;
+                if (mine) {
+                    multiply_queries(d, base + L::gradients + (turn ^ 1) * L::gradient_bytes, group);
+                }
                 const int after = more ? static_cast<int>((tile_number + 1) % L::stages) : stage;
-                // Of 64 columns one warpgroup makes all, in turn; of 128, two make half each.
-                const bool mine = Dim != 64 || static_cast<int>(tile_number % L::consumers) == group;
-                const auto finish = [&](float(&d_q)[32]) {
-                    if (mine) {
-                        multiply_queries(d_q, turn, group);
-                    }
+                if (more) {
+                    barrier_wait(full_q(after), (tile_number + 1) / L::stages & 1);
+                }
+                wgmma_wait<0>();
+                pin(d);
+                pin(d_k);
+                pin(gradients);
+                wgmma_fence();
+                multiply_scores(s, own_k, base + L::q + after * L::query_bytes);
+                if (lane == 0) {
                     if (more) {
-                        barrier_wait(full_q(after), (tile_number + 1) / L::stages & 1);
-                    }
-                    wgmma_wait<0>();
-                    pin(d_q);
-                    pin(d_k);
-                    pin(gradients);
-                    // The next tile's scores run beside the additions. After the last tile they are made once more for
-                    // nothing, since a branch around them would make the compiler wait for every product.
-                    wgmma_fence();
-                    multiply_scores(s, own_k, base + L::q + after * L::query_bytes);
-                    if (lane == 0 && more) {
                         barrier_arrive(empty(stage));
                     }
-                    if (mine && sum_q != nullptr) {
-                        float* const to = sum_q + m * Dim;
-#pragma unroll
-                        for (int x = 0; x < 8; ++x) {
-                            add_four(to + x * 512, d_q[4 * x], d_q[4 * x + 1], d_q[4 * x + 2], d_q[4 * x + 3]);
-                        }
+                    if (begun) {
+                        barrier_arrive(empty_gradients(turn ^ 1));
                     }
-                };
-                finish(d);  // in the same registers: there are none to spare
+                }
+                if (mine && begun && sum_q != nullptr) {
+                    add_queries(sum_q + (m - L::queries) * Dim, d);
+                }
                 wgmma_wait<0>();  // not after the jump back: the compiler would wait for every product
                 pin(s);
+            }
+            {
+                const std::uint32_t last = tile_number - 1;
+                const auto turn = static_cast<int>(last % 2);
+                barrier_wait(full_gradients(turn), last / 2 & 1);
+                if (Dim != 64 || static_cast<int>(last % L::consumers) == group) {
+                    float d[32];
+                    multiply_queries(d, base + L::gradients + turn * L::gradient_bytes, group);
+                    wgmma_wait<0>();
+                    pin(d);
+                    if (sum_q != nullptr) {
+                        add_queries(sum_q + (stop - 1) * L::queries * Dim, d);
+                    }
+                }
+                if (lane == 0) {
+                    barrier_arrive(empty_gradients(turn));
+                }
             }
             const std::int32_t row[2] = {item.row[key], item.row[key + 8]};
             const std::int64_t key_line = static_cast<std::int64_t>(item.head) * p.call.rows.k.length;
@@ -366,11 +426,11 @@ struct hopper_backward_block {
         }
     }
 
-    /// Products to weights, in place and packed.
-    __device__ void to_weights(float (&s)[score_values], std::uint32_t (&weights)[score_values / 8][4],
-                               std::uint32_t (&slopes)[Softcap ? score_values / 2 : 1], const float* lse2,
-                               std::int32_t m, bool whole, const packed_life (&sees)[2],
-                               const std::int32_t (&from)[2], const float (&bias)[2]) const {
+    /// Products to weights. Mixed: a bias counts for some queries of the tile only.
+    template <bool Mixed>
+    __device__ void to_weights(float (&s)[score_values], std::uint32_t (&slopes)[Softcap ? score_values / 2 : 1],
+                               const float* lse2, std::int32_t m, const std::int32_t (&from)[2],
+                               const float (&bias)[2]) const {
         const int column = 2 * (thread % 4);
 #pragma unroll
         for (int j = 0; j < score_values / 4; ++j) {
@@ -383,7 +443,7 @@ struct hopper_backward_block {
                     float& x = s[4 * j + 2 * r + e];
                     float rest = -(e == 0 ? sum.x : sum.y);
                     if constexpr (Bias) {
-                        rest += m + 8 * j + column + e >= from[r] ? bias[r] : 0.0f;
+                        rest += !Mixed || m + 8 * j + column + e >= from[r] ? bias[r] : 0.0f;
                     }
                     x = weight_of<Softcap>(x, p.slope, p.height, rest, derivative[e]);
                 }
@@ -392,46 +452,56 @@ struct hopper_backward_block {
                 }
             }
         }
-        if (!whole) {
+    }
+
+    __device__ void hide(float (&s)[score_values], std::int32_t m, const packed_life (&sees)[2]) const {
 #pragma unroll
-            for (int i = 0; i < score_values; ++i) {
-                if (!sees[i / 2 % 2].sees(m + i / 4 * 8 + column + i % 2)) {
-                    s[i] = 0.0f;
-                }
-            }
-        }
-#pragma unroll
-        for (int k = 0; k < score_values / 8; ++k) {
-#pragma unroll
-            for (int i = 0; i < 4; ++i) {
-                weights[k][i] = pack<T>(s[8 * k + 2 * i], s[8 * k + 2 * i + 1]);
+        for (int i = 0; i < score_values; ++i) {
+            if (!sees[i / 2 % 2].sees(m + i / 4 * 8 + 2 * (thread % 4) + i % 2)) {
+                s[i] = 0.0f;
             }
         }
     }
 
-    /// dS^T = P^T (dP^T - delta), packed.
-    __device__ void to_gradients(const float (&s)[score_values], const float (&d)[score_values],
-                                 std::uint32_t (&gradients)[score_values / 8][4],
-                                 const std::uint32_t (&slopes)[Softcap ? score_values / 2 : 1], const float* delta,
-                                 std::int32_t m, const std::int32_t (&from)[2], float (&sum_bias)[2]) const {
+    /// As a register operand [key][query].
+    __device__ static void pack_rows(const float (&s)[score_values], std::uint32_t (&rows)[score_values / 8][4]) {
+#pragma unroll
+        for (int k = 0; k < score_values / 8; ++k) {
+#pragma unroll
+            for (int i = 0; i < 4; ++i) {
+                rows[k][i] = pack<T>(s[8 * k + 2 * i], s[8 * k + 2 * i + 1]);
+            }
+        }
+    }
+
+    /// Weights to gradients of logits, dS^T = P^T (dP^T - delta).
+    template <bool Mixed>
+    __device__ void to_gradients(float (&s)[score_values], const float (&d)[score_values], const float* delta,
+                                 std::int32_t m, const std::int32_t (&from)[2], float counts,
+                                 float (&sum_bias)[2]) const {
         const int column = 2 * (thread % 4);
 #pragma unroll
         for (int j = 0; j < score_values / 4; ++j) {
             const float2 less = *reinterpret_cast<const float2*>(delta + 8 * j + column);
 #pragma unroll
-            for (int r = 0; r < 2; ++r) {
-                const int i = 4 * j + 2 * r;
-                float a = s[i] * (d[i] - less.x), b = s[i + 1] * (d[i + 1] - less.y);
+            for (int i = 4 * j; i < 4 * j + 4; ++i) {
+                s[i] *= d[i] - (i % 2 == 0 ? less.x : less.y);
                 if constexpr (Bias) {
-                    sum_bias[r] += m + 8 * j + column >= from[r] ? a : 0.0f;
-                    sum_bias[r] += m + 8 * j + column + 1 >= from[r] ? b : 0.0f;
+                    const int r = i / 2 % 2;
+                    if constexpr (Mixed) {
+                        sum_bias[r] += m + 8 * j + column + i % 2 >= from[r] ? s[i] : 0.0f;
+                    } else {
+                        sum_bias[r] = fmaf(s[i], counts, sum_bias[r]);
+                    }
                 }
-                if constexpr (Softcap) {
-                    a *= static_cast<float>(half_of(slopes[2 * j + r]));
-                    b *= static_cast<float>(half_of(slopes[2 * j + r] >> 16));
-                }
-                gradients[j / 2][j % 2 * 2 + r] = pack<T>(a, b);
             }
+        }
+    }
+    __device__ static void multiply_slopes(float (&s)[score_values], const std::uint32_t (&slopes)[Softcap ? score_values / 2 : 1]) {
+#pragma unroll
+        for (int i = 0; i < score_values / 2; ++i) {
+            s[2 * i] *= half_of(slopes[i]);
+            s[2 * i + 1] *= half_of(slopes[i] >> 16);
         }
     }
     __device__ static float half_of(std::uint32_t bits) {
@@ -464,6 +534,12 @@ struct hopper_backward_block {
         wgmma_commit();
     }
 
+    __device__ static void add_queries(float* to, const float (&d_q)[32]) {
+#pragma unroll
+        for (int x = 0; x < 8; ++x) {
+            add_four(to + x * 512, d_q[4 * x], d_q[4 * x + 1], d_q[4 * x + 2], d_q[4 * x + 3]);
+        }
+    }
     __device__ void add_sums(const float (&sums)[sum_values], float* to, std::int64_t line,
                              const std::int32_t (&row)[2]) const {
 #pragma unroll

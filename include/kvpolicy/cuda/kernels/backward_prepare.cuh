@@ -89,7 +89,45 @@ __global__ void __launch_bounds__(pack_threads) backward_pack_kernel(const backw
     }
 }
 
-/// Items before each list, for blocks of `block_keys` entries, old and young apart. One block.
+/// Orders the young entries of every list: first those that die inside the super-tile, then the others, by rising birth as
+/// they come. One block a list.
+template <class T>
+__global__ void __launch_bounds__(pack_threads) backward_young_kernel(const backward_problem<T> p) {
+    constexpr int warps = pack_threads / 32;
+    __shared__ std::int32_t totals[warps];
+    const auto list = static_cast<std::int32_t>(blockIdx.x);
+    const auto thread = static_cast<std::int32_t>(threadIdx.x);
+    const std::int32_t head = list / p.plan.supers, old = p.plan.old[list];
+    const row_life* const life = p.plan.life + p.plan.offset(head, list - head * p.plan.supers) + old;
+    const std::int32_t young = p.plan.total[list] - old, super_q = p.plan.super_q;
+    std::int32_t* const order = p.young + static_cast<std::int64_t>(list) * super_q;
+    std::int32_t brief = 0;
+    for (std::int32_t first = 0; first < young; first += pack_threads) {
+        brief += __syncthreads_count(first + thread < young && life[first + thread].dies < super_q);
+    }
+    if (thread == 0) {
+        p.brief[list] = brief;
+    }
+    std::int32_t briefs = 0;  // so far
+    for (std::int32_t first = 0; first < young; first += pack_threads) {
+        const std::int32_t i = first + thread;
+        const bool is_brief = i < young && life[i].dies < super_q;
+        const unsigned alike = __ballot_sync(all_lanes, is_brief);
+        if (lane_id() == 0) {
+            totals[warp_id()] = __popc(alike);
+        }
+        __syncthreads();
+        const block_sum sum = sum_of_warps<warps>(totals);
+        const std::int32_t before = briefs + sum.before + __popc(alike & lanes_before(lane_id()));
+        if (i < young) {
+            order[is_brief ? before : brief + i - before] = i;
+        }
+        briefs += sum.total;
+        __syncthreads();
+    }
+}
+
+/// Items before each list, for blocks of `block_keys` entries. One block.
 template <class T>
 __global__ void __launch_bounds__(1024) backward_items_kernel(const backward_problem<T> p,
                                                               const std::int32_t block_keys) {
@@ -100,8 +138,7 @@ __global__ void __launch_bounds__(1024) backward_items_kernel(const backward_pro
     for (std::int32_t first = 0; first < lists; first += 1024) {
         std::int32_t own = 0;
         if (first + thread < lists) {
-            const backward_list all = p.list_of(p.list_at(first + thread));
-            own = (all.old + block_keys - 1) / block_keys + (all.total - all.old + block_keys - 1) / block_keys;
+            own = list_blocks(p.list_of(p.list_at(first + thread)), block_keys).all;
         }
         const std::int32_t inclusive = warp_inclusive_sum(own);
         if (lane_id() == 31) {
