@@ -28,10 +28,10 @@ def lines(folder, name):
         return []
 
 
-def tests(folder):
+def tests(folder, name):
     """doctest's own counts from its closing lines, and ctest's."""
     try:
-        suite = xml.etree.ElementTree.parse(os.path.join(folder, "tests.xml")).getroot()
+        suite = xml.etree.ElementTree.parse(os.path.join(folder, name)).getroot()
     except (OSError, xml.etree.ElementTree.ParseError):
         return None
     rows = []
@@ -54,7 +54,7 @@ def kernels_of_library():
     names = set()
     for path in glob.glob(os.path.join(include, "**", "*.cuh"), recursive=True):
         with open(path) as file:
-            names.update(re.findall(r"__global__\s+void\s+(?:__launch_bounds__\([^)]*\)\s*)?(\w+)\s*\(", file.read()))
+            names.update(re.findall(r"__global__\s+void\s+(?:__launch_bounds__\((?:[^()]|\([^()]*\))*\)\s*)?(\w+)\s*\(", file.read()))
     return names
 
 
@@ -150,9 +150,9 @@ def operation_report(folder, operation):
 def main():
     folder, target = sys.argv[1:]
     report = {"date": time.strftime("%Y-%m-%d"), "card": (lines(folder, "card.txt") or [None])[0],
-              "stages": dict(line.split("\t") for line in lines(folder, "stages.txt")), "tests": tests(folder),
-              "operations": {}}
-    for row in report["tests"] or []:
+              "stages": dict(line.split("\t") for line in lines(folder, "stages.txt")),
+              "tests": tests(folder, "tests.xml"), "portable_tests": tests(folder, "portable.xml"), "operations": {}}
+    for row in (report["tests"] or []) + (report["portable_tests"] or []):
         print(f"{row['result']:>10}  {row['name']}  {row['seconds']:.1f} s  {' '.join(row['closing'][:1])}")
     for path in sorted(glob.glob(os.path.join(folder, "targets-*.txt"))):
         operation = os.path.basename(path)[len("targets-"):-len(".txt")]

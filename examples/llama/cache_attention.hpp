@@ -12,6 +12,7 @@
 
 #include <algorithm>
 #include <cstdint>
+#include <limits>
 #include <memory>
 #include <span>
 #include <stdexcept>
@@ -36,6 +37,8 @@ class KvAttention {
     virtual std::int64_t length() const = 0;
     /// Rows that a (layer, KV head) holds now, on average.
     virtual double rows_per_head() const = 0;
+    /// Positions that a head of a layer holds now, in the order of its rows.
+    virtual std::vector<kvpolicy::position_t> retained(int layer, int head) const = 0;
     /// Bytes of keys and values that the cache was given: by its budget, whatever the length of the text, or by its gates.
     virtual std::size_t bytes() const = 0;
 };
@@ -71,13 +74,19 @@ class CacheAttention final : public KvAttention {
         };
         kvpolicy::CacheExtras extras;
         if (!scores_.empty()) {
+            const std::int64_t first = cache_.length(0);
+            if (first + tokens > score_length_) {
+                throw std::invalid_argument(fmt::format(
+                    "positions: {} to {} are not allowed; they must be below {}, the tokens that have scores",
+                    first, first + tokens - 1, score_length_));
+            }
             const auto heads = static_cast<std::size_t>(config_.kv_heads);
             const auto length = static_cast<std::size_t>(score_length_);
             extras.scores =
                 kvpolicy::view_bhs(scores_.data() + static_cast<std::size_t>(layer) * heads * length, 1,
                                    config_.kv_heads, static_cast<std::int32_t>(score_length_));
-            extras.scores.data += positions[0];
-            extras.scores.length -= static_cast<std::int32_t>(positions[0]);
+            extras.scores.data += first;
+            extras.scores.length -= static_cast<std::int32_t>(first);
         }
         const T* query = stored(q, q_);
         const T* key = stored(k, k_);
@@ -114,6 +123,15 @@ class CacheAttention final : public KvAttention {
     }
 
     void give_scores(std::span<const float> scores, std::int64_t length) override {
+        const auto heads =
+            static_cast<std::size_t>(config_.layers) * static_cast<std::size_t>(config_.kv_heads);
+        if (length < 0 || length > std::numeric_limits<std::int32_t>::max() ||
+            scores.size() != heads * static_cast<std::size_t>(length)) {
+            throw std::invalid_argument(
+                fmt::format("scores: {} numbers for {} tokens are not allowed; they must be one for each of "
+                            "{} layers x {} KV heads and each token",
+                            scores.size(), length, config_.layers, config_.kv_heads));
+        }
         scores_.assign(scores.begin(), scores.end());
         score_length_ = length;
     }
@@ -127,6 +145,12 @@ class CacheAttention final : public KvAttention {
         } else {
             return cache_.bytes().keys_and_values;
         }
+    }
+    std::vector<kvpolicy::position_t> retained(int layer, int head) const override {
+        std::vector<kvpolicy::position_t> held(
+            static_cast<std::size_t>(cache_.occupancy(layer, 0, head).rows()));
+        cache_.retained(layer, 0, head, held.data());
+        return held;
     }
     double rows_per_head() const override {
         double rows = 0.0;

@@ -37,6 +37,7 @@ cache.kvpv          q [6, S, 64], k, v [2, S, 64]  float32, exact in bf16 and fp
 
 scorers.kvpv        see scorers.py
 attention.kvpv      see attention.py
+baselines.kvpv      see baselines.py
 """
 
 import pathlib
@@ -45,8 +46,11 @@ import sys
 import numpy as np
 
 import attention
+import baselines
 import cache
+import conv
 import cutoff
+import inputs
 import lifetimes
 import metrics
 import scorers
@@ -327,7 +331,10 @@ def make():
         "metrics.kvpv": metrics_file(np.random.RandomState(14)),
         "cache.kvpv": cache_file(patterns, np.random.RandomState(15)),
         "scorers.kvpv": scorers.make(),
+        "conv.kvpv": conv.make(),
+        "inputs.kvpv": inputs.make(),
         "attention.kvpv": attention.make(),
+        "baselines.kvpv": baselines.make(),
     }
 
 

@@ -12,18 +12,13 @@
 
 namespace kvpolicy {
 
-/// How the G query heads of a KV head become one target.
-enum class group_aggregate : std::uint8_t {
-    max,   ///< max_g log(eps + M_g): kept if any query head relies on it (the paper's default)
-    mean,  ///< log(eps + mean_g M_g)
-};
-
 /// Options of the target. The defaults are the paper's.
 struct FutureMassOptions {
     HeadValues<std::int32_t> window{1};   ///< w, by head; a key is scored on queries d >= t + w
     std::int32_t look_ahead = unlimited;  ///< L: only queries d <= t + w + L count
     bool normalize = true;                ///< divide by N_t; false gives the workshop paper's sum
     float epsilon = 1e-8f;                ///< eps, also what a key without future queries gets: log(eps)
+    /// max_g log(eps + M_g): kept if any query head relies on it (the paper's default); or log(eps + mean_g M_g).
     group_aggregate aggregate = group_aggregate::max;
     /// Tempering, 1 to infinity: M = (mean_d p^beta)^(1/beta). 1 is the paper's mean, infinity the largest attention that
     /// any single query pays. Beyond the papers: at tight budgets beta >= 2 keeps keys that few queries need badly.
@@ -61,3 +56,6 @@ void future_mass(const host& on, const Attention& attention, rows_view<const T> 
 }  // namespace kvpolicy
 
 #include <kvpolicy/host/future_mass.hpp>
+#if defined(__CUDACC__)
+#include <kvpolicy/attention/future_mass.cuh>
+#endif

@@ -23,9 +23,9 @@ inline attention_shape valueless_shape(const Attention& attention, std::int32_t 
     return shape;
 }
 
+/// The queries and keys of a pass over one sequence.
 template <class T>
-void check_mass_call(rows_view<const T> q, rows_view<const T> k, plane_view<const float> lse,
-                     const Sequences& sequences) {
+void check_mass_shapes(rows_view<const T> q, rows_view<const T> k, const Sequences& sequences) {
     check_sequences(sequences, q.batch, q.length);
     detail::require(sequences.cu_seqlens == nullptr, "sequences.cu_seqlens", "given", "null");
     detail::require(k.batch == q.batch, "k.batch", k.batch, detail::text("q.batch = ", q.batch));
@@ -37,6 +37,12 @@ void check_mass_call(rows_view<const T> q, rows_view<const T> k, plane_view<cons
                     detail::text("that of k (", k.dim, "), a multiple of 8 up to ", max_head_dim));
     check_rows("q", q, q.batch, q.heads, sequences.length, q.dim);
     check_rows("k", k, q.batch, k.heads, sequences.length, k.dim);
+}
+
+template <class T>
+void check_mass_call(rows_view<const T> q, rows_view<const T> k, plane_view<const float> lse,
+                     const Sequences& sequences) {
+    check_mass_shapes(q, k, sequences);
     check_plane("lse", lse, q.batch, q.heads, sequences.length);
 }
 

@@ -40,6 +40,16 @@ struct no_gate {
     KVPOLICY_HOST_DEVICE constexpr bool open(float, const HeadRule&) const { return true; }
 };
 
+/// Whether a scorer leaves what is decoded alone.
+template <class S>
+constexpr bool keeps_decoded() {
+    if constexpr (ObservedScorer<S>) {
+        return !S::evicts_at_steps;
+    } else {
+        return false;
+    }
+}
+
 /// Keep parts as one plain value, for kernels and the refs of caches.
 template <class... Parts>
 struct keep_set {
@@ -102,6 +112,14 @@ class Policy {
     using gate_type = typename detail::part_of<part_kind::gate, detail::no_gate, Parts...>::type;
     using scorer_type = typename detail::part_of<part_kind::scorer, GivenScores, Parts...>::type;
     using keep_type = decltype(detail::make_keep_set(std::declval<const Parts&>()...));
+    /// Whether keys are ranked by the attention that they receive (scorers/observed.hpp).
+    static constexpr bool observed = ObservedScorer<scorer_type>;
+    /// Whether decoded tokens stay although there is a budget: nothing bounds such a policy's rows.
+    static constexpr bool grows = detail::keeps_decoded<scorer_type>();
+    static_assert(!observed || (has_budget && !has_gate && !has_decay && !has_keep),
+                  "kvpolicy: a policy that ranks keys by the attention they receive takes a TopKBudget, and "
+                  "no gate, decay "
+                  "or keep part");
     static_assert(
         Gate<gate_type>,
         "kvpolicy: a gate needs `bool open(float score, const HeadRule&) const` and `void write(HeadRule&, "
@@ -111,10 +129,11 @@ class Policy {
                   "kvpolicy: a part of this kind needs `void write(HeadRule&, int layer, int head) const`");
     static_assert(((Parts::kind != part_kind::keep || KeepPart<Parts>)&&...),
                   "kvpolicy: a keep part needs `bool keeps(position_t) const`");
-    static_assert(Scorer<scorer_type>,
-                  "kvpolicy: a scorer needs `kind = part_kind::scorer`, `when`, and either `score(head, key, "
-                  "value)` or "
-                  "state_size, reset, absorb and read");
+    static_assert(
+        Scorer<scorer_type>,
+        "kvpolicy: a scorer needs `kind = part_kind::scorer`, `when`, and either `score(head, key, "
+        "value)`, or state_size, reset, absorb and read, or score_span for one that reads neighbours, or "
+        "observation and evicts_at_steps");
 
     /// A policy whose parts are all fixed (or whose run-time parts keep their defaults).
     constexpr Policy() = default;
@@ -155,6 +174,12 @@ class Policy {
     /// Whether a keep part holds position t for good.
     constexpr bool keeps(position_t t) const {
         return std::apply([&](const auto&... part) { return (false || ... || part_keeps(part, t)); }, parts_);
+    }
+
+    /// Calls visit(part) for every part, in the order of the type.
+    template <class Visit>
+    constexpr void for_each_part(Visit&& visit) const {
+        std::apply([&](const auto&... part) { (visit(part), ...); }, parts_);
     }
 
     /// Refuses numbers that no policy can have, naming layer and head, and arrays that do not cover the heads.
@@ -213,6 +238,14 @@ class Policy {
         require(rule.log_gamma <= 0.0f && std::isfinite(rule.log_gamma), "log gamma", rule.log_gamma,
                 "finite and at most 0 (0 < gamma <= 1)");
         require(rule.threshold == rule.threshold, "tau", rule.threshold, "a number");
+        if constexpr (ranked && scorer_type::when == score_time::in_window) {
+            constexpr std::int32_t least = 2 * scorer_type::reach + 1;
+            if (rule.window < least) [[unlikely]] {
+                detail::refuse(detail::text("window of layer ", layer, ", head ", head).c_str(), rule.window,
+                               detail::text(least, " or more, since the scorer reads ", scorer_type::reach,
+                                            " keys on either side of a key while the window holds them"));
+            }
+        }
     }
 
     std::tuple<Parts...> parts_{};

@@ -59,6 +59,9 @@ constexpr HeadValues<T> per_head(const T* array, std::int32_t layers, std::int32
     return {array, layers, heads};
 }
 
+/// How the numbers of a KV head's G query heads become one.
+enum class group_aggregate : std::uint8_t { max, mean };
+
 /// All numbers that decide a key's lifetime, for one KV head. What a policy's type leaves out has its neutral value:
 /// no sinks, a window of 1, no long-range budget, gamma = 1, decay step 1.
 struct HeadRule {

@@ -156,6 +156,14 @@ TEST_CASE("numbers by head") {
     MaskCase input = random_case(2, heads, 2000, 3);
     check_mask(policy, input, "numbers by head");
 
+    // Another layer's numbers.
+    const std::vector<std::int32_t> layers{1, 2, 3, 40, 500, 60};
+    const Policy<Window<>, TopKBudget<>, Decay<dynamic>> deep(
+        Window<>{5}, TopKBudget<>{per_head(layers.data(), 2, 3)}, Decay<dynamic>(-0.01f, 1));
+    MaskCase deep_input = random_case(1, 3, 1200, 5);
+    deep_input.options.layer = 1;
+    check_mask(deep, deep_input, "layer 1");
+
     // More heads than one launch's parameters hold.
     std::vector<std::int32_t> many(300);
     for (std::size_t h = 0; h < many.size(); ++h) {

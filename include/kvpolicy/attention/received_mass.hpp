@@ -1,0 +1,42 @@
+// What an observed policy asks back from attention: the mass that each key receives.
+#pragma once
+
+#include <kvpolicy/core/context.hpp>
+#include <kvpolicy/core/types.hpp>
+#include <kvpolicy/core/view.hpp>
+#include <kvpolicy/masks/lifetime.hpp>
+#include <kvpolicy/policies/parameters.hpp>
+
+#include <cstddef>
+#include <cstdint>
+
+namespace kvpolicy {
+
+/// Which queries count, and how the heads of a group become one number.
+struct ReceivedMassOptions {
+    std::int32_t queries = unlimited;  ///< the last so many of the sequence
+    group_aggregate aggregate = group_aggregate::mean;
+};
+
+/// Bytes of workspace for received_mass.
+template <Storage T>
+std::size_t received_mass_workspace_bytes(const host& on, rows_view<const T> q, rows_view<const T> k);
+
+/// Overwrites mass [B, Hkv, S] for the sequences' lengths. With p_q,g(t) = exp(logit(q, t) - lse_q) over the keys that query
+/// head g sees at q through the mask (sparse.hpp has logit and seen), and q over the last options.queries queries:
+///
+///     mass[t] = sum_q agg_g p_q,g(t),      agg = mean or max over the G query heads of the KV head
+///
+/// The sum over all queries is H2O's, the last query's alone TOVA's, the observation window's SnapKV's. q [B, Hq, S, Dk], k
+/// [B, Hkv, S, Dk], the mask [B, Hkv, S] or empty (dense causal); values take no part. A query that sees nothing contributes
+/// nothing, and what invisible keys hold does not matter. Sums are in double (fp32 per weight; all double for double).
+/// Synchronous, O(queries * S), no array of that size; the bits do not depend on the number of threads. Refuses: shapes that
+/// disagree, null data, queries below 0, packed segments, starts, too little workspace.
+template <Storage T>
+void received_mass(const host& on, const Attention& attention, rows_view<const T> q, rows_view<const T> k,
+                   const mask_view& mask, const Sequences& sequences, const ReceivedMassOptions& options,
+                   plane_view<float> received, workspace_view workspace);
+
+}  // namespace kvpolicy
+
+#include <kvpolicy/host/received_mass.hpp>
