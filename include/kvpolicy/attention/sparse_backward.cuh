@@ -2,54 +2,55 @@
 #pragma once
 
 #include <kvpolicy/attention/gradients.hpp>
-#include <kvpolicy/attention/keys.hpp>
+#include <kvpolicy/attention/sparse.cuh>
 #include <kvpolicy/core/cuda_context.hpp>
 #include <kvpolicy/core/types.hpp>
 #include <kvpolicy/core/view.hpp>
 #include <kvpolicy/cuda/config.cuh>
 
 #include <cstddef>
+#include <cstdint>
 #include <type_traits>
 
 namespace kvpolicy {
 
-/// The head_dims that kernels are compiled for: a call's takes the smallest that holds it.
-template <int... Tiles>
-struct head_dims {};
-
-template <class T>
-concept AttentionStorage = std::is_same_v<T, bf16> || std::is_same_v<T, fp16> || std::is_same_v<T, float>;
-
-/// How attend_backward runs.
+/// What a caller may change about a call.
 struct BackwardOptions {
-    /// Bit-identical results in every run. d_q then comes from a pass of its own and super-tiles of 1024 queries go one after
-    /// another for d_k and d_v: slower, most so where batch * KV heads is small.
+    /// The same bits in every run. d_q then comes from a pass of its own, and super-tiles of about 1024 queries go one after
+    /// another for d_k and d_v: about four times slower, most so where batch * KV heads is small.
     bool deterministic = false;
+    bool portable = false;            ///< the kernels of compute capability 8.0 on any card
+    std::uint32_t* status = nullptr;  ///< [B], device memory, OR-ed into: status_bad_length
 };
 
 inline namespace KVPOLICY_CUDA_NAMESPACE KVPOLICY_HIDDEN {
 
-/// Bytes of device workspace for the attend_backward call with the same arguments, and for every call that differs from it
-/// only by fewer queries or keys. O(S D): packed copies of q and d_out, fp32 sums of all gradients, and the lists of live keys.
-template <class Dims = head_dims<64, 128, 256>, AttentionStorage T>
+/// Bytes of device workspace for the attend_backward call with the same arguments, and for every call on the same card that
+/// differs from it only by fewer queries or keys. O(S D): with D the head_dim that the kernels are compiled for, 8 D bytes a
+/// query and head (packed copies of q and d_out, and fp32 sums of d_q), 8 D a key and KV head, and the lists of live keys.
+template <Storage T, class Dims = all_head_dims>
 std::size_t attend_backward_workspace_bytes(const cuda& on, const Attention& attention,
                                             std::type_identity_t<rows_view<const T>> q, const keys<T>& all,
                                             const Sequences& sequences, const BackwardOptions& options = {});
 
 /// Gradients of attend() through the mask: arguments and equations of the host's attend_backward (attention/sparse.hpp). All
-/// tensors and arrays, lengths, starts and bias_from included, are device memory. Work is enqueued on the context's stream;
-/// nothing is allocated, nothing waited for, and grids depend on shapes alone.
+/// tensors, planes and arrays of numbers (lengths, starts, cu_seqlens, bias_from) are device memory.
 ///
-/// d_q, d_k and d_v are overwritten for the rows that count and untouched beyond. T is bf16 or fp16 (tensor cores, fp32 sums,
-/// weights and gradients of logits rounded to T before they are multiplied) or float (plain loops, to check with). head_dims
-/// are multiples of 8 up to the largest of Dims, at most 256, and may differ between k and v. Rows of bf16 and fp16 begin at
-/// multiples of 16 bytes. Cost: the live pairs, in blocks; a dense call takes all pairs. Without `deterministic` the order of
-/// fp32 additions, so the last bits, varies from run to run.
+/// bf16 and fp16: tensor cores, fp32 sums; weights and gradients of logits are rounded to T before they are multiplied. Any
+/// head_dim that is a multiple of 8 up to the largest of Dims, Dk and Dv each their own; rows must begin at multiples of 16
+/// bytes. float and double: plain loops in their own precision for head_dims up to 256, to check others with.
 ///
-/// Refused before anything is enqueued: shapes that disagree, unsupported head_dims, strides that do not keep rows aligned,
-/// too little workspace. What a host would refuse but a device finds too late (a NaN in a visible row) spreads; a length
-/// below 0 or over the view counts as 0. Failing CUDA calls throw kvpolicy::cuda_error.
-template <class Dims = head_dims<64, 128, 256>, AttentionStorage T>
+/// Overwrites d_q for the first sequences.lengths[b] queries of sequence b, and d_k, d_v and d_log_bias for the rows that
+/// all.lengths counts: 0 for keys that nobody sees, whatever they hold. Work is enqueued on the context's stream; nothing is
+/// allocated, nothing waited for, and grids depend on shapes alone. Time goes with the live pairs, in blocks of 128 keys and 64
+/// queries; without expiries, positions or packed segments with all pairs that are not in the future. Unless `deterministic`, sums
+/// of 16-bit calls are added up in another order in every run.
+///
+/// What the host would refuse but the device finds too late: lengths as in attend; numbers that are not finite spread.
+///
+/// Refuses, before anything is enqueued: what the host refuses as far as no device memory must be read, a head_dim beyond
+/// Dims, rows that are not aligned, too little workspace. Failing CUDA calls throw kvpolicy::cuda_error.
+template <Storage T, class Dims = all_head_dims>
 void attend_backward(const cuda& on, const Attention& attention, std::type_identity_t<rows_view<const T>> q,
                      const keys<T>& all, const Sequences& sequences, const AttendGradient<T>& given,
                      const AttendGradients<T>& into, workspace_view workspace,

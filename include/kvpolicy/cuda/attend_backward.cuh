@@ -2,7 +2,8 @@
 #pragma once
 
 #include <kvpolicy/attention/sparse_backward.cuh>
-#include <kvpolicy/cuda/attend_backward_check.cuh>
+#include <kvpolicy/cuda/attend.cuh>
+#include <kvpolicy/cuda/attend_call.cuh>
 #include <kvpolicy/cuda/blocks/backward_problem.cuh>
 #include <kvpolicy/cuda/blocks/key_frame.cuh>
 #include <kvpolicy/cuda/dispatch.cuh>
@@ -13,9 +14,9 @@
 #include <kvpolicy/cuda/kernels/backward_portable.cuh>
 #include <kvpolicy/cuda/kernels/backward_prepare.cuh>
 #include <kvpolicy/cuda/launch.cuh>
+#include <kvpolicy/host/attend_backward_check.hpp>
 
 #include <algorithm>
-#include <cmath>
 #include <cstddef>
 #include <cstdint>
 #include <type_traits>
@@ -24,12 +25,6 @@ namespace kvpolicy {
 inline namespace KVPOLICY_CUDA_NAMESPACE KVPOLICY_HIDDEN {
 namespace cuda_backend {
 
-/// How a call goes. Tests ask for the portable kernels on a card that has better ones.
-struct backward_options {
-    bool deterministic = false;
-    bool portable = false;
-};
-
 /// A call's numbers and memory, all rounds of super-tiles considered.
 template <class T>
 struct backward_call {
@@ -37,49 +32,28 @@ struct backward_call {
     key_frames frames{};
     attention_plan whole{};
     std::int32_t* edges = nullptr;
-    std::int32_t tile = 0;
+    std::int32_t tile;  // the compiled head_dim
     std::int64_t heads = 0;
     bool lists = true;
     bool with_bias = false;
     bool want_bias = false;
 
     backward_call(const Attention& attention, const rows_view<const T>& q, const keys<T>& all,
-                  const Sequences& sequences, const backward_options& options, bool wants_bias, void* memory,
-                  std::size_t& bytes) {
-        attention_problem<T>& call = problem.call;
-        call.q = q;
-        call.rows.k = all.k;
-        call.rows.v = all.v;
-        call.batch = q.batch;
-        call.kv_heads = all.k.heads;
-        call.group = q.heads / all.k.heads;
-        call.length = sequences.length;
-        call.lengths = sequences.lengths;
-        call.scale = attention.scale != 0.0f ? attention.scale : 1.0f / std::sqrt(static_cast<float>(q.dim));
-        call.softcap = attention.softcap;
+                  const Sequences& sequences, const BackwardOptions& options, std::int32_t dim, bool wants_bias,
+                  void* memory, std::size_t& bytes)
+        : tile(dim) {
+        problem.call = problem_of(attention, q, all, static_cast<const keys<T>*>(nullptr), sequences);
+        const attention_problem<T>& call = problem.call;
         constexpr double log2_e = 1.4426950408889634;
-        problem.slope = static_cast<float>(attention.softcap > 0.0f ? double{call.scale} / attention.softcap
-                                                                    : call.scale * log2_e);
-        problem.height = static_cast<float>(attention.softcap * log2_e);
+        problem.slope = static_cast<float>(
+            attention.softcap > 0.0f ? double{call.scale} / double{attention.softcap} : double{call.scale} * log2_e);
+        problem.height = static_cast<float>(double{attention.softcap} * log2_e);
         heads = std::int64_t{q.batch} * all.k.heads;
         with_bias = static_cast<bool>(all.mask.log_bias);
         want_bias = wants_bias;
         lists = all.mask.expiry || all.position || sequences.cu_seqlens != nullptr;
-
-        frames.past.position = all.position;
-        frames.past.expiry = all.mask.expiry;
-        frames.past.log_bias = all.mask.log_bias;
-        frames.past.bias_from = all.mask.bias_from;
-        frames.past.lengths = all.lengths;
-        frames.past.rows = all.k.length;
-        frames.past.first = all.first;
-        frames.lengths = sequences.lengths;
-        frames.starts = sequences.starts;
-        frames.segments = sequences.cu_seqlens != nullptr ? sequences.segments : 0;
-        frames.length = sequences.length;
-        const bool triangular = !all.position && sequences.starts == nullptr && all.first == 0;
-        whole = shape_plan(all.k.length, sequences.length, packed_tile, triangular);
-
+        whole = shape_plan(all.k.length, sequences.length, packed_tile,
+                           is_plain_frame(all, static_cast<const keys<T>*>(nullptr), sequences));
         problem.starts = sequences.starts;
         problem.first = all.first;
         problem.mask = all.mask;
@@ -88,8 +62,8 @@ struct backward_call {
         problem.padded_rows = (problem.super_rows + 127) / 128 * 128;
 
         workspace_parts parts(memory);
-        edges = parts.take<std::int32_t>(sequences.cu_seqlens != nullptr ? std::int64_t{sequences.segments} + 1 : 0);
-        frames.edges = sequences.cu_seqlens != nullptr ? edges : nullptr;
+        edges = parts.take<std::int32_t>(edges_needed(sequences));
+        frames = frames_of(all, static_cast<const keys<T>*>(nullptr), sequences, edges);
         std::int32_t most = whole.supers;  // super-tiles of a round
         if (lists) {
             take_plan(parts, whole, heads, with_bias);
@@ -107,8 +81,7 @@ struct backward_call {
         }
         problem.items = parts.take<std::int32_t>(count + 1);
         problem.taken = parts.take<std::int32_t>(most);
-        if constexpr (sizeof(T) == 2) {
-            tile = tile_of(q.dim, all.v.dim);
+        if constexpr (is_half<T>) {
             const std::int64_t lines = count * problem.padded_rows;
             problem.packed_q = parts.take<T>(lines * tile);
             problem.packed_d_out = parts.take<T>(lines * tile);
@@ -138,10 +111,11 @@ struct backward_call {
 
     /// Calls body for every round of super-tiles, with its lists enqueued.
     template <class Body>
-    void for_rounds(const cuda& on, const Sequences& sequences, Body body) {
-        if (frames.edges != nullptr) {
-            launch("check_edges_kernel", check_edges_kernel<std::int32_t>, 1, 256, 0, on, sequences.cu_seqlens,
-                   sequences.segments, sequences.length, edges, nullptr, sequences.batch);
+    void for_rounds(const cuda& on, const Sequences& sequences, const BackwardOptions& options, Body body) {
+        launch_edges(on, sequences, edges, options.status);
+        if (options.status != nullptr) {
+            launch("attend_begin_kernel", attend_begin_kernel<key_frames>, 1, 256, 0, on, frames, sequences.batch,
+                   options.status, static_cast<std::uint32_t*>(nullptr), 0);
         }
         for (std::int32_t first = 0; first < whole.supers;) {
             attention_plan round = whole;
@@ -167,7 +141,7 @@ inline void zero(const cuda& on, void* memory, std::int64_t bytes) {
 /// The kernels of one tile of head_dims.
 template <class T, int Dim, bool Bias, bool Softcap>
 void run_backward(const cuda& on, const device_scope& device, backward_call<T>& call, const Sequences& sequences,
-                  const backward_options& options) {
+                  const BackwardOptions& options) {
     using S = portable_sizes<Dim>;
     backward_problem<T>& p = call.problem;
     const int processors = device.attribute(cudaDevAttrMultiProcessorCount);
@@ -196,7 +170,7 @@ void run_backward(const cuda& on, const device_scope& device, backward_call<T>& 
         launch("backward_portable_kernel", backward_portable_kernel<T, Dim, Bias, Softcap>, 2 * processors,
                S::threads, shared, on, p, begin, end, counter);
     };
-    call.for_rounds(on, sequences, [&] {
+    call.for_rounds(on, sequences, options, [&] {
         const std::int32_t lists = p.lists(), heads = p.heads();
         const std::int64_t lines = std::int64_t{lists} * p.padded_rows;
         const auto items_pass = [&](std::int32_t block_keys) {
@@ -224,24 +198,26 @@ void run_backward(const cuda& on, const device_scope& device, backward_call<T>& 
            (rows * (Dim / 8) + finish_threads - 1) / finish_threads, finish_threads, 0, on, p);
 }
 
-/// fp32: sums go straight into the outputs.
-inline void run_backward_plain(const cuda& on, backward_call<float>& call, const Sequences& sequences) {
-    backward_problem<float>& p = call.problem;
+/// float and double: sums go straight into the outputs.
+template <class T>
+void run_backward_plain(const cuda& on, backward_call<T>& call, const Sequences& sequences,
+                        const BackwardOptions& options) {
+    backward_problem<T>& p = call.problem;
     constexpr int warps = plain_threads / 32;
     const std::int64_t rows = call.heads * p.call.rows.k.length;
-    launch("plain_zero_kernel", plain_zero_kernel<>, (rows + warps - 1) / warps, plain_threads, 0, on, p);
-    call.for_rounds(on, sequences, [&] {
+    launch("backward_plain_zero_kernel", backward_plain_zero_kernel<T>, (rows + warps - 1) / warps, plain_threads, 0, on, p);
+    call.for_rounds(on, sequences, options, [&] {
         const std::int64_t lines = std::int64_t{p.lists()} * p.super_rows;
-        launch("plain_queries_kernel", plain_queries_kernel<>, (lines + warps - 1) / warps, plain_threads, 0, on, p);
+        launch("backward_plain_queries_kernel", backward_plain_queries_kernel<T>, (lines + warps - 1) / warps, plain_threads, 0, on, p);
         for (std::int32_t j = 0; j < p.plan.supers; ++j) {
-            launch("plain_keys_kernel", plain_keys_kernel<>, (rows + warps - 1) / warps, plain_threads, 0, on, p, j);
+            launch("backward_plain_keys_kernel", backward_plain_keys_kernel<T>, (rows + warps - 1) / warps, plain_threads, 0, on, p, j);
         }
     });
 }
 
 template <class T, int Dim>
 void choose_backward(const cuda& on, const device_scope& device, backward_call<T>& call,
-                     const Sequences& sequences, const backward_options& options) {
+                     const Sequences& sequences, const BackwardOptions& options) {
     if (call.problem.call.softcap > 0.0f) {
         run_backward<T, Dim, true, true>(on, device, call, sequences, options);
     } else if (call.with_bias) {
@@ -251,66 +227,63 @@ void choose_backward(const cuda& on, const device_scope& device, backward_call<T
     }
 }
 
-/// Calls run for the tile of a call if it is one of Tiles.
-template <class T, int... Tiles>
-void choose_tile(head_dims<Tiles...>, const cuda& on, const device_scope& device, backward_call<T>& call,
-                 const Sequences& sequences, const backward_options& options) {
-    static_cast<void>(((call.tile == Tiles ? (choose_backward<T, Tiles>(on, device, call, sequences, options), true)
-                                           : false) ||
-                       ...));
-}
-
-template <class Dims, class T>
-std::size_t backward_workspace_bytes(const Attention& attention, const rows_view<const T>& q, const keys<T>& all,
-                                     const Sequences& sequences, const backward_options& options) {
-    check_backward_call<Dims>(attention, q, all, sequences);
-    std::size_t bytes = 0;
-    backward_call<T>(attention, q, all, sequences, options, false, nullptr, bytes);
-    return bytes;
-}
-
-template <class Dims, class T>
-void attend_backward_with(const cuda& on, const Attention& attention, const rows_view<const T>& q,
-                          const keys<T>& all, const Sequences& sequences, const AttendGradient<T>& given,
-                          const AttendGradients<T>& into, workspace_view workspace,
-                          const backward_options& options) {
-    const std::size_t needed = backward_workspace_bytes<Dims>(attention, q, all, sequences, options);
-    check_backward_views(q, all, given, into);
-    check_workspace(workspace, needed);
-    if (q.batch == 0 || sequences.length == 0 || all.k.length == 0) {
-        // Without keys d_q is zero, without queries d_k and d_v are: the kernels below see to it.
-        if (q.batch == 0) {
-            return;
-        }
-    }
-    const device_scope device(on);
-    std::size_t bytes = 0;
-    backward_call<T> call(attention, q, all, sequences, options, static_cast<bool>(into.d_log_bias),
-                          workspace.data, bytes);
-    call.use(given, into);
-    if constexpr (std::is_same_v<T, float>) {
-        run_backward_plain(on, call, sequences);
+/// Checks what can be checked on the host; the compiled head_dim that the call takes, 0 for plain kernels.
+template <class T, class Dims>
+std::int32_t check_backward(const Attention& attention, const rows_view<const T>& q, const keys<T>& all,
+                            const Sequences& sequences) {
+    check_attend(attention, q, all, static_cast<const keys<T>*>(nullptr), sequences);
+    check_aligned("q", q);
+    check_keys_aligned("keys.k", "keys.v", all);
+    const std::int32_t dim = std::max(q.dim, all.v.dim);
+    if constexpr (is_half<T>) {
+        const std::int32_t tile = fitting_tile(Dims{}, dim);
+        detail::require(tile != 0, "head_dim", dim, "at most the largest of the call's head_dims, and 256");
+        return tile;
     } else {
-        choose_tile(Dims{}, on, device, call, sequences, options);
+        detail::require(dim <= 32 * plain_columns, "head_dim", dim, "at most 256");
+        return 0;
     }
 }
 
 }  // namespace cuda_backend
 
-template <class Dims, AttentionStorage T>
+template <Storage T, class Dims>
 std::size_t attend_backward_workspace_bytes(const cuda&, const Attention& attention,
                                             std::type_identity_t<rows_view<const T>> q, const keys<T>& all,
                                             const Sequences& sequences, const BackwardOptions& options) {
-    return cuda_backend::backward_workspace_bytes<Dims>(attention, q, all, sequences,
-                                                        {.deterministic = options.deterministic});
+    namespace backend = cuda_backend;
+    const std::int32_t tile = backend::check_backward<T, Dims>(attention, q, all, sequences);
+    std::size_t bytes = 0;
+    backend::backward_call<T>(attention, q, all, sequences, options, tile, false, nullptr, bytes);
+    return bytes;
 }
 
-template <class Dims, AttentionStorage T>
+template <Storage T, class Dims>
 void attend_backward(const cuda& on, const Attention& attention, std::type_identity_t<rows_view<const T>> q,
                      const keys<T>& all, const Sequences& sequences, const AttendGradient<T>& given,
                      const AttendGradients<T>& into, workspace_view workspace, const BackwardOptions& options) {
-    cuda_backend::attend_backward_with<Dims>(on, attention, q, all, sequences, given, into, workspace,
-                                             {.deterministic = options.deterministic});
+    namespace backend = cuda_backend;
+    const std::int32_t tile = backend::check_backward<T, Dims>(attention, q, all, sequences);
+    host_backend::check_backward_shapes(q, all, given, into);
+    backend::check_aligned("out", given.out);
+    backend::check_aligned("d_out", given.d_out);
+    backend::check_aligned("d_q", into.d_q);
+    backend::check_aligned("d_k", into.d_k);
+    backend::check_aligned("d_v", into.d_v);
+    backend::check_workspace(workspace,
+                             attend_backward_workspace_bytes<T, Dims>(on, attention, q, all, sequences, options));
+    const backend::device_scope device(on);
+    std::size_t bytes = 0;
+    backend::backward_call<T> call(attention, q, all, sequences, options, tile, static_cast<bool>(into.d_log_bias),
+                                   workspace.data, bytes);
+    call.use(given, into);
+    if constexpr (backend::is_half<T>) {
+        backend::with_tile(Dims{}, tile, [&](auto dim) {
+            backend::choose_backward<T, decltype(dim)::value>(on, device, call, sequences, options);
+        });
+    } else {
+        backend::run_backward_plain(on, call, sequences, options);
+    }
 }
 
 }  // namespace KVPOLICY_HIDDEN

@@ -26,7 +26,19 @@ inline constexpr float infinity = std::numeric_limits<float>::infinity();
 
 template <class T>
 T stored(double x) {
-    return static_cast<T>(static_cast<float>(x));
+    if constexpr (std::is_same_v<T, double>) {
+        return x;
+    } else {
+        return static_cast<T>(static_cast<float>(x));
+    }
+}
+template <class T>
+double widened(T x) {
+    if constexpr (std::is_same_v<T, double>) {
+        return x;
+    } else {
+        return static_cast<double>(static_cast<float>(x));
+    }
 }
 
 /// A call. Empty vectors: not given. Planes are [B][Hkv][rows].
@@ -137,7 +149,7 @@ struct Rows {
             for (std::int32_t h = 0; h < view.heads; ++h) {
                 for (std::int32_t t = 0; t < view.length; ++t) {
                     for (std::int32_t d = 0; d < view.dim; ++d) {
-                        values.push_back(static_cast<double>(static_cast<float>(from.row(b, h, t)[d])));
+                        values.push_back(widened(from.row(b, h, t)[d]));
                     }
                 }
             }
@@ -179,7 +191,7 @@ struct Inputs {
         }
         for (auto* all : {&q, &k, &v, &d_out}) {
             for (double& x : *all) {
-                x = static_cast<double>(static_cast<float>(stored<T>(x)));
+                x = widened(stored<T>(x));
             }
         }
     }
@@ -224,7 +236,7 @@ Gradients expected(const Case& c, Inputs<T>& in) {
     std::vector<unsigned char> memory(attend_workspace_bytes(oracle(), c.attention, q, all, sequences));
     attend(oracle(), c.attention, q, all, sequences, out, lse, {memory.data(), memory.size()});
     for (double& x : in.out) {
-        x = static_cast<double>(static_cast<float>(stored<T>(x)));
+        x = widened(stored<T>(x));
     }
     Gradients g;
     g.q.assign(in.q.size(), untouched);
@@ -249,7 +261,8 @@ template <class T, class Dims>
 struct OnDevice {
     const Case& c;
     Rows<T> q, k, v, out, d_out, d_q, d_k, d_v;
-    Device<float> lse, log_bias, d_bias;
+    Device<float> lse, log_bias;
+    Device<compute_t<T>> d_bias;
     Device<expiry_t> expiry;
     Device<std::int32_t> bias_from, position, starts, lengths, key_lengths, edges;
     keys<T> all;
@@ -269,7 +282,7 @@ struct OnDevice {
           d_v(c, std::vector<double>(in.v.size(), untouched), c.kv_heads, c.rows, c.dim_v),
           lse(in.lse),
           log_bias(c.log_bias),
-          d_bias(std::vector<float>(c.log_bias.size(), static_cast<float>(untouched))),
+          d_bias(std::vector<compute_t<T>>(c.log_bias.size(), static_cast<compute_t<T>>(untouched))),
           expiry(c.expiry),
           bias_from(c.bias_from),
           position(c.position),
@@ -302,17 +315,15 @@ struct OnDevice {
         into.d_v = d_v.view;
     }
 
-    [[nodiscard]] std::size_t bytes(const cuda_backend::backward_options& options) const {
-        return cuda_backend::backward_workspace_bytes<Dims>(c.attention, rows_view<const T>(q.view), all, sequences,
-                                                            options);
+    [[nodiscard]] std::size_t bytes(const BackwardOptions& options) const {
+        return attend_backward_workspace_bytes<T, Dims>(kvpolicy::cuda{}, c.attention, q.view, all, sequences, options);
     }
-    void run(const kvpolicy::cuda& on, const cuda_backend::backward_options& options, workspace_view workspace) const {
-        cuda_backend::attend_backward_with<Dims>(on, c.attention, rows_view<const T>(q.view), all, sequences, given,
-                                                 into, workspace, options);
+    void run(const kvpolicy::cuda& on, const BackwardOptions& options, workspace_view workspace) const {
+        attend_backward<T, Dims>(on, c.attention, q.view, all, sequences, given, into, workspace, options);
     }
     [[nodiscard]] Gradients read() const {
         Gradients g{d_q.read(c), d_k.read(c), d_v.read(c), {}};
-        for (const float x : d_bias.read()) {
+        for (const auto x : d_bias.read()) {
             g.bias.push_back(static_cast<double>(x));
         }
         return g;
@@ -355,7 +366,7 @@ inline void compare(const std::string& what, const std::vector<double>& got, con
 /// as stored, but the oracle is given the same out. Twice that, 2^-8 < 8e-3, leaves room for exp2 and sums in fp32.
 template <class T>
 constexpr double tolerance() {
-    return std::is_same_v<T, bf16> ? 0x1p-8 : (std::is_same_v<T, fp16> ? 0x1p-10 : 2e-5);
+    return std::is_same_v<T, bf16> ? 0x1p-8 : (std::is_same_v<T, fp16> ? 0x1p-10 : (std::is_same_v<T, float> ? 2e-5 : 1e-6));
 }
 
 /// `absolute`, in the root of the mean square, is for gradients that cancel: <d_out, v> - delta is off by about 1e-6 in fp32, and up to
@@ -369,9 +380,10 @@ template <class T, class Dims = head_dims<128>>
 void check_case(const Case& c, Tolerance allowed = {tolerance<T>()}) {
     Inputs<T> in(c);
     const Gradients wanted = expected(c, in);
-    for (const cuda_backend::backward_options options :
-         {cuda_backend::backward_options{false, true}, {true, true}, {false, false}, {true, false}}) {
-        if (std::is_same_v<T, float> && (options.deterministic || options.portable)) {
+    for (const BackwardOptions options :
+         {BackwardOptions{false, true}, BackwardOptions{true, true}, BackwardOptions{false, false},
+          BackwardOptions{true, false}}) {
+        if (sizeof(T) > 2 && (options.deterministic || options.portable)) {
             continue;
         }
         const OnDevice<T, Dims> call(c, in);

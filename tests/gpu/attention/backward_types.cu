@@ -28,6 +28,13 @@ TEST_CASE("fp16") {
     check_case<fp16>(c);
 }
 
+TEST_CASE("fp64, plain loops") {
+    // The lse is fp32 on both sides.
+    Case c = small("fp64", 80);
+    c.draw_bias(30);
+    check_case<double>(c, {1e-12, 1e-13, 1e-12});
+}
+
 TEST_CASE("fp32, plain loops") {
     Case c = small("fp32", 80);
     check_case<float>(c);
@@ -57,7 +64,7 @@ TEST_CASE("deterministic: a hundred times the same bits") {
     Inputs<bf16> in(c);
     static_cast<void>(expected(c, in));
     for (const bool portable : {false, true}) {
-        const cuda_backend::backward_options options{true, portable};
+        const BackwardOptions options{true, portable};
         const OnDevice<bf16, head_dims<128>> call(c, in);
         const Device<unsigned char> workspace(call.bytes(options));
         Gradients before;
@@ -83,7 +90,7 @@ TEST_CASE("a captured graph serves other lengths") {
     c.draw_expiry(40, 300);
     Inputs<bf16> in(c);
     static_cast<void>(expected(c, in));
-    const cuda_backend::backward_options options{};
+    const BackwardOptions options{};
     const OnDevice<bf16, head_dims<128>> call(c, in);
     const Device<unsigned char> workspace(call.bytes(options));
     cudaStream_t stream = nullptr;
@@ -113,6 +120,31 @@ TEST_CASE("a captured graph serves other lengths") {
     test::ok(cudaStreamDestroy(stream));
 }
 
+TEST_CASE("lengths that no view holds count as 0 and are reported") {
+    Case c = small("lengths", 128);
+    c.batch = 3;
+    c.lengths = {230, 0, 0};
+    c.key_lengths = {230, 230, 0};
+    c.expiry.clear();
+    c.draw_expiry(40, 300);
+    Inputs<bf16> in(c);
+    const Gradients wanted = expected(c, in);
+    c.lengths = {230, 231, -1};
+    c.key_lengths = {230, 230, 1000};
+    const OnDevice<bf16, head_dims<128>> call(c, in);
+    const Device<std::uint32_t> status(std::vector<std::uint32_t>(3, 0));
+    const BackwardOptions options{false, false, status.data()};
+    const Device<unsigned char> workspace(call.bytes(options));
+    call.run({}, options, workspace);
+    const Gradients got = call.read();
+    compare("bad lengths, d_q", got.q, wanted.q, tolerance<bf16>(), 1e-4);
+    compare("bad lengths, d_k", got.k, wanted.k, tolerance<bf16>(), 1e-4);
+    const auto words = status.read();
+    CHECK(words[0] == 0);
+    CHECK(words[1] == static_cast<std::uint32_t>(status_bad_length));
+    CHECK(words[2] == static_cast<std::uint32_t>(status_bad_length));
+}
+
 TEST_CASE("refusals") {
     Case c = small("refused", 128);
     Inputs<bf16> in(c);
@@ -128,19 +160,19 @@ TEST_CASE("refusals") {
         workspace_view memory = workspace;
         change(all, attention, given, into, memory);
         const std::string got = test::refusal_of([&] {
-            attend_backward<head_dims<128>>(kvpolicy::cuda{}, attention, q, all, call.sequences, given, into, memory);
+            attend_backward<bf16, head_dims<128>>(kvpolicy::cuda{}, attention, q, all, call.sequences, given, into, memory);
         });
         CHECK_MESSAGE(got.find(text) != std::string::npos, got);
     };
     refused([](auto&, auto&, auto&, auto&, auto& memory) { memory.bytes -= 1; }, "workspace.bytes");
     refused([](auto& all, auto&, auto&, auto&, auto&) { all.k.dim = 120; }, "keys.k.dim");
-    refused([](auto& all, auto&, auto&, auto&, auto&) { all.k.row_stride += 1; }, "multiples of 16 bytes");
+    refused([](auto& all, auto&, auto&, auto&, auto&) { all.k.row_stride += 1; }, "aligned to 16 bytes");
     refused([](auto&, auto& attention, auto&, auto&, auto&) { attention.softcap = -1.0f; }, "attention.softcap");
     refused([](auto&, auto&, auto& given, auto&, auto&) { given.lse = {}; }, "lse");
     refused([](auto&, auto&, auto&, auto& into, auto&) { into.d_v.heads = 1; }, "d_v");
     CHECK_MESSAGE(test::refusal_of([&] {
-                      static_cast<void>(attend_backward_workspace_bytes<head_dims<64>>(kvpolicy::cuda{}, Attention{}, q,
+                      static_cast<void>(attend_backward_workspace_bytes<bf16, head_dims<64>>(kvpolicy::cuda{}, Attention{}, q,
                                                                                        call.all, call.sequences));
-                  }).find("head_dims<128>") != std::string::npos,
+                  }).find("head_dim") != std::string::npos,
                   "the head_dim to compile for");
 }

@@ -41,6 +41,7 @@ struct backward_entry {
     std::int32_t dies;
     std::int32_t from;  // the bias counts from here on
     float bias;         // times log2 e
+    float natural_bias;
 };
 
 template <class T>
@@ -52,7 +53,7 @@ struct backward_problem {
     rows_view<T> d_q;
     rows_view<T> d_k;
     rows_view<T> d_v;
-    plane_view<float> d_log_bias;  // empty: not wanted
+    plane_view<compute_t<T>> d_log_bias;  // empty: not wanted
 
     attention_plan plan;  // its row null: keys by identity, for which the next three stand
     const std::int32_t* starts = nullptr;
@@ -127,7 +128,8 @@ struct backward_problem {
             e.born = life.born * call.group;
             e.dies = life.dies * call.group;
             if (plan.bias != nullptr) {
-                e.bias = plan.bias[at] * log2_e;
+                e.natural_bias = plan.bias[at];
+                e.bias = e.natural_bias * log2_e;
                 e.from = plan.bias_from[at] * call.group;
                 hide();
             }
@@ -141,7 +143,8 @@ struct backward_problem {
             const std::int32_t head = list / plan.supers;
             const std::int32_t b = head / call.kv_heads, h = head - b * call.kv_heads;
             const std::int32_t from = born + mask.bias_from_of(h);
-            e.bias = mask.log_bias.head(b, h)[i] * log2_e;
+            e.natural_bias = mask.log_bias.head(b, h)[i];
+            e.bias = e.natural_bias * log2_e;
             e.from = (from < 0 ? 0 : (from > plan.super_q ? plan.super_q : from)) * call.group;
             hide();
         }
