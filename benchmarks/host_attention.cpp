@@ -129,7 +129,7 @@ void fma_peak(benchmark::State& state) {
     }
     constexpr std::int64_t rounds = 1 << 20;
     float factor = 0.999f;
-    for (auto _ : state) {
+    for ([[maybe_unused]] auto _ : state) {
         benchmark::DoNotOptimize(factor);  // so that a round is not taken for a constant
         benchmark::DoNotOptimize(chains(rounds, factor));
     }
@@ -144,7 +144,7 @@ void prefill_one_core(benchmark::State& state) {
     const auto dim = static_cast<std::int32_t>(state.range(0));
     const host on(1);
     Call<T> call(1, 4, 4096, 4096, dim);
-    for (auto _ : state) {
+    for ([[maybe_unused]] auto _ : state) {
         call.run(on);
     }
     state.counters["GFLOP/s"] =
@@ -168,7 +168,7 @@ void prefill_16k(benchmark::State& state, bool bounded) {
         build_mask(on, policy, view_bhs<const float>(scores.data(), 1, call.kv_heads, call.rows), sequences,
                    view_bhs(call.expiry.data(), 1, call.kv_heads, call.rows), {memory.data(), memory.size()});
     }
-    for (auto _ : state) {
+    for ([[maybe_unused]] auto _ : state) {
         call.run(on);
     }
     state.counters["GFLOP/s"] =
@@ -188,7 +188,7 @@ void copy(benchmark::State& state) {
     const std::vector<unsigned char> from(static_cast<std::size_t>(bytes), 1);
     std::vector<unsigned char> to(static_cast<std::size_t>(bytes), 2);
     const std::int64_t parts = on.threads();
-    for (auto _ : state) {
+    for ([[maybe_unused]] auto _ : state) {
         on.parallel_for(parts, [&](std::int64_t part) {
             const std::int64_t begin = bytes * part / parts, end = bytes * (part + 1) / parts;
             std::memcpy(to.data() + begin, from.data() + begin, static_cast<std::size_t>(end - begin));
@@ -207,7 +207,7 @@ void decode(benchmark::State& state) {
     constexpr std::int32_t kv_heads = 8;
     const auto row_bytes = static_cast<std::int64_t>(2 * sizeof(T)) * dim * kv_heads;
     Call<T> call(kv_heads, group, 1, static_cast<std::int32_t>(large_set() / row_bytes), dim);
-    for (auto _ : state) {
+    for ([[maybe_unused]] auto _ : state) {
         call.run(on);
     }
     state.SetBytesProcessed(state.iterations() * call.rows * row_bytes);

@@ -110,7 +110,7 @@ void attention_over(benchmark::State& state) {
     using Dense = Policy<Window<>>;
     Filled<Dense> filled(decode_model, Dense{Window<>{rows}}, rows, 256);
     constexpr std::int32_t query_heads = decode_model.kv_heads * decode_model.group;
-    for (auto _ : state) {
+    for ([[maybe_unused]] auto _ : state) {
         attend(filled.on, filled.cache.ref(0), Batch{.count = 1},
                view_bshd<const Storage>(filled.q.data(), 1, 1, query_heads, decode_model.dim),
                view_bshd(filled.out.data(), 1, 1, query_heads, decode_model.dim), {},
@@ -125,7 +125,7 @@ void step_after_32k(benchmark::State& state) {
     Filled<KVpop<>> filled(decode_model, bounded(), 32768, 256);
     std::mt19937 generator(9);
     std::uniform_real_distribution<float> uniform(-1.0f, 1.0f);
-    for (auto _ : state) {
+    for ([[maybe_unused]] auto _ : state) {
         for (std::int32_t h = 0; h < decode_model.kv_heads; ++h) {
             filled.scores[static_cast<std::size_t>(h)] = uniform(generator);
         }
@@ -140,7 +140,7 @@ BENCHMARK(step_after_32k)->Unit(benchmark::kMicrosecond)->UseRealTime();
 template <class P>
 void prefill_16k(benchmark::State& state, const P& policy) {
     Filled<P> filled(prefill_model, policy, 0, 16384);
-    for (auto _ : state) {
+    for ([[maybe_unused]] auto _ : state) {
         filled.cache.clear(filled.on, 0);
         filled.feed(16384);
     }

@@ -157,8 +157,8 @@ endfunction()
 
 # kvpolicy_add_gpu_test(<name> SOURCES <file>... [LIBRARIES ...] [DEFINITIONS ...] [LABELS ...] [TIMEOUT ...])
 #
-# One doctest executable that runs on a CUDA device, with the label gpu. Where there is no device it is reported as
-# skipped. Nothing happens unless KVPOLICY_ENABLE_CUDA is on.
+# One doctest executable, named gpu.<folder>.<...>, that runs on a CUDA device, with the label gpu. Where there is no
+# device it is reported as skipped. Nothing happens unless KVPOLICY_ENABLE_CUDA is on.
 function(kvpolicy_add_gpu_test name)
     if(NOT KVPOLICY_ENABLE_CUDA)
         return()
@@ -177,6 +177,12 @@ function(kvpolicy_add_gpu_test name)
         RUNTIME_OUTPUT_DIRECTORY ${PROJECT_BINARY_DIR}/tests/bin/gpu
         OUTPUT_NAME ${name})
     add_dependencies(kvpolicy_tests_gpu ${target})
+    # All tests of one folder of tests/gpu: what tools/gpu builds when it is asked for one operation.
+    string(REGEX REPLACE "^gpu\\.([^.]+)\\..*" "kvpolicy_tests_gpu_\\1" folder ${name})
+    if(NOT TARGET ${folder})
+        add_custom_target(${folder})
+    endif()
+    add_dependencies(${folder} ${target})
 
     add_test(NAME ${name} COMMAND ${target} WORKING_DIRECTORY ${PROJECT_BINARY_DIR}/tests)
     set_tests_properties(${name} PROPERTIES

@@ -1,14 +1,15 @@
 #!/usr/bin/env python3
-"""The summary of a tools/gpu run: reads what is in the folder, and "stage<TAB>result" lines from standard input; writes
-report.json and prints a short table."""
+"""The summary of a tools/gpu run: gpu_report.py RAW REPORT reads what the stages wrote into the folder RAW, writes the file
+REPORT (JSON) and prints a short table."""
 import csv
+import fnmatch
+import glob
 import json
 import os
+import re
 import sys
 import time
 import xml.etree.ElementTree
-
-TARGETS = {"16k x 8": (0.2, 0.12), "16k x 1024": (1.3, 0.8), "1M x 8": (1.3, 0.9)}
 
 
 def load(folder, name):
@@ -19,10 +20,18 @@ def load(folder, name):
         return None
 
 
-def tests(folder):
+def lines(folder, name):
+    try:
+        with open(os.path.join(folder, name)) as file:
+            return [line.strip() for line in file if line.strip()]
+    except OSError:
+        return []
+
+
+def tests(folder, name):
     """doctest's own counts from its closing lines, and ctest's."""
     try:
-        suite = xml.etree.ElementTree.parse(os.path.join(folder, "tests.xml")).getroot()
+        suite = xml.etree.ElementTree.parse(os.path.join(folder, name)).getroot()
     except (OSError, xml.etree.ElementTree.ParseError):
         return None
     rows = []
@@ -34,17 +43,27 @@ def tests(folder):
     return rows
 
 
-def profile(folder):
-    """Kernel times and counters by benchmark order, from ncu's CSV."""
-    try:
-        with open(os.path.join(folder, "profile.csv"), newline="") as file:
-            lines = [line for line in file if line.startswith('"')]
-    except OSError:
-        return None
+def launches_in(folder, name):
+    """Rows of ncu's CSV; a row is one metric of one launch."""
+    return csv.DictReader(line for line in lines(folder, name) if line.startswith('"'))
+
+
+def kernels_of_library():
+    """The names behind __global__ in the library's headers."""
+    include = os.path.join(os.path.dirname(os.path.dirname(os.path.abspath(__file__))), "include")
+    names = set()
+    for path in glob.glob(os.path.join(include, "**", "*.cuh"), recursive=True):
+        with open(path) as file:
+            names.update(re.findall(r"__global__\s+void\s+(?:__launch_bounds__\((?:[^()]|\([^()]*\))*\)\s*)?(\w+)\s*\(", file.read()))
+    return names
+
+
+def profile(folder, operation):
+    """Kernel times and counters in the benchmarks' order."""
     launches = {}
-    for row in csv.DictReader(lines):
-        launch = launches.setdefault(row["ID"], {"kernel": row["Kernel Name"].split("(")[0].split("<")[0],
-                                                 "grid": row.get("Grid Size"), "block": row.get("Block Size")})
+    for row in launches_in(folder, f"profile-{operation}.csv"):
+        launch = launches.setdefault(row["ID"], {"kernel": row["Kernel Name"], "grid": row.get("Grid Size"),
+                                                 "block": row.get("Block Size")})
         value = row["Metric Value"].replace(",", "")
         try:
             launch[row["Metric Name"] + " [" + row["Metric Unit"] + "]"] = float(value)
@@ -53,47 +72,99 @@ def profile(folder):
     return list(launches.values())
 
 
-def main():
-    folder = sys.argv[1]
-    report = {"date": time.strftime("%Y-%m-%d"), "stages": dict(line.rstrip("\n").split("\t") for line in sys.stdin)}
-    bench, baseline = load(folder, "bench.json"), load(folder, "baseline.json")
-    report["tests"] = tests(folder)
-    for row in report["tests"] or []:
-        print(f"{row['result']:>10}  {row['name']}  {row['seconds']:.1f} s  {' '.join(row['closing'][:1])}")
-    reference = {row["shape"]: row for row in baseline["rows"]} if baseline else {}
+def targets(folder, operation):
+    """(pattern, pass, stretch, names of baseline rows) of every line of the suite's table."""
+    for line in lines(folder, f"targets-{operation}.txt"):
+        pattern, passes, stretch, baselines = (part.strip() for part in line.split("|"))
+        yield pattern, passes, stretch, [name.strip() for name in baselines.split(",") if name.strip()]
+
+
+def limit_ms(target, baseline_ms):
+    """A target in milliseconds; "3.4x" is relative to the baseline, and unknown without one."""
+    if target.endswith("x"):
+        return baseline_ms / float(target[:-1]) if baseline_ms else None
+    return float(target)
+
+
+def benchmark_rows(bench, table, baselines):
+    """Every benchmark with its target, whether it is met, and the ratios to its baselines."""
+    for row in bench["benchmarks"]:
+        name = row["name"].split("/iterations")[0]
+        entry = {"name": name}
+        if row.get("error_occurred"):
+            entry["error"] = row.get("error_message")
+        # Counters of the benchmark's own are at the top level of Google Benchmark's rows, among these.
+        known = {"name", "run_name", "run_type", "repetitions", "repetition_index", "threads", "iterations", "real_time",
+                 "cpu_time", "time_unit", "family_index", "per_family_instance_index", "error_occurred", "error_message"}
+        entry.update({key: value for key, value in row.items() if key not in known})
+        for pattern, passes, stretch, names in table:
+            if not fnmatch.fnmatchcase(name, pattern) or "median_ms" not in entry:
+                continue
+            found = {one: baselines[one] for one in names if one in baselines}
+            if found:
+                entry["baseline_ms"] = found
+                entry["times_faster"] = {one: ms / entry["median_ms"] for one, ms in found.items()}
+            entry["pass"], entry["stretch"] = passes, stretch
+            first = next(iter(found.values()), None)
+            for met in ("stretch", "pass"):
+                limit = limit_ms(entry[met], first)
+                if limit is not None and entry["median_ms"] <= limit:
+                    entry["met"] = met
+                    break
+            else:
+                entry["met"] = "none"
+            break
+        yield entry
+
+
+def print_row(entry):
+    text = f"{entry['median_ms']:10.4f} ms  {entry['name']}" if "median_ms" in entry else f"{'':10}     {entry['name']}"
+    if "met" in entry:
+        text += f"  target {entry['pass']}, stretch {entry['stretch']}: met {entry['met']}"
+    for name, times in entry.get("times_faster", {}).items():
+        text += f", {times:.2f}x {name}"
+    print(text + (f"  {entry['error']}" if "error" in entry else ""))
+
+
+def operation_report(folder, operation):
+    bench, baseline = load(folder, f"bench-{operation}.json"), load(folder, f"baseline-{operation}.json")
+    report = {"context": {key: value for key, value in (bench or {}).get("context", {}).items() if key in
+                          ("card", "caches")}, "rows": [], "baseline": baseline, "profile": profile(folder, operation)}
+    rows = (baseline or {}).get("rows", [])
     if bench:
-        context = bench["context"]
-        report["card"] = context.get("card")
-        report["caches"] = context.get("caches")
-        report["rows"] = []
-        for row in bench["benchmarks"]:
-            name = row["name"].split("/iterations")[0]
-            entry = {"name": name}
-            for key in ("median_ms", "min_ms", "median_ms_without_graph", "workspace_bytes"):
-                if key in row:
-                    entry[key] = row[key]
-            shape = name.split("/")[1] if name.count("/") >= 1 else ""
-            if name.startswith("mask/") and shape in TARGETS and name.split("/")[2].startswith("random"):
-                entry["target_ms"], entry["stretch_ms"] = TARGETS[shape]
-                if shape in reference and "median_ms" in entry:
-                    entry["baseline_ms"] = reference[shape]["median_ms"]
-                    entry["times_faster"] = reference[shape]["median_ms"] / entry["median_ms"]
-            report["rows"].append(entry)
-            if "median_ms" in entry:
-                print(f"{entry['median_ms']:9.4f} ms  ({entry['median_ms_without_graph']:.4f} without a graph)  {name}" +
-                      (f"  target {entry['target_ms']}, stretch {entry['stretch_ms']}" if "target_ms" in entry else "") +
-                      (f", {entry['times_faster']:.1f}x the baseline" if "times_faster" in entry else ""))
-    report["baseline"] = baseline
-    for row in (baseline or {}).get("rows", []):
-        print(f"{row['median_ms']:9.3f} ms  baseline {row['shape']}: sort {row['sort_ms']:.3f}, Fenwick {row['fenwick_ms']:.3f}")
-    report["profile"] = profile(folder)
-    for launch in report["profile"] or []:
+        table = list(targets(folder, operation))
+        baselines = {row["name"]: row["median_ms"] for row in rows if row.get("median_ms") is not None}
+        report["rows"] = list(benchmark_rows(bench, table, baselines))
+    for entry in report["rows"]:
+        print_row(entry)
+    for row in rows:
+        rest = ", ".join(f"{key} {value}" for key, value in row.items() if key not in ("name", "median_ms"))
+        print(f"{row.get('median_ms') or float('nan'):10.4f} ms  baseline {row['name']}  {rest}")
+    for launch in report["profile"]:
         time_key = next((key for key in launch if key.startswith("gpu__time_duration")), None)
         if time_key:
-            print(f"    {launch[time_key]:12.2f} {time_key[-6:]}  {launch['kernel']}  {launch['grid']}")
+            print(f"    {launch[time_key]:12.2f} {time_key.split('[')[-1].rstrip(']')}  {launch['kernel']}  {launch['grid']}")
+    return report
+
+
+def main():
+    folder, target = sys.argv[1:]
+    report = {"date": time.strftime("%Y-%m-%d"), "card": (lines(folder, "card.txt") or [None])[0],
+              "stages": dict(line.split("\t") for line in lines(folder, "stages.txt")),
+              "tests": tests(folder, "tests.xml"), "portable_tests": tests(folder, "portable.xml"), "operations": {}}
+    for row in (report["tests"] or []) + (report["portable_tests"] or []):
+        print(f"{row['result']:>10}  {row['name']}  {row['seconds']:.1f} s  {' '.join(row['closing'][:1])}")
+    for path in sorted(glob.glob(os.path.join(folder, "targets-*.txt"))):
+        operation = os.path.basename(path)[len("targets-"):-len(".txt")]
+        report["operations"][operation] = operation_report(folder, operation)
+    reached = {row["Kernel Name"] for path in glob.glob(os.path.join(folder, "kernels-*.csv"))
+               for row in launches_in(folder, os.path.basename(path))}
+    if reached:
+        report["kernels_not_sanitized"] = sorted(kernels_of_library() - reached)
+        print("not reached by the sanitizers' selection: " + (", ".join(report["kernels_not_sanitized"]) or "no kernel"))
     for stage, result in report["stages"].items():
         print(f"{result:>10}  {stage}")
-    with open(os.path.join(folder, "report.json"), "w") as file:
+    with open(target, "w") as file:
         json.dump(report, file, indent=1)
         file.write("\n")
 

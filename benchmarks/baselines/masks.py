@@ -152,7 +152,7 @@ def main():
         if length > 1 << 16:
             many = 2  # a second each
         rank = ranks_of(scores, SINKS, WINDOW)
-        row = {"shape": name, "median_ms": time_ms(lambda: mask_of(scores), many),
+        row = {"name": name, "median_ms": time_ms(lambda: mask_of(scores), many),
                "sort_ms": time_ms(lambda: ranks_of(scores, SINKS, WINDOW), many),
                "fenwick_ms": time_ms(lambda: cutoffs_of(rank, SINKS, WINDOW, BUDGET), many),
                "checksum": int(mask_of(scores).to(torch.int64).clamp(max=length).sum())}

@@ -1,11 +1,10 @@
 // Streams text from a model with a KV cache of a chosen policy and budget.
 //
-//   generate [--model FOLDER] [--policy NAME] [--budget B] [--sinks S] [--window W] [--tokens N] [--temperature T] [--seed N]
-//            [--threads N] [PROMPT]
+//   generate [OPTION...] [PROMPT]            generate --help lists options and policies
 //
 // PROMPT is a question for a chat model and the beginning of a text for others; without one it is read from the standard
 // input. Tokens go to the standard output as they come, a summary to the standard error.
-#include "support/policies.hpp"
+#include "support/generation_policies.hpp"
 
 #include <fmt/format.h>
 #include <llama/engine.hpp>
@@ -19,77 +18,163 @@
 #include <cstdio>
 #include <iostream>
 #include <iterator>
+#include <limits>
 #include <string>
+#include <string_view>
+#include <utility>
+#include <vector>
 
 namespace {
 
 struct Options {
     std::string model = KVPOLICY_BYTE_MODEL;
     std::string prompt;
-    examples::PolicyChoice policy{.name = "streaming", .budget = 512};
+    std::string policy;  // empty: by the other options
+    examples::PolicyOptions numbers;
     std::int32_t tokens = 512;
     std::int32_t threads = 0;
     llama::SamplerOptions sampler{.temperature = 0.7, .top_k = 20, .top_p = 0.95, .seed = 1};
 };
 
 constexpr const char* usage =
-    "usage: generate [--model FOLDER] [--policy NAME] [--budget B] [--sinks S] [--window W] [--tokens N]\n"
-    "                [--temperature T] [--seed N] [--threads N] [PROMPT]\n"
-    "policies: dense, streaming (StreamingLLM), keynorm (KVpop's rule, small keys first)";
+    "usage: generate [OPTION...] [--] [PROMPT]      (without PROMPT: the standard input)\n"
+    "\n"
+    "  --model FOLDER     a Llama in Hugging Face's format (default: the byte model of this repository)\n"
+    "  --policy NAME      which keys the cache keeps, see below (default: streaming)\n"
+    "  --budget B         the most rows a head may hold, sinks and window included (default: 512)\n"
+    "  --sinks S          first tokens that stay (default: 4)\n"
+    "  --window W         most recent tokens that stay (default: 64)\n"
+    "  --density F        fraction of the other keys that stays, from 0 to 1 (default: 0.25)\n"
+    "  --gamma G          decay of scores with every token, above 0 to 1 (default: 1, none)\n"
+    "  --scorers FILE     trained scorers; chooses the policy kvpop unless another is named\n"
+    "  --tokens N         the most tokens to write (default: 512)\n"
+    "  --temperature T    0 takes the likeliest token (default: 0.7)\n"
+    "  --seed N           of the sampling, and of the policy random (default: 1)\n"
+    "  --threads N        0: all (default)\n"
+    "\n"
+    "policies, and the options that each uses:\n";
 
+/// The options that belong to some policies only.
+constexpr std::pair<std::string_view, unsigned> policy_options[] = {
+    {"--budget", examples::uses_budget}, {"--sinks", examples::uses_sinks},
+    {"--window", examples::uses_window}, {"--density", examples::uses_density},
+    {"--gamma", examples::uses_gamma},   {"--scorers", examples::uses_scorers}};
+
+void print_help() {
+    fmt::print("{}", usage);
+    for (const examples::NamedPolicy& policy : examples::generation_policies()) {
+        fmt::print("  {:<10} {}\n", policy.name, policy.summary);
+        std::vector<std::string_view> uses;
+        for (const auto& [option, flag] : policy_options) {
+            if ((policy.uses & flag) != 0) {
+                uses.push_back(option);
+            }
+        }
+        if (!uses.empty()) {
+            fmt::print("  {:<10} {}\n", "", fmt::join(uses, " "));
+        }
+    }
+}
+
+/// A whole text as a number from `least` to `most`; NaN is none.
 template <class Number>
-void read_number(const std::string& name, const std::string& text, Number& number, Number least) {
+void read_number(const std::string& name, const std::string& text, Number& number, Number least,
+                 Number most = std::numeric_limits<Number>::max()) {
     const auto [end, error] = std::from_chars(text.data(), text.data() + text.size(), number);
-    if (error != std::errc{} || end != text.data() + text.size() || number < least) {
-        llama::fail("{}: {} is not allowed; it must be a number, {} or more", name, text, least);
+    if (error != std::errc{} || end != text.data() + text.size() || !(number >= least && number <= most)) {
+        const std::string limit = most == std::numeric_limits<Number>::max() && !std::is_integral_v<Number>
+                                      ? fmt::format("{} or more", least)
+                                      : fmt::format("from {} to {}", least, most);
+        llama::fail("{}: {} is not allowed; it must be a number {}", name, llama::printable(text), limit);
+    }
+}
+
+/// Refuses an option that the chosen policy would not look at: the text would not be what was asked for.
+void check_policy_options(const Options& options, const std::vector<std::string>& given) {
+    const examples::NamedPolicy& chosen = examples::generation_policy(options.policy);
+    for (const auto& [option, flag] : policy_options) {
+        if ((chosen.uses & flag) != 0 || std::ranges::find(given, option) == given.end()) {
+            continue;
+        }
+        std::vector<std::string_view> others;
+        for (const examples::NamedPolicy& policy : examples::generation_policies()) {
+            if ((policy.uses & flag) != 0) {
+                others.push_back(policy.name);
+            }
+        }
+        llama::fail("{}: the policy {} does not use it; these do: {}", option, options.policy,
+                    fmt::join(others, ", "));
     }
 }
 
 Options parse(int argc, char** argv) {
     Options options;
+    std::vector<std::string> given;
+    bool has_prompt = false;
+    bool only_prompt = false;  // after --
     for (int i = 1; i < argc; ++i) {
         const std::string argument = argv[i];
         const auto value = [&]() -> std::string {
             if (i + 1 == argc) {
-                llama::fail("{}: needs a value\n{}", argument, usage);
+                llama::fail("{}: needs a value; see generate --help", argument);
             }
             return argv[++i];
         };
-        if (argument == "--model") {
+        const bool is_option = !only_prompt && argument.starts_with("--");
+        if (is_option) {
+            given.push_back(argument);
+        }
+        if (!is_option && !(argument == "-h" && !only_prompt)) {
+            if (has_prompt) {
+                llama::fail("{}: is a second prompt; put quotes around a prompt of several words",
+                            llama::printable(argument));
+            }
+            has_prompt = true;
+            options.prompt = argument;
+        } else if (argument == "--") {
+            only_prompt = true;
+        } else if (argument == "--model") {
             options.model = value();
         } else if (argument == "--policy") {
-            options.policy.name = value();
+            options.policy = value();
+            examples::generation_policy(options.policy);  // refuses an unknown one
         } else if (argument == "--budget") {
-            read_number(argument, value(), options.policy.budget, 1);
+            read_number(argument, value(), options.numbers.budget, 1);
         } else if (argument == "--sinks") {
-            read_number(argument, value(), options.policy.sinks, 0);
+            read_number(argument, value(), options.numbers.sinks, 0);
         } else if (argument == "--window") {
-            read_number(argument, value(), options.policy.window, 1);
+            read_number(argument, value(), options.numbers.window, 1);
+        } else if (argument == "--density") {
+            read_number(argument, value(), options.numbers.density, 0.0, 1.0);
+        } else if (argument == "--gamma") {
+            read_number(argument, value(), options.numbers.gamma, 1e-6, 1.0);
+        } else if (argument == "--scorers") {
+            options.numbers.scorers = value();
         } else if (argument == "--tokens") {
             read_number(argument, value(), options.tokens, 1);
         } else if (argument == "--threads") {
-            read_number(argument, value(), options.threads, 0);
+            read_number(argument, value(), options.threads, 0, 4096);
         } else if (argument == "--temperature") {
             read_number(argument, value(), options.sampler.temperature, 0.0);
         } else if (argument == "--seed") {
             read_number(argument, value(), options.sampler.seed, std::uint64_t{0});
+            options.numbers.seed = options.sampler.seed;
         } else if (argument == "--help" || argument == "-h") {
-            fmt::print("{}\n", usage);
+            print_help();
             std::exit(0);
-        } else if (argument.starts_with("--") || !options.prompt.empty()) {
-            llama::fail("{}: not understood\n{}", argument, usage);
         } else {
-            options.prompt = argument;
+            llama::fail("{}: is no option; see generate --help", llama::printable(argument));
         }
     }
-    if (options.prompt.empty()) {
+    if (options.policy.empty()) {
+        options.policy = options.numbers.scorers.empty() ? "streaming" : "kvpop";
+    }
+    check_policy_options(options, given);
+    if (!has_prompt) {
         options.prompt.assign(std::istreambuf_iterator<char>(std::cin), std::istreambuf_iterator<char>());
     }
     if (options.prompt.empty()) {
-        llama::fail("the prompt is empty\n{}", usage);
-    }
-    if (options.policy.name == "given") {
-        llama::fail("policy: given takes scores from a program; see demo");
+        llama::fail("the prompt is empty; see generate --help");
     }
     return options;
 }
@@ -107,9 +192,14 @@ int run(int argc, char** argv) {
     } else {
         tokens = tokenizer.encode(options.prompt);
     }
+    constexpr std::size_t most = std::numeric_limits<std::int32_t>::max();
+    if (tokens.size() > most - static_cast<std::size_t>(options.tokens)) {
+        llama::fail("--tokens: {} is not allowed; with the {} of the prompt it must be {} at most",
+                    options.tokens, tokens.size(), most);
+    }
     const auto longest = static_cast<std::int32_t>(tokens.size()) + options.tokens;
-    const auto attention =
-        examples::make_attention<kvpolicy::bf16>(on, model.config, options.policy, longest);
+    examples::PolicySetting setting{on, model, tokens, longest, options.numbers};
+    const auto attention = examples::generation_policy(options.policy).make(setting);
 
     llama::Engine engine(model);
     std::span<const float> logits;
@@ -146,7 +236,7 @@ int run(int argc, char** argv) {
                "\n[prompt {} tokens in {:.1f} s; {} tokens at {:.1f} a second; {}: {} tokens seen, {:.0f} "
                "rows a head held, "
                "cache of {:.1f} MiB]\n",
-               tokens.size(), prompt_time.count(), written, written / time.count(), options.policy.name,
+               tokens.size(), prompt_time.count(), written, written / time.count(), options.policy,
                attention->length(), attention->rows_per_head(),
                static_cast<double>(attention->bytes()) / (1 << 20));
     return 0;

@@ -4,6 +4,7 @@
 // rows are converted on the way in and out; an engine that computes in the storage type passes its tensors as they are.
 #pragma once
 
+#include <kvpolicy/caches/dual.hpp>
 #include <kvpolicy/caches/fixed_budget.hpp>
 
 #include <fmt/format.h>
@@ -11,6 +12,7 @@
 
 #include <algorithm>
 #include <cstdint>
+#include <limits>
 #include <memory>
 #include <span>
 #include <stdexcept>
@@ -35,27 +37,25 @@ class KvAttention {
     virtual std::int64_t length() const = 0;
     /// Rows that a (layer, KV head) holds now, on average.
     virtual double rows_per_head() const = 0;
-    /// Bytes of keys and values that the cache was given, whatever the length of the text.
+    /// Positions that a head of a layer holds now, in the order of its rows.
+    virtual std::vector<kvpolicy::position_t> retained(int layer, int head) const = 0;
+    /// Bytes of keys and values that the cache was given: by its budget, whatever the length of the text, or by its gates.
     virtual std::size_t bytes() const = 0;
 };
 
-/// One sequence in a FixedBudgetCache of policy P whose rows are of type T.
-template <class P, class T>
+/// One sequence of policy P whose rows are of type T, in a FixedBudgetCache, or in a DualCache that is lent slabs as its
+/// gates admit keys. `longest` bounds the sequence in a DualCache; a FixedBudgetCache takes any length.
+template <class P, class T,
+          template <kvpolicy::AnyPolicy, kvpolicy::Storage> class Cache = kvpolicy::FixedBudgetCache>
 class CacheAttention final : public KvAttention {
   public:
     CacheAttention(const kvpolicy::host& on, const Config& config, const P& policy,
-                   const typename P::scorer_type* scorers = nullptr)
+                   const typename P::scorer_type* scorers = nullptr, std::int64_t longest = 0)
         : on_(on),
           config_(config),
-          cache_({.layers = config.layers,
-                  .slots = 1,
-                  .query_heads = config.heads,
-                  .kv_heads = config.kv_heads,
-                  .dim_k = config.head_dim,
-                  .dim_v = config.head_dim},
-                 policy, scorers),
+          cache_(make_cache(config, policy, scorers, longest)),
           memory_(cache_.bytes().total()) {
-        cache_.bind(on_, memory_.data(), memory_.size());
+        cache_.bind(on_, memory_);
     }
 
     void operator()(int layer, std::span<const std::int64_t> positions, std::span<const float> q,
@@ -64,10 +64,7 @@ class CacheAttention final : public KvAttention {
         const auto tokens = static_cast<std::int32_t>(positions.size());
         const auto ref = cache_.ref(layer);
         const kvpolicy::Batch batch{.count = 1, .length = tokens};
-        const std::size_t workspace_bytes = kvpolicy::cache_workspace_bytes(on_, ref, 1, tokens);
-        if (workspace_.size() < workspace_bytes) {
-            workspace_.resize(workspace_bytes);
-        }
+        workspace_.grow(kvpolicy::cache_workspace_bytes(on_, ref, 1, tokens));
         if (out_.size() < out.size()) {
             out_.resize(out.size());
         }
@@ -77,27 +74,44 @@ class CacheAttention final : public KvAttention {
         };
         kvpolicy::CacheExtras extras;
         if (!scores_.empty()) {
+            const std::int64_t first = cache_.length(0);
+            if (first + tokens > score_length_) {
+                throw std::invalid_argument(fmt::format(
+                    "positions: {} to {} are not allowed; they must be below {}, the tokens that have scores",
+                    first, first + tokens - 1, score_length_));
+            }
             const auto heads = static_cast<std::size_t>(config_.kv_heads);
             const auto length = static_cast<std::size_t>(score_length_);
             extras.scores =
                 kvpolicy::view_bhs(scores_.data() + static_cast<std::size_t>(layer) * heads * length, 1,
                                    config_.kv_heads, static_cast<std::int32_t>(score_length_));
-            extras.scores.data += positions[0];
-            extras.scores.length -= static_cast<std::int32_t>(positions[0]);
+            extras.scores.data += first;
+            extras.scores.length -= static_cast<std::int32_t>(first);
         }
         const T* query = stored(q, q_);
         const T* key = stored(k, k_);
         const T* value = stored(v, v_);
         T* result = std::is_same_v<T, float> ? reinterpret_cast<T*>(out.data()) : out_.data();
-        const kvpolicy::workspace_view workspace{workspace_.data(), workspace_.size()};
-        if (tokens == 1) {
-            kvpolicy::step(on_, ref, batch, rows(query, config_.heads), rows(key, config_.kv_heads),
-                           rows(value, config_.kv_heads), rows(result, config_.heads), workspace, nullptr,
-                           extras);
+        const auto call = [&](std::uint32_t* status) {
+            if (tokens == 1) {
+                kvpolicy::step(on_, ref, batch, rows(query, config_.heads), rows(key, config_.kv_heads),
+                               rows(value, config_.kv_heads), rows(result, config_.heads), workspace_, status,
+                               extras);
+            } else {
+                kvpolicy::prefill(on_, ref, batch, rows(query, config_.heads), rows(key, config_.kv_heads),
+                                  rows(value, config_.kv_heads), rows(result, config_.heads), workspace_,
+                                  status, extras);
+            }
+        };
+        if constexpr (pooled) {
+            // Without a page the call changes nothing and says so: then it gets a slab and is made again.
+            std::uint32_t status = 0;
+            for (call(&status); (status & kvpolicy::status_pool_exhausted) != 0; call(&status)) {
+                cache_.add_slab(on_, slabs_.emplace_back(cache_.slab_bytes()));
+                status = 0;
+            }
         } else {
-            kvpolicy::prefill(on_, ref, batch, rows(query, config_.heads), rows(key, config_.kv_heads),
-                              rows(value, config_.kv_heads), rows(result, config_.heads), workspace, nullptr,
-                              extras);
+            call(nullptr);
         }
         if constexpr (!std::is_same_v<T, float>) {
             std::transform(result, result + out.size(), out.begin(),
@@ -109,13 +123,35 @@ class CacheAttention final : public KvAttention {
     }
 
     void give_scores(std::span<const float> scores, std::int64_t length) override {
+        const auto heads =
+            static_cast<std::size_t>(config_.layers) * static_cast<std::size_t>(config_.kv_heads);
+        if (length < 0 || length > std::numeric_limits<std::int32_t>::max() ||
+            scores.size() != heads * static_cast<std::size_t>(length)) {
+            throw std::invalid_argument(
+                fmt::format("scores: {} numbers for {} tokens are not allowed; they must be one for each of "
+                            "{} layers x {} KV heads and each token",
+                            scores.size(), length, config_.layers, config_.kv_heads));
+        }
         scores_.assign(scores.begin(), scores.end());
         score_length_ = length;
     }
 
     void clear() override { cache_.clear(on_, 0); }
     std::int64_t length() const override { return cache_.length(0); }
-    std::size_t bytes() const override { return cache_.bytes().keys_and_values; }
+    std::size_t bytes() const override {
+        if constexpr (pooled) {
+            return static_cast<std::size_t>(cache_.lent_pages() * page_rows) *
+                   static_cast<std::size_t>(2 * config_.head_dim) * sizeof(T);
+        } else {
+            return cache_.bytes().keys_and_values;
+        }
+    }
+    std::vector<kvpolicy::position_t> retained(int layer, int head) const override {
+        std::vector<kvpolicy::position_t> held(
+            static_cast<std::size_t>(cache_.occupancy(layer, 0, head).rows()));
+        cache_.retained(layer, 0, head, held.data());
+        return held;
+    }
     double rows_per_head() const override {
         double rows = 0.0;
         for (int layer = 0; layer < config_.layers; ++layer) {
@@ -127,6 +163,33 @@ class CacheAttention final : public KvAttention {
     }
 
   private:
+    using cache_type = Cache<P, T>;
+    static constexpr bool pooled = cache_type::ref_type::pooled;
+    static constexpr std::int32_t page_rows = pooled ? 16 : 1;
+
+    static cache_type make_cache(const Config& config, const P& policy,
+                                 const typename P::scorer_type* scorers, std::int64_t longest) {
+        const kvpolicy::CacheShape shape{.layers = config.layers,
+                                         .slots = 1,
+                                         .query_heads = config.heads,
+                                         .kv_heads = config.kv_heads,
+                                         .dim_k = config.head_dim,
+                                         .dim_v = config.head_dim,
+                                         .page_rows = page_rows};
+        if constexpr (pooled) {
+            constexpr std::int32_t slab_pages = 128;
+            const std::int64_t pages =
+                (longest / page_rows + 1) * config.layers * config.kv_heads;  // were every gate open
+            return cache_type(shape,
+                              {.slab_pages = slab_pages,
+                               .most_slabs = static_cast<std::int32_t>(pages / slab_pages + 1),
+                               .longest = longest},
+                              policy, scorers);
+        } else {
+            return cache_type(shape, policy, scorers);
+        }
+    }
+
     /// The cache counts positions itself: what comes must go on where it stands.
     void check_positions(std::span<const std::int64_t> positions) const {
         std::int64_t next = cache_.length(0);
@@ -152,8 +215,9 @@ class CacheAttention final : public KvAttention {
 
     const kvpolicy::host& on_;
     const Config& config_;
-    kvpolicy::FixedBudgetCache<P, T> cache_;
-    std::vector<unsigned char> memory_, workspace_;
+    cache_type cache_;
+    kvpolicy::HostBuffer memory_, workspace_;
+    std::vector<kvpolicy::HostBuffer> slabs_;
     std::vector<T> q_, k_, v_, out_;
     std::vector<float> scores_;
     std::int64_t score_length_ = 0;

@@ -8,11 +8,13 @@
 #include <atomic>
 #include <cmath>
 
-// OpenBLAS's own; null with another BLAS.
+// OpenBLAS's own; null with another BLAS, whose cblas.h does not declare them.
+// NOLINTBEGIN(readability-redundant-declaration)
 extern "C" {
 [[gnu::weak]] void openblas_set_num_threads(int threads);
 [[gnu::weak]] int openblas_get_num_threads();
 }
+// NOLINTEND(readability-redundant-declaration)
 
 namespace llama {
 namespace {

@@ -200,7 +200,12 @@ Safetensors::Safetensors(const std::filesystem::path& path) : path_(path.string(
     const std::byte* data = bytes + 8 + header_bytes;
     const std::size_t data_bytes = file_bytes - 8 - header_bytes;
     for (const auto& [name, value] : header.items()) {
-        if (name == "__metadata__") continue;  // free text about the file, of no use here
+        if (name == "__metadata__") {  // free text about the file; what is no text is of no use
+            if (value.is_object())
+                for (const auto& [key, text] : value.items())
+                    if (text.is_string()) metadata_.emplace(key, text.get<std::string>());
+            continue;
+        }
         Placed& next = placed.emplace_back();
         next.tensor = read_entry({path_, name, value}, data, data_bytes, next.range);
     }

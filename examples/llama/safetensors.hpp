@@ -2,6 +2,8 @@
 #include <cstddef>
 #include <cstdint>
 #include <filesystem>
+#include <functional>
+#include <map>
 #include <span>
 #include <string>
 #include <string_view>
@@ -40,12 +42,15 @@ class Safetensors {
     std::span<const Tensor> tensors() const noexcept { return tensors_; }
     /// nullptr if there is none of this name.
     const Tensor* find(std::string_view name) const noexcept;
+    /// The header's __metadata__: texts by name, empty if there are none.
+    const std::map<std::string, std::string, std::less<>>& metadata() const noexcept { return metadata_; }
 
   private:
     std::string path_;
     void* mapped_ = nullptr;
     std::size_t mapped_bytes_ = 0;
     std::vector<Tensor> tensors_;
+    std::map<std::string, std::string, std::less<>> metadata_;
 };
 
 /// Converts to fp32 (exact for all three types); `out` must hold tensor.numel elements.

@@ -1,9 +1,14 @@
 // The engine's attention seam over a cache, and the policies that the programs offer by name.
 #define DOCTEST_CONFIG_IMPLEMENT_WITH_MAIN
+#include <kvpolicy/wgkv.hpp>
+
 #include "../../examples/apps/support/policies.hpp"
 
 #include <doctest/doctest.h>
 
+#include <algorithm>
+#include <cmath>
+#include <numeric>
 #include <stdexcept>
 #include <string>
 #include <vector>
@@ -72,6 +77,26 @@ TEST_CASE("positions must go on where the cache stands") {
     feed(*attention, config, {0});
 }
 
+TEST_CASE("scores must be as many as the tokens that come") {
+    const kvpolicy::host on(1);
+    const llama::Config config = small();
+    const auto attention = made(on, config, {.name = "given", .budget = 8, .sinks = 1, .window = 2});
+    CHECK(refusal_of([&] { attention->give_scores(std::vector<float>(9, 1.0f), 5); }) ==
+          "scores: 9 numbers for 5 tokens are not allowed; they must be one for each of 2 layers x 1 KV "
+          "heads and "
+          "each token");
+    CHECK(refusal_of([&] { attention->give_scores({}, -1); }).find("scores: 0 numbers for -1 tokens") == 0);
+    attention->give_scores(std::vector<float>(10, 1.0f), 5);
+    feed(*attention, config, {0, 1, 2, 3});
+    CHECK(refusal_of([&] {
+              feed(*attention, config, {4, 5});
+          }) == "positions: 4 to 5 are not allowed; they must be below 5, the tokens that have scores");
+    CHECK(refusal_of([&] { feed(*attention, config, {}); }).empty());
+    feed(*attention, config, {4});
+    CHECK(refusal_of([&] { feed(*attention, config, {5}); }).find("positions: 5 to 5") == 0);
+    CHECK(attention->length() == 5);
+}
+
 TEST_CASE("a streaming cache takes any budget above its sinks") {
     const kvpolicy::host on(1);
     const llama::Config config = small();
@@ -88,4 +113,69 @@ TEST_CASE("a streaming cache takes any budget above its sinks") {
           "total budget: 67 is not allowed; it must be at least sinks + window = 68");
     CHECK(refusal_of([&] { made(on, config, {.name = "best", .budget = 8}); }) ==
           "policy: best is not allowed; it must be one of dense, streaming, keynorm, given");
+}
+
+TEST_CASE("a cache that grows is lent slabs as it needs them, and answers as a fixed one does") {
+    using kvpolicy::Window;
+    using Recent = kvpolicy::Policy<Window<>>;
+    const kvpolicy::host on(1);
+    const llama::Config config = small();
+    const Recent policy{Window<>{3000}};
+    llama::CacheAttention<Recent, float> fixed(on, config, policy);
+    llama::CacheAttention<Recent, float, kvpolicy::DualCache> growing(on, config, policy, nullptr, 3000);
+    CHECK(growing.bytes() == 0);
+
+    // Chunks and single tokens; a slab has 2048 rows, and two layers share them.
+    const auto numbers = [](std::size_t count, std::int64_t at) {
+        std::vector<float> x(count);
+        for (std::size_t i = 0; i < count; ++i) {
+            x[i] = static_cast<float>((static_cast<std::int64_t>(i) * 37 + at * 11) % 23) / 11.0f - 1.0f;
+        }
+        return x;
+    };
+    std::size_t before = 0;
+    for (const std::size_t tokens : {std::size_t{1}, std::size_t{900}, std::size_t{1}, std::size_t{1300}}) {
+        std::vector<std::int64_t> positions(tokens);
+        std::iota(positions.begin(), positions.end(), fixed.length());
+        const auto q = numbers(tokens * 16, fixed.length());
+        const auto k = numbers(tokens * 8, fixed.length() + 1);
+        const auto v = numbers(tokens * 8, fixed.length() + 2);
+        std::vector<float> out(tokens * 16), expected(tokens * 16);
+        for (int layer = 0; layer < config.layers; ++layer) {
+            fixed(layer, positions, q, k, v, expected);
+            growing(layer, positions, q, k, v, out);
+            double worst = 0.0;
+            for (std::size_t i = 0; i < out.size(); ++i) {
+                worst = std::max(worst, std::abs(double{out[i]} - double{expected[i]}));
+            }
+            // fp32 sums of up to 2202 weighted values of magnitude 1, in another order.
+            CHECK(worst <= 2202 * 0x1p-24);
+        }
+        CHECK(growing.bytes() >= before);
+        before = growing.bytes();
+    }
+    CHECK(growing.length() == 2202);
+    CHECK(growing.rows_per_head() == 2202.0);
+    CHECK(growing.bytes() == std::size_t{3} * 2048 * 16 * sizeof(float));
+
+    // What another text needs is there already.
+    growing.clear();
+    CHECK(growing.length() == 0);
+    feed(growing, config, {0, 1, 2});
+    CHECK(growing.rows_per_head() == 3.0);
+    CHECK(growing.bytes() == before);
+}
+
+TEST_CASE("a cache that grows says how long a text may be") {
+    using Gated = kvpolicy::WGKV<2>;
+    const kvpolicy::host on(1);
+    const llama::Config config = small();
+    llama::CacheAttention<Gated, float, kvpolicy::DualCache> attention(on, config, Gated{}, nullptr, 4);
+    attention.give_scores(std::vector<float>(10, 1.0f), 5);
+    feed(attention, config, {0, 1, 2, 3});
+    CHECK(attention.rows_per_head() == 4.0);
+    const std::string refusal = refusal_of([&] { feed(attention, config, {4}); });
+    CAPTURE(refusal);
+    CHECK(refusal.find("longest") != std::string::npos);
+    CHECK(attention.length() == 4);
 }

@@ -48,7 +48,9 @@ import numpy as np
 import attention
 import baselines
 import cache
+import conv
 import cutoff
+import inputs
 import lifetimes
 import metrics
 import scorers
@@ -329,6 +331,8 @@ def make():
         "metrics.kvpv": metrics_file(np.random.RandomState(14)),
         "cache.kvpv": cache_file(patterns, np.random.RandomState(15)),
         "scorers.kvpv": scorers.make(),
+        "conv.kvpv": conv.make(),
+        "inputs.kvpv": inputs.make(),
         "attention.kvpv": attention.make(),
         "baselines.kvpv": baselines.make(),
     }

@@ -32,7 +32,7 @@ MLSTM_LEVELS = ["softcap", "weight_scale", "input_scale", "input_bias", "forget_
 MLP_COLUMNS = ["activation", "dim_k", "dim_v", "hidden", "heads", "length", "biases", "seed"]
 # Streams of a case with seed s: STREAMS * s + the place in this list.
 NAMES = ["k", "v", "w_q", "w_k", "w_v", "w_i", "b_i", "w_f", "b_f", "norm_gain", "readout", "readout_bias", "skip",
-         "w1", "b1", "w2", "b2"]
+         "w1", "b1", "w2", "b2", "w3", "b3"]
 STREAMS = 32
 CLAMP = 1e-6
 NORM_EPSILON = 1e-6

@@ -42,9 +42,11 @@ inline double reference_rank(const kvpolicy::HeadRule& rule, float score, kvpoli
                              kvpolicy::position_t q, kvpolicy::position_t rebase_limit) {
     const double slope = rule.log_gamma;
     if (rule.decay_step == 1) {
-        return double(score) - double(t - q / rebase_limit * rebase_limit) * slope;
+        const kvpolicy::position_t base = q / rebase_limit * rebase_limit;
+        return double(score) - double(t - base) * slope;
     }
-    return double(score) + double((q - t) / rule.decay_step) * slope;
+    const kvpolicy::position_t periods = (q - t) / rule.decay_step;
+    return double(score) + double(periods) * slope;
 }
 
 class NaiveHead {

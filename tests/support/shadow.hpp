@@ -54,15 +54,17 @@ class Shadow {
         scores_.resize(all_.size());
     }
 
-    NaiveHead& head(std::int32_t slot, std::int32_t h) {
-        return all_[static_cast<std::size_t>(slot * heads_ + h)];
+    [[nodiscard]] std::size_t index(std::int32_t slot, std::int32_t h) const {
+        return static_cast<std::size_t>(slot) * static_cast<std::size_t>(heads_) +
+               static_cast<std::size_t>(h);
     }
+    NaiveHead& head(std::int32_t slot, std::int32_t h) { return all_[index(slot, h)]; }
 
     void clear(std::int32_t slot) {
         for (std::int32_t h = 0; h < heads_; ++h) {
             head(slot, h).rows.clear();
             head(slot, h).length = 0;
-            scores_[static_cast<std::size_t>(slot * heads_ + h)].clear();
+            scores_[index(slot, h)].clear();
         }
     }
 
@@ -70,7 +72,7 @@ class Shadow {
     void append(std::int32_t slot, std::int32_t i, std::int32_t j, kvpolicy::rows_view<const T> k,
                 kvpolicy::rows_view<const T> v, kvpolicy::plane_view<const float> scores) {
         for (std::int32_t h = 0; h < heads_; ++h) {
-            std::vector<float>& known = scores_[static_cast<std::size_t>(slot * heads_ + h)];
+            std::vector<float>& known = scores_[index(slot, h)];
             known.push_back(scores ? scores.head(i, h)[j] : 0.0f);
             head(slot, h).append(real_row(k.row(i, h, j), dim_k_), real_row(v.row(i, h, j), dim_v_),
                                  [&](kvpolicy::position_t t) { return known[static_cast<std::size_t>(t)]; });

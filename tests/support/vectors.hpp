@@ -211,7 +211,7 @@ class vectors {
     }
 
     template <class T>
-    bool parse_elements(reader& from, const std::string& name, std::vector<std::int64_t> shape,
+    bool parse_elements(reader& from, const std::string& name, std::vector<std::int64_t>&& shape,
                         std::string& error) {
         bool empty = false;
         for (const std::int64_t extent : shape) {

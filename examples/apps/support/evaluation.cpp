@@ -8,6 +8,7 @@
 #include <chrono>
 #include <cmath>
 #include <fstream>
+#include <limits>
 
 namespace examples {
 
@@ -69,6 +70,80 @@ HeldOut read_held_out(const std::filesystem::path& folder) {
     return data;
 }
 
+HeldOut tokenize(const HeldOut& bytes, const llama::Tokenizer& tokenizer, std::size_t joined,
+                 std::int32_t least) {
+    HeldOut data;
+    data.digits = bytes.digits;
+    for (std::size_t first = 0; first + joined <= bytes.tokens.size(); first += joined) {
+        std::string text;
+        std::vector<std::int32_t> digits;  // first digits of answers, in bytes
+        std::vector<bool> in_line;
+        for (std::size_t i = first; i < first + joined; ++i) {
+            const auto at = static_cast<std::int32_t>(text.size());
+            for (const std::int32_t byte : bytes.tokens[i]) {
+                text += static_cast<char>(byte);
+            }
+            in_line.resize(text.size(), false);
+            for (const auto& [begin, end] : bytes.lines[i]) {
+                std::fill(in_line.begin() + at + begin, in_line.begin() + at + end, true);
+            }
+            for (const std::int32_t answer : bytes.answers[i]) {
+                digits.push_back(at + answer);
+            }
+        }
+        const std::vector<std::int32_t> tokens = tokenizer.encode(text);
+        std::vector<std::int32_t> sizes, token_at(text.size(), -1);
+        std::vector<std::pair<std::int32_t, std::int32_t>> lines;
+        std::size_t at = 0;
+        for (std::size_t t = 0; t < tokens.size(); ++t) {
+            const std::size_t size = tokenizer.piece(tokens[t]).size();
+            if (at + size > text.size()) {
+                llama::fail("tokenize: the tokens are longer than the text");
+            }
+            sizes.push_back(static_cast<std::int32_t>(size));
+            if (size == 1) {
+                token_at[at] = static_cast<std::int32_t>(t);
+            }
+            if (std::find(in_line.begin() + static_cast<std::ptrdiff_t>(at),
+                          in_line.begin() + static_cast<std::ptrdiff_t>(at + size),
+                          true) != in_line.begin() + static_cast<std::ptrdiff_t>(at + size)) {
+                lines.emplace_back(static_cast<std::int32_t>(t), static_cast<std::int32_t>(t) + 1);
+            }
+            at += size;
+        }
+        std::vector<std::int32_t> answers;
+        for (const std::int32_t digit : digits) {
+            const std::int32_t t = token_at[static_cast<std::size_t>(digit)];
+            bool whole = t >= 1;
+            for (std::int32_t d = 0; d < bytes.digits; ++d) {
+                whole = whole && token_at[static_cast<std::size_t>(digit + d)] == t + d;
+            }
+            if (whole) {
+                answers.push_back(t);
+            }
+        }
+        data.tokens.push_back(tokens);
+        data.bytes.push_back(std::move(sizes));
+        data.lines.push_back(std::move(lines));
+        data.answers.push_back(std::move(answers));
+    }
+    data.length = std::numeric_limits<std::int32_t>::max();
+    for (const auto& tokens : data.tokens) {
+        data.length = std::min(data.length, static_cast<std::int32_t>(tokens.size()));
+    }
+    if (data.tokens.empty() || data.length < least) {
+        llama::fail("tokenize: {} of the {} held-out sequences give {} tokens; {} or more are needed", joined,
+                    bytes.tokens.size(), data.tokens.empty() ? 0 : data.length, least);
+    }
+    for (std::size_t i = 0; i < data.tokens.size(); ++i) {
+        data.tokens[i].resize(static_cast<std::size_t>(data.length));
+        data.bytes[i].resize(static_cast<std::size_t>(data.length));
+        std::erase_if(data.answers[i], [&](std::int32_t t) { return t + data.digits > data.length; });
+        std::erase_if(data.lines[i], [&](const auto& line) { return line.second > data.length; });
+    }
+    return data;
+}
+
 SequenceScorer::SequenceScorer(const HeldOut& data, std::size_t sequence)
     : data_(data),
       sequence_(sequence),
@@ -95,7 +170,8 @@ void SequenceScorer::take(std::span<const float> logits, std::int32_t begin, std
             }
             bits_ += (std::log(sum) - static_cast<double>(row[static_cast<std::size_t>(token)] - *largest)) /
                      std::log(2.0);
-            ++bytes_;
+            bytes_ += data_.bytes.empty() ? 1 : data_.bytes[sequence_][next];
+            ++count_;
         }
     }
 }
@@ -103,6 +179,7 @@ void SequenceScorer::take(std::span<const float> logits, std::int32_t begin, std
 void SequenceScorer::add_to(Score& score) const {
     score.text_bits += bits_;
     score.text_bytes += bytes_;
+    score.text_tokens += count_;
     for (const std::int32_t answer : data_.answers[sequence_]) {
         std::int64_t right = 0;
         for (std::int32_t d = 0; d < data_.digits; ++d) {
@@ -110,6 +187,7 @@ void SequenceScorer::add_to(Score& score) const {
         }
         score.digits_right += right;
         score.digits += data_.digits;
+        score.first_right += right_[static_cast<std::size_t>(answer)] ? 1 : 0;
         score.answers_right += right == data_.digits ? 1 : 0;
         ++score.answers;
     }

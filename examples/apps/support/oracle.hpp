@@ -12,37 +12,47 @@
 
 namespace examples {
 
-/// Collects every layer's queries and keys of one dense pass over a whole sequence, and turns them into scores.
+/// Collects every layer's queries, keys and values of one dense pass over a whole sequence, and turns them into scores.
 class Oracle {
   public:
     explicit Oracle(const llama::Config& config)
         : config_(config),
           q_(static_cast<std::size_t>(config.layers)),
-          k_(static_cast<std::size_t>(config.layers)) {}
+          k_(static_cast<std::size_t>(config.layers)),
+          v_(static_cast<std::size_t>(config.layers)) {}
 
-    /// For llama::observed: q [T, heads, head_dim] and k [T, kv_heads, head_dim] of the tokens that come next.
+    /// For llama::observed: q [T, heads, head_dim], k and v [T, kv_heads, head_dim] of the tokens that come next.
     void operator()(int layer, std::span<const std::int64_t>, std::span<const float> q,
-                    std::span<const float> k, std::span<const float>) {
+                    std::span<const float> k, std::span<const float> v) {
         auto& queries = q_[static_cast<std::size_t>(layer)];
         auto& keys = k_[static_cast<std::size_t>(layer)];
+        auto& values = v_[static_cast<std::size_t>(layer)];
         queries.insert(queries.end(), q.begin(), q.end());
         keys.insert(keys.end(), k.begin(), k.end());
+        values.insert(values.end(), v.begin(), v.end());
     }
 
     void clear() {
-        for (auto& q : q_) {
-            q.clear();
-        }
-        for (auto& k : k_) {
-            k.clear();
+        for (auto* rows : {&q_, &k_, &v_}) {
+            for (auto& layer : *rows) {
+                layer.clear();
+            }
         }
         lse_.clear();
     }
 
+    std::int32_t length() const {
+        return static_cast<std::int32_t>(k_[0].size() /
+                                         static_cast<std::size_t>(config_.kv_heads * config_.head_dim));
+    }
+    /// [length, heads, head_dim] and [length, kv_heads, head_dim], keys and queries rotated.
+    std::span<const float> queries(int layer) const { return q_.at(static_cast<std::size_t>(layer)); }
+    std::span<const float> keys(int layer) const { return k_.at(static_cast<std::size_t>(layer)); }
+    std::span<const float> values(int layer) const { return v_.at(static_cast<std::size_t>(layer)); }
+
     /// Scores [layers][kv_heads][length]: the future-attention target with the exact dense normaliser (kvpop.txt, eq. 3).
     std::vector<float> scores(const kvpolicy::host& on, const kvpolicy::FutureMassOptions& options) {
-        const auto width = static_cast<std::size_t>(config_.kv_heads * config_.head_dim);
-        const auto length = static_cast<std::int32_t>(k_[0].size() / width);
+        const std::int32_t length = this->length();
         const auto plane = static_cast<std::size_t>(length) * static_cast<std::size_t>(config_.heads);
         const auto kv_plane = static_cast<std::size_t>(length) * static_cast<std::size_t>(config_.kv_heads);
         const bool first = lse_.empty();  // the normalisers do not depend on the options
@@ -70,8 +80,8 @@ class Oracle {
 
   private:
     const llama::Config& config_;
-    std::vector<std::vector<float>> q_, k_;  // [layers]
-    std::vector<float> lse_;                 // [layers, heads, length]
+    std::vector<std::vector<float>> q_, k_, v_;  // [layers]
+    std::vector<float> lse_;                     // [layers, heads, length]
 };
 
 }  // namespace examples

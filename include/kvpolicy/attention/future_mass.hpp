@@ -56,3 +56,6 @@ void future_mass(const host& on, const Attention& attention, rows_view<const T> 
 }  // namespace kvpolicy
 
 #include <kvpolicy/host/future_mass.hpp>
+#if defined(__CUDACC__)
+#include <kvpolicy/attention/future_mass.cuh>
+#endif

@@ -7,6 +7,7 @@
 #include <kvpolicy/caches/owner.hpp>
 #include <kvpolicy/caches/page_pool.hpp>
 #include <kvpolicy/caches/ref.hpp>
+#include <kvpolicy/core/host_buffer.hpp>
 
 #include <cstddef>
 #include <cstdint>
@@ -117,8 +118,10 @@ class DualCache : public CacheOwner<DualCache<P, T>, P, T> {
     /// Takes `buffer`, at least bytes().total() long and of any alignment, for the bookkeeping, the scorer states and the
     /// spare rows; empties every slot and the pool.
     void bind(const host& on, void* buffer, std::size_t buffer_bytes);
+    void bind(const host& on, HostBuffer& buffer) { bind(on, buffer.data(), buffer.size()); }
     /// Lends slab_bytes() more to the pool. Refs stay valid. The memory is not written, and must outlive the cache's use.
     void add_slab(const host& on, void* buffer, std::size_t buffer_bytes);
+    void add_slab(const host& on, HostBuffer& buffer) { add_slab(on, buffer.data(), buffer.size()); }
     [[nodiscard]] std::int32_t slabs() const { return slabs_; }
     /// Pages that nobody holds, and pages that were lent.
     [[nodiscard]] std::int64_t free_pages() const;

@@ -5,6 +5,7 @@
 #include <kvpolicy/caches/calls.hpp>
 #include <kvpolicy/caches/owner.hpp>
 #include <kvpolicy/caches/ref.hpp>
+#include <kvpolicy/core/host_buffer.hpp>
 
 #include <cstddef>
 #include <cstdint>
@@ -58,6 +59,7 @@ class FixedBudgetCache : public CacheOwner<FixedBudgetCache<P, T>, P, T> {
     /// room to align it. The bookkeeping and the scorer states are written, keys and values are not. The buffer stays the
     /// caller's and must outlive the cache's use.
     void bind(const host& on, void* buffer, std::size_t buffer_bytes);
+    void bind(const host& on, HostBuffer& buffer) { bind(on, buffer.data(), buffer.size()); }
 
     /// The layer's view, for the calls of caches/calls.hpp. Valid until the next bind.
     [[nodiscard]] ref_type ref(std::int32_t layer) const;

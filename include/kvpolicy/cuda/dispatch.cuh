@@ -12,25 +12,52 @@
 
 #include <algorithm>
 #include <cstdint>
-#include <string>
 
 namespace kvpolicy {
 inline namespace KVPOLICY_CUDA_NAMESPACE KVPOLICY_HIDDEN {
 namespace cuda_backend {
 
+// These checks run in every call, so they build no text unless they refuse.
+
 /// The part of check_sequences that needs no device memory.
 inline void check_sequences(const Sequences& sequences, std::int32_t batch, std::int32_t length) {
     detail::require(sequences.batch == batch, "sequences.batch", sequences.batch,
-                    "the views' batch, " + std::to_string(batch));
+                    [&] { return detail::text("the views' batch, ", batch); });
     detail::require(sequences.length >= 0 && sequences.length <= length, "sequences.length", sequences.length,
-                    "0 to the views' length, " + std::to_string(length));
+                    [&] { return detail::text("0 to the views' length, ", length); });
     detail::require(sequences.cu_seqlens == nullptr || sequences.segments >= 1, "sequences.segments",
                     sequences.segments, "1 or more where cu_seqlens is given");
 }
 
+/// The longest sequence that kernels take: token indices of the last block stay below 2^31.
+inline constexpr std::int32_t longest_sequence = 0x7f000000;
+
+/// Slots of a plane (mask_problem::first_slot).
+inline std::int64_t slots_of(const Sequences& sequences) {
+    return sequences.cu_seqlens == nullptr ? (std::int64_t{sequences.length} + mask_chunk - 1) / mask_chunk
+                                           : std::int64_t{sequences.length} / mask_chunk + sequences.segments;
+}
+
+/// Shapes that a workspace can be asked for, and grids that fit: before anything is computed from them.
+inline void check_shape(const Sequences& sequences, std::int32_t heads) {
+    detail::require(sequences.batch >= 0, "sequences.batch", sequences.batch, "0 or more");
+    detail::require(sequences.length >= 0 && sequences.length <= longest_sequence, "sequences.length",
+                    sequences.length, "0 to 2^31 - 2^24");
+    detail::require(heads >= 0, "heads", heads, "0 or more");
+    detail::require(sequences.cu_seqlens == nullptr || sequences.segments >= 1, "sequences.segments",
+                    sequences.segments, "1 or more where cu_seqlens is given");
+    const std::int64_t planes = std::int64_t{sequences.batch} * heads;
+    const std::int64_t slots = std::max<std::int64_t>(1, slots_of(sequences));
+    detail::require(
+        planes <= 0x7fffffff / slots, "batch x heads x chunks",
+        [&] { return detail::text(sequences.batch, " x ", heads, " x ", slots); },
+        "below 2^31 (a chunk: 512 tokens of a segment): split the batch");
+}
+
 inline void check_workspace(workspace_view workspace, std::size_t needed) {
-    detail::require(workspace.bytes >= needed, "workspace.bytes", workspace.bytes,
-                    "at least " + std::to_string(needed) + " (what the call's ..._workspace_bytes says)");
+    detail::require(workspace.bytes >= needed, "workspace.bytes", workspace.bytes, [&] {
+        return detail::text("at least ", needed, " (what the call's ..._workspace_bytes says)");
+    });
     detail::require(needed == 0 || workspace.data != nullptr, "workspace.data", "null",
                     "device memory of workspace.bytes");
 }
@@ -38,11 +65,10 @@ inline void check_workspace(workspace_view workspace, std::size_t needed) {
 template <class T>
 void check_plane(const char* name, const plane_view<T>& plane, std::int32_t batch, std::int32_t heads,
                  std::int32_t length) {
-    const std::string shape = std::to_string(plane.batch) + " x " + std::to_string(plane.heads) + " x " +
-                              std::to_string(plane.length);
     detail::require(
-        plane.batch == batch && plane.heads == heads && plane.length >= length, name, shape,
-        std::to_string(batch) + " x " + std::to_string(heads) + " x at least " + std::to_string(length));
+        plane.batch == batch && plane.heads == heads && plane.length >= length, name,
+        [&] { return detail::text(plane.batch, " x ", plane.heads, " x ", plane.length); },
+        [&] { return detail::text(batch, " x ", heads, " x at least ", length); });
     detail::require(plane.data != nullptr || batch == 0 || heads == 0 || length == 0, name, "null",
                     "device memory");
 }
@@ -91,10 +117,9 @@ auto make_problem(const cuda& on, const P& policy, plane_view<const float> score
     problem.gate = policy.gate();
     problem.keep = policy.keep();
     problem.status = status;
-    problem.slots = (sequences.length + mask_chunk - 1) / mask_chunk;
+    problem.slots = static_cast<std::int32_t>(slots_of(sequences));
     if (sequences.cu_seqlens != nullptr) {
         problem.segments = sequences.segments;
-        problem.slots = sequences.length / mask_chunk + sequences.segments;
         problem.edges = memory.edges;
         launch("check_edges_kernel", check_edges_kernel<std::int32_t>, 1, 256, 0, on, sequences.cu_seqlens,
                sequences.segments, sequences.length, memory.edges, status, sequences.batch);

@@ -28,8 +28,9 @@ inline void check(cudaError_t error, const char* call,
     static_cast<void>(
         cudaGetLastError());  // the error is reported here, so the next call must not see it again
     std::string text = std::string(cudaGetErrorName(error)) + ", " + cudaGetErrorString(error);
+    // Relocatable device code without code for the card is a symbol that was not found: we launch kernels, and name no others.
     if (error == cudaErrorNoKernelImageForDevice || error == cudaErrorInvalidDeviceFunction ||
-        error == cudaErrorUnsupportedPtxVersion) {
+        error == cudaErrorUnsupportedPtxVersion || error == cudaErrorSymbolNotFound) {
         int device = 0;
         int major = 0;
         int minor = 0;

@@ -28,6 +28,7 @@ void check_gate_call(const P& policy, const G& gate, plane_view<const float> sco
 
 template <AnyPolicy P>
 std::size_t log_bias_workspace_bytes(const cuda&, const P&, const Sequences& sequences, std::int32_t heads) {
+    cuda_backend::check_shape(sequences, heads);
     cuda_backend::workspace_parts parts(nullptr);
     static_cast<void>(cuda_backend::small_numbers::take(parts, sequences, heads));
     return parts.bytes();

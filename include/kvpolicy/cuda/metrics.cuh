@@ -18,6 +18,7 @@ namespace cuda_backend {
 inline void check_metric_call(plane_view<const expiry_t> expiry, const Sequences& sequences, const char* name,
                               const void* out) {
     check_sequences(sequences, expiry.batch, expiry.length);
+    check_shape(sequences, expiry.heads);
     check_plane("expiry", expiry, sequences.batch, expiry.heads, sequences.length);
     detail::require(out != nullptr || expiry.batch == 0 || expiry.heads == 0, name, "null", "device memory");
 }
@@ -77,6 +78,7 @@ void evict_ratio(const cuda& on, const P& policy, plane_view<const expiry_t> exp
 
 inline std::size_t oracle_recall_workspace_bytes(const cuda&, plane_view<const expiry_t> teacher,
                                                  const Sequences& sequences) {
+    cuda_backend::check_shape(sequences, teacher.heads);
     cuda_backend::workspace_parts parts(nullptr);
     static_cast<void>(
         parts.take<std::int32_t>(std::int64_t{3} * teacher.batch * teacher.heads * sequences.length));

@@ -9,6 +9,7 @@
 #include <kvpolicy/host/check.hpp>
 
 #include <algorithm>
+#include <cmath>
 #include <cstdint>
 #include <limits>
 
@@ -18,8 +19,7 @@ template <class T>
 bool finite_row(const T* row, std::int32_t dim) {
     bool good = true;
     for (std::int32_t c = 0; c < dim; ++c) {
-        const auto x = static_cast<compute_t<T>>(row[c]);
-        good &= x - x == 0;
+        good &= std::abs(static_cast<compute_t<T>>(row[c])) <= std::numeric_limits<compute_t<T>>::max();
     }
     return good;
 }

@@ -62,7 +62,7 @@ struct avx2_kernels : avx2_direct<T> {
                 for (std::int32_t lane = 0; lane < 8; ++lane) {
                     rows[lane] = k[j + half + lane];
                 }
-                for (std::int32_t d = 0; d < dim; d += 8) {
+                for (std::int64_t d = 0; d < dim; d += 8) {
                     __m256 x[8];
                     KVPOLICY_UNROLL
                     for (int lane = 0; lane < 8; ++lane) {
@@ -80,10 +80,10 @@ struct avx2_kernels : avx2_direct<T> {
 
     KVPOLICY_AVX2 static void pack_values(const T* const* v, std::int32_t count, std::int32_t dim,
                                           float* panel) {
-        for (std::int32_t j = 0; j < count; ++j) {
+        for (std::int64_t j = 0; j < count; ++j) {
             float* to = panel + j * panel_lanes;
             std::int32_t c = 0;
-            for (; c + panel_lanes <= dim; c += panel_lanes, to += block_keys * panel_lanes) {
+            for (; c + panel_lanes <= dim; c += panel_lanes, to += value_panel) {
                 _mm256_storeu_ps(to, avx2::load8(v[j] + c));
                 _mm256_storeu_ps(to + 8, avx2::load8(v[j] + c + 8));
             }
@@ -97,8 +97,8 @@ struct avx2_kernels : avx2_direct<T> {
     KVPOLICY_AVX2 static void multiply_qk(const float* q, std::int32_t panels, std::int32_t dim,
                                           const float* k, std::int32_t count, float* scores) {
         for (std::int32_t j = 0; j < count; j += panel_lanes, k += std::int64_t{dim} * panel_lanes) {
-            for (std::int32_t p = 0; p < panels; ++p) {
-                const float* rows = q + std::int64_t{p} * dim * panel_rows;
+            for (std::int64_t p = 0; p < panels; ++p) {
+                const float* rows = q + p * dim * panel_rows;
                 const float* keys = k;
                 __m256 sum[panel_rows][2];
                 KVPOLICY_UNROLL
@@ -117,7 +117,7 @@ struct avx2_kernels : avx2_direct<T> {
                 }
                 float* to = scores + p * panel_rows * block_keys + j;
                 KVPOLICY_UNROLL
-                for (int r = 0; r < panel_rows; ++r) {
+                for (std::int64_t r = 0; r < panel_rows; ++r) {
                     _mm256_storeu_ps(to + r * block_keys, sum[r][0]);
                     _mm256_storeu_ps(to + r * block_keys + 8, sum[r][1]);
                 }
@@ -128,8 +128,8 @@ struct avx2_kernels : avx2_direct<T> {
     KVPOLICY_AVX2 static void multiply_pv(const float* weights, std::int32_t panels, const float* v,
                                           std::int32_t count, const float* decay, float* out,
                                           std::int32_t stride) {
-        for (std::int32_t c = 0; c < stride; c += panel_lanes, v += block_keys * panel_lanes) {
-            for (std::int32_t p = 0; p < panels; ++p) {
+        for (std::int32_t c = 0; c < stride; c += panel_lanes, v += value_panel) {
+            for (std::int64_t p = 0; p < panels; ++p) {
                 const float* rows = weights + p * panel_rows * block_keys;
                 const float* values = v;
                 __m256 sum[panel_rows][2];
@@ -141,13 +141,13 @@ struct avx2_kernels : avx2_direct<T> {
                     const __m256 v0 = _mm256_loadu_ps(values);
                     const __m256 v1 = _mm256_loadu_ps(values + 8);
                     KVPOLICY_UNROLL
-                    for (int r = 0; r < panel_rows; ++r) {
+                    for (std::int64_t r = 0; r < panel_rows; ++r) {
                         const __m256 x = _mm256_broadcast_ss(rows + r * block_keys);
                         sum[r][0] = _mm256_fmadd_ps(x, v0, sum[r][0]);
                         sum[r][1] = _mm256_fmadd_ps(x, v1, sum[r][1]);
                     }
                 }
-                float* to = out + std::int64_t{p} * panel_rows * stride + c;
+                float* to = out + p * panel_rows * stride + c;
                 KVPOLICY_UNROLL
                 for (int r = 0; r < panel_rows; ++r, to += stride) {
                     const __m256 factor = _mm256_broadcast_ss(decay + p * panel_rows + r);
@@ -162,7 +162,7 @@ struct avx2_kernels : avx2_direct<T> {
                                       std::int32_t rows, std::int32_t count, const strip_state<float>& state,
                                       float* scores) {
         if (shape.softcap > 0.0f) {
-            for (std::int32_t r = 0; r < rows; ++r) {
+            for (std::int64_t r = 0; r < rows; ++r) {
                 cap_row(shape, count, scores + r * block_keys);
             }
         }

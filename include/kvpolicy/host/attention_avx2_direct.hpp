@@ -18,7 +18,7 @@ struct avx2_direct {
     /// scores[rows][0..count) = q[rows][Dk] . keys; fetches the values.
     KVPOLICY_AVX2 static void direct_qk(const attention_shape& shape, const key_block<T>& keys,
                                         std::int32_t rows, const float* q, float* scores) {
-        std::int32_t r = 0;
+        std::int64_t r = 0;
         for (; takes_four(rows - r); r += 4) {
             products<4, 2>(shape, keys, q + r * shape.dim_k, scores + r * block_keys, r == 0);
         }
@@ -37,7 +37,7 @@ struct avx2_direct {
     KVPOLICY_AVX2 static void direct_pv(const attention_shape& shape, const key_block<T>& keys,
                                         std::int32_t rows, const float* weights, const float* decay,
                                         float* out, std::int32_t stride) {
-        std::int32_t r = 0;
+        std::int64_t r = 0;
         for (; takes_four(rows - r); r += 4) {
             mixtures<4, 2>(shape, keys, weights + r * block_keys, decay + r, out + r * stride, stride,
                            r == 0);
@@ -58,7 +58,7 @@ struct avx2_direct {
 
   private:
     /// Rows go in fours and threes, so that no block of one is left over from four on: 5 = 3 + 2, 6 = 3 + 3.
-    static constexpr bool takes_four(std::int32_t rows) { return rows >= 4 && rows != 5 && rows != 6; }
+    static constexpr bool takes_four(std::int64_t rows) { return rows >= 4 && rows != 5 && rows != 6; }
 
     KVPOLICY_AVX2_INLINE static void fetch(const T* row, std::int32_t dim) {
         constexpr std::int32_t line = 64 / sizeof(T);
@@ -90,7 +90,7 @@ struct avx2_direct {
                     x[i] = avx2::load8(keys[i] + d);
                 }
                 KVPOLICY_UNROLL
-                for (int r = 0; r < R; ++r) {
+                for (std::int64_t r = 0; r < R; ++r) {
                     const __m256 y = avx2::in_register(_mm256_loadu_ps(q + r * shape.dim_k + d));
                     KVPOLICY_UNROLL
                     for (int i = 0; i < K; ++i) {
@@ -110,9 +110,9 @@ struct avx2_direct {
             } else {
                 _mm_storel_pi(reinterpret_cast<__m64*>(to), low);
                 _mm_storeh_pi(reinterpret_cast<__m64*>(to + block_keys), low);
-                _mm_storel_pi(reinterpret_cast<__m64*>(to + 2 * block_keys), high);
+                _mm_storel_pi(reinterpret_cast<__m64*>(to + std::int64_t{2} * block_keys), high);
                 if constexpr (R == 4) {
-                    _mm_storeh_pi(reinterpret_cast<__m64*>(to + 3 * block_keys), high);
+                    _mm_storeh_pi(reinterpret_cast<__m64*>(to + std::int64_t{3} * block_keys), high);
                 }
             }
         }
@@ -160,11 +160,11 @@ struct avx2_direct {
             const T* row = block.v[j] + column;
             __m256 x[V];
             KVPOLICY_UNROLL
-            for (int i = 0; i < V; ++i) {
+            for (std::int64_t i = 0; i < V; ++i) {
                 x[i] = avx2::load8(row + 8 * i);
             }
             KVPOLICY_UNROLL
-            for (int r = 0; r < R; ++r) {
+            for (std::int64_t r = 0; r < R; ++r) {
                 const __m256 weight = _mm256_broadcast_ss(weights + r * block_keys + j);
                 KVPOLICY_UNROLL
                 for (int i = 0; i < V; ++i) {
@@ -173,11 +173,11 @@ struct avx2_direct {
             }
         }
         KVPOLICY_UNROLL
-        for (int r = 0; r < R; ++r) {
+        for (std::int64_t r = 0; r < R; ++r) {
             const __m256 factor = _mm256_broadcast_ss(decay + r);
-            float* to = out + std::int64_t{r} * stride + column;
+            float* to = out + r * stride + column;
             KVPOLICY_UNROLL
-            for (int i = 0; i < V; ++i) {
+            for (std::int64_t i = 0; i < V; ++i) {
                 _mm256_storeu_ps(to + 8 * i, _mm256_fmadd_ps(factor, _mm256_loadu_ps(to + 8 * i), sum[r][i]));
             }
         }

@@ -233,8 +233,10 @@ class backward_tile {
     std::int32_t begin_ = 0;
     std::int32_t rows_, padded_, columns_k_, columns_v_;
     key_sums<real> sums_{};
-    real *q_, *d_out_, *q_values_, *d_out_values_, *d_q_, *lse_, *delta_, *k_, *v_, *k_values_, *s_, *g_,
-        *p_t_, *x_t_, *d_k_, *d_v_, *ones_;
+    real *q_ = nullptr, *d_out_ = nullptr, *q_values_ = nullptr, *d_out_values_ = nullptr, *d_q_ = nullptr,
+         *lse_ = nullptr, *delta_ = nullptr, *k_ = nullptr, *v_ = nullptr, *k_values_ = nullptr,
+         *s_ = nullptr, *g_ = nullptr, *p_t_ = nullptr, *x_t_ = nullptr, *d_k_ = nullptr, *d_v_ = nullptr,
+         *ones_ = nullptr;
     std::int32_t* position_;
     std::int32_t born_[block_keys], bias_start_[block_keys];
     expiry_t expires_[block_keys];

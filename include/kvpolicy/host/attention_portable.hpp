@@ -179,7 +179,7 @@ struct portable_kernels {
                              std::int32_t row_step, const real* y, std::int32_t count) {
         for (std::int32_t i = 0; i < count; ++i, x += step, y += panel_lanes) {
             KVPOLICY_UNROLL
-            for (std::int32_t r = 0; r < panel_rows; ++r) {
+            for (std::int64_t r = 0; r < panel_rows; ++r) {
                 KVPOLICY_UNROLL
                 for (std::int32_t lane = 0; lane < lanes; ++lane) {
                     sum[r][lane] += x[r * row_step] * y[lane];

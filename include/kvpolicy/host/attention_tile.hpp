@@ -10,6 +10,7 @@
 #include <kvpolicy/masks/lifetime.hpp>
 
 #include <algorithm>
+#include <cmath>
 #include <cstddef>
 #include <cstdint>
 #include <limits>
@@ -218,7 +219,7 @@ class tile_pass {
             } else if constexpr (std::is_same_v<T, fp16>) {
                 all &= (row[c].bits & 0x7c00u) != 0x7c00u;
             } else {
-                all &= row[c] - row[c] == T(0);
+                all &= std::abs(row[c]) <= std::numeric_limits<T>::max();
             }
         }
         return all;

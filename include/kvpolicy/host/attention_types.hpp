@@ -64,6 +64,8 @@ constexpr bool head_dim_supported(std::int32_t dim) {
 inline constexpr std::int32_t block_keys = 64;   ///< keys that go through the passes together
 inline constexpr std::int32_t panel_rows = 6;    ///< rows (a query head at a position) of a register block
 inline constexpr std::int32_t panel_lanes = 16;  ///< columns of a register block
+inline constexpr std::int64_t value_panel =
+    std::int64_t{block_keys} * panel_lanes;      ///< numbers between packed columns
 inline constexpr std::int32_t strip_rows = 24;   ///< rows that share one pass of softmax
 inline constexpr std::int32_t direct_rows = 16;  ///< up to so many rows keys are read in place, not packed
 

@@ -156,6 +156,8 @@ std::uint32_t segment_expiry(const P& policy, const HeadRule& rule, const float*
 template <AnyPolicy P>
 std::size_t build_mask_workspace_bytes(const host&, const P& policy, const Sequences& sequences,
                                        std::int32_t heads, const MaskOptions& options) {
+    host_backend::check_shape(sequences, heads);
+    policy.check_layer(options.layer, heads);
     const auto capacity =
         static_cast<std::size_t>(host_backend::contest_capacity(policy, sequences, heads, options.layer));
     const auto tasks = static_cast<std::size_t>(sequences.batch) * static_cast<std::size_t>(heads);
@@ -210,6 +212,7 @@ void build_mask(const host& on, const P& policy, plane_view<const float> scores,
 template <Cutoff C, AnyPolicy P>
 std::size_t build_cutoffs_workspace_bytes(const host&, const P&, const Sequences& sequences,
                                           std::int32_t heads) {
+    host_backend::check_shape(sequences, heads);
     const auto length = static_cast<std::size_t>(sequences.length);
     const std::size_t per_head = host_backend::aligned_size(length * sizeof(double)) +
                                  host_backend::aligned_size(length * sizeof(std::int32_t)) +

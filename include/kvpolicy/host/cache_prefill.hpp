@@ -4,6 +4,7 @@
 #include <kvpolicy/caches/calls.hpp>
 #include <kvpolicy/host/cache_admit.hpp>
 #include <kvpolicy/host/cache_attend.hpp>
+#include <kvpolicy/host/cache_hidden.hpp>
 #include <kvpolicy/host/cache_observed.hpp>
 #include <kvpolicy/host/cache_rows.hpp>
 #include <kvpolicy/host/score_step.hpp>
@@ -11,6 +12,7 @@
 #include <kvpolicy/masks/contest.hpp>
 
 #include <algorithm>
+#include <type_traits>
 
 namespace kvpolicy {
 
@@ -23,6 +25,9 @@ struct chunk_counts {
     std::int32_t promoted;  // keys that got a place without a contest
     std::int32_t pinned;    // of these, by a keep part
     std::int32_t kept;      // long-range places in use
+    position_t
+        scored_from;  // plan.score has the scores of tokens from here on; the chunk's first token, or one in the window
+    position_t scored_end;  // and up to here
 };
 
 /// Arrays of one (entry, head) of a chunk of n tokens, in the caller's workspace. Only `mortal` rows of the cache can expire
@@ -32,11 +37,11 @@ struct chunk_plan {
     std::int32_t mortal;
     std::int32_t* position;        // [mortal]
     expiry_t* expiry;              // [mortal + n]
-    float* score;                  // [n]: scores of the chunk's tokens, where known on arrival
+    float* score;                  // [n], or [late + n]: scores of tokens from counts->scored_from on
     detail::contestant* keepers;   // [places]: survivors of the contests after the chunk
     detail::contestant* promoted;  // [n], for heads without a limit and keep parts
     chunk_counts* counts;
-    std::byte* scorer;  // the state copy, then the scorer's scratch
+    float* state;  // a copy of the scorer's state
     std::size_t bytes;
 };
 
@@ -55,11 +60,11 @@ chunk_plan plan_of(const Cache& cache, std::int32_t head, std::int32_t tokens, s
     plan.mortal = static_cast<std::int32_t>(mortal);
     take(plan.position, mortal);
     take(plan.expiry, mortal + n);
-    take(plan.score, n);
+    take(plan.score, n + static_cast<std::size_t>(late_scores(cache, head)));
     take(plan.keepers, places);
     take(plan.promoted, Cache::pooled ? n : 0);
     take(plan.counts, 1);
-    take(plan.scorer, scorer_bytes(cache));
+    take(plan.state, static_cast<std::size_t>(cache.state_size));
     plan.bytes = at;
     return plan;
 }
@@ -84,7 +89,8 @@ template <class Cache, class T>
 void decide_chunk([[maybe_unused]] isa set, const Cache& cache, std::int32_t slot, std::int32_t head,
                   std::int32_t tokens, [[maybe_unused]] rows_view<const T> k,
                   [[maybe_unused]] rows_view<const T> v, [[maybe_unused]] std::int32_t entry,
-                  [[maybe_unused]] const float* given, const chunk_plan& plan) {
+                  [[maybe_unused]] const float* given, const chunk_plan& plan,
+                  [[maybe_unused]] std::byte* scratch) {
     using P = typename Cache::policy_type;
     using S = typename P::scorer_type;
     const head_state<Cache> rows(cache, slot, head);
@@ -94,7 +100,7 @@ void decide_chunk([[maybe_unused]] isa set, const Cache& cache, std::int32_t slo
 
     detail::long_range_set places(plan.keepers, rule, cache.rebase_limit);
     chunk_counts& counts = *plan.counts;
-    counts = {-1, 0, 0, 0, cache.kept[rows.index]};
+    counts = {-1, 0, 0, 0, cache.kept[rows.index], base, base + tokens};
     for (std::int32_t r = 0; r < used; ++r) {
         const position_t t = rows.position(r);
         const bool recent = r >= rule.sinks && r < rule.sinks + rule.window;
@@ -112,11 +118,8 @@ void decide_chunk([[maybe_unused]] isa set, const Cache& cache, std::int32_t slo
                  : static_cast<expiry_t>(std::min<std::int64_t>(std::int64_t{j} + rule.window, never));
     }
     if constexpr (retains<P>) {
-        [[maybe_unused]] auto* state = reinterpret_cast<float*>(plan.scorer);
-        [[maybe_unused]] std::byte* scratch =
-            plan.scorer + aligned_size(static_cast<std::size_t>(cache.state_size) * sizeof(float));
         if constexpr (S::when == score_time::on_leaving) {
-            std::copy_n(cache.state + rows.index * cache.state_size, cache.state_size, state);
+            std::copy_n(cache.state + rows.index * cache.state_size, cache.state_size, plan.state);
         }
         [[maybe_unused]] const auto key_at = [&](position_t u) {
             return u < base ? rows.k(rows.layout.recent(u)) : k.row(entry, head, u - base);
@@ -124,8 +127,11 @@ void decide_chunk([[maybe_unused]] isa set, const Cache& cache, std::int32_t slo
         [[maybe_unused]] const auto value_at = [&](position_t u) {
             return u < base ? rows.v(rows.layout.recent(u)) : v.row(entry, head, u - base);
         };
-        if constexpr (P::ranked && S::when == score_time::given) {
-            std::copy_n(given, tokens, plan.score);
+        if constexpr (P::ranked && scores_come_along<S>) {
+            // A sink's score is never read, whatever came.
+            for (std::int32_t j = 0; j < tokens; ++j) {
+                plan.score[j] = base + j < rule.sinks || rows.keeps(base + j) ? 0.0f : given[j];
+            }
         } else {
             std::fill_n(plan.score, tokens, 0.0f);
         }
@@ -134,7 +140,7 @@ void decide_chunk([[maybe_unused]] isa set, const Cache& cache, std::int32_t slo
             const auto from = static_cast<std::int32_t>(std::clamp<position_t>(rule.sinks - base, 0, tokens));
             scorer_input<S, T> input(set, cache.scorer, head, cache.dim_k, cache.dim_v, scratch);
             input.score_all(k.row(entry, head, from), k.row_stride, v.row(entry, head, from), v.row_stride,
-                            tokens - from, plan.score + from);
+                            tokens - from, base + from, plan.score + from);
             for (std::int32_t j = from; j < tokens; ++j) {
                 if (rows.keeps(base + j)) {
                     plan.score[j] = 0.0f;
@@ -144,11 +150,20 @@ void decide_chunk([[maybe_unused]] isa set, const Cache& cache, std::int32_t slo
                 }
             }
         }
+        if constexpr (scores_late<P>) {
+            counts.scored_from = scored_until(cache.scorer, rule.window, base);
+            counts.scored_end = scored_until(cache.scorer, rule.window, base + tokens);
+            counts.bad = score_late(set, cache, rows, head, counts.scored_from, counts.scored_end, key_at,
+                                    value_at, plan.score, scratch);
+            if (counts.bad >= 0) {
+                return;
+            }
+        }
         for (std::int32_t j = 0; j < tokens; ++j) {
             const position_t q = base + j;
             if constexpr (P::ranked && S::when == score_time::on_leaving) {
                 scorer_input<S, T> input(set, cache.scorer, head, cache.dim_k, cache.dim_v, scratch);
-                input.absorb(state, k.row(entry, head, j), v.row(entry, head, j));
+                input.absorb(plan.state, k.row(entry, head, j), v.row(entry, head, j));
             }
             const position_t u = q - rule.window;
             if (u < rule.sinks) {
@@ -161,14 +176,14 @@ void decide_chunk([[maybe_unused]] isa set, const Cache& cache, std::int32_t slo
             if constexpr (P::ranked && S::when == score_time::on_leaving) {
                 if (!pinned) {
                     scorer_input<S, T> input(set, cache.scorer, head, cache.dim_k, cache.dim_v, scratch);
-                    score = input.read(state, key_at(u), value_at(u));
+                    score = input.read(plan.state, key_at(u), value_at(u));
                 }
                 if (score != score) {
                     counts.bad = u;
                     return;
                 }
             } else {
-                score = u < base ? rows.score(name) : plan.score[u - base];
+                score = u < counts.scored_from ? rows.score(name) : plan.score[u - counts.scored_from];
             }
             if (!pinned && (rule.budget == 0 || !cache.gate.open(score, rule))) {
                 continue;
@@ -222,8 +237,17 @@ void commit_chunk(const Cache& cache, std::int32_t slot, std::int32_t head, std:
     for (std::int32_t j = 0; j < tokens; ++j) {
         const position_t t = base + j;
         if (t < rule.sinks || t > base + tokens - 1 - rule.window) {
+            const bool known = P::ranked && t < counts.scored_end;
             rows.put(rows.layout.recent(t), k.row(entry, head, j), v.row(entry, head, j), t,
-                     P::ranked ? plan.score[j] : 0.0f);
+                     known ? plan.score[t - counts.scored_from] : 0.0f);
+        }
+    }
+    if constexpr (scores_late<P>) {
+        // Keys that were in the window before the chunk, and still are.
+        const position_t from =
+            std::max({counts.scored_from, base + tokens - rule.window, position_t{rule.sinks}});
+        for (position_t t = from; t < std::min(base, counts.scored_end); ++t) {
+            rows.score(rows.layout.recent(t)) = plan.score[t - counts.scored_from];
         }
     }
     cache.kept[rows.index] = counts.kept;
@@ -232,8 +256,7 @@ void commit_chunk(const Cache& cache, std::int32_t slot, std::int32_t head, std:
     }
     cache.victim[rows.index] = -1;
     if constexpr (P::ranked && StatefulScorer<typename P::scorer_type>) {
-        std::copy_n(reinterpret_cast<const float*>(plan.scorer), cache.state_size,
-                    cache.state + rows.index * cache.state_size);
+        std::copy_n(plan.state, cache.state_size, cache.state + rows.index * cache.state_size);
     }
 }
 
@@ -290,10 +313,13 @@ class chunk_pass {
           cache_(cache),
           longest_(longest),
           entry_bytes_(chunk_bytes(cache, longest)),
-          memory_(memory) {}
+          thread_bytes_(scorer_thread_bytes(cache)),
+          scratch_(memory),
+          memory_(memory + static_cast<std::size_t>(on.threads()) * thread_bytes_) {}
 
     static std::size_t bytes(const host& on, const Cache& cache, std::int32_t count, std::int32_t tokens) {
-        return static_cast<std::size_t>(count) * chunk_bytes(cache, tokens) +
+        return static_cast<std::size_t>(on.threads()) * scorer_thread_bytes(cache) +
+               static_cast<std::size_t>(count) * chunk_bytes(cache, tokens) +
                chunk_attention_bytes(on, cache);
     }
 
@@ -307,11 +333,15 @@ class chunk_pass {
 
     template <class Visit>
     void for_each_head(const Batch& batch, Visit&& visit) const {
-        on_.parallel_for(std::int64_t{batch.count} * cache_.kv_heads, [&](std::int64_t task) {
+        on_.parallel_for(std::int64_t{batch.count} * cache_.kv_heads, [&](std::int64_t task, int thread) {
             const auto i = static_cast<std::int32_t>(task / cache_.kv_heads);
             const auto h = static_cast<std::int32_t>(task % cache_.kv_heads);
             if (batch.tokens(i) != 0) {
-                visit(i, h);
+                if constexpr (std::is_invocable_v<Visit&, std::int32_t, std::int32_t, int>) {
+                    visit(i, h, thread);
+                } else {
+                    visit(i, h);
+                }
             }
         });
     }
@@ -319,10 +349,11 @@ class chunk_pass {
     /// Fills the plans of all heads; refuses a NaN score. source(i, h) says where the tokens of a head are.
     template <class Source>
     void decide(const Batch& batch, const Source& source) const {
-        for_each_head(batch, [&](std::int32_t i, std::int32_t h) {
+        for_each_head(batch, [&](std::int32_t i, std::int32_t h, int thread) {
             const chunk_source<T> from = source(i, h);
             decide_chunk(on_.instructions(), cache_, batch.slot(i), h, batch.tokens(i), from.k, from.v, i,
-                         from.scores, plan(i, h));
+                         from.scores, plan(i, h),
+                         scratch_ + static_cast<std::size_t>(thread) * thread_bytes_);
         });
         refuse_bad(batch);
     }
@@ -370,7 +401,9 @@ class chunk_pass {
     const Cache& cache_;
     std::int32_t longest_;
     std::size_t entry_bytes_;
-    std::byte* memory_;
+    std::size_t thread_bytes_;
+    std::byte* scratch_;  // [threads]
+    std::byte* memory_;   // plans of all entries, then attention's
 };
 
 }  // namespace host_backend
@@ -386,9 +419,12 @@ requires CacheRef<Ref<P, T>> std::size_t cache_workspace_bytes(const host& on, c
     } else {
         const std::size_t heads = static_cast<std::size_t>(count) * static_cast<std::size_t>(cache.kv_heads);
         const std::size_t step_bytes =
-            heads * hb::step_task_bytes(cache) + hb::decode_bytes(on, cache, count);
+            heads * hb::step_task_bytes(cache) +
+            std::max(static_cast<std::size_t>(on.threads()) * hb::scorer_thread_bytes(cache),
+                     hb::decode_bytes(on, cache, count));
         const std::size_t chunk_bytes = hb::chunk_pass<Ref<P, T>>::bytes(on, cache, count, tokens);
-        return hb::admission_bytes(cache, count) + std::max(step_bytes, chunk_bytes) + hb::alignment;
+        return hb::hidden_bytes(on, cache, count, std::max(tokens, 1)) + hb::admission_bytes(cache, count) +
+               std::max(step_bytes, chunk_bytes) + hb::alignment;
     }
 }
 
@@ -396,36 +432,39 @@ namespace host_backend {
 
 /// The body of prefill for policies whose scores stand when a key competes.
 template <class Cache, class T>
-void prefill_scored(const host& on, const Cache& cache, const Batch& all, std::int32_t longest,
+void prefill_scored(const host& on, const Cache& cache, const Batch& batch, std::int32_t longest,
                     rows_view<const T> q, rows_view<const T> k, rows_view<const T> v, rows_view<T> out,
                     std::byte* start, std::uint32_t* status, const CacheExtras& extras) {
-    const chunk_pass<Cache> pass(on, cache, longest, start + admission_bytes(cache, all.count));
+    const chunk_pass<Cache> pass(on, cache, longest, start + admission_bytes(cache, batch.count));
     const auto source = tensor_source(k, v, extras.scores);
-    pass.decide(all, source);
-    const Batch batch = admit(cache, all, status, start,
-                              [&](std::int32_t i, std::int32_t h) { return pass.rows_after(all, i, h); });
-    pass.attend(batch, q, k, v, out, extras.lse);
-    pass.commit(batch, source);
-    clear_refused(cache, all, batch, out, extras.lse);
+    pass.decide(batch, source);
+    const Batch admitted = admit(cache, batch, status, start, [&](std::int32_t i, std::int32_t h) {
+        return pass.rows_after(batch, i, h);
+    });
+    pass.attend(admitted, q, k, v, out, extras.lse);
+    pass.commit(admitted, source);
+    clear_refused(cache, batch, admitted, out, extras.lse);
 }
 
 }  // namespace host_backend
 
 template <class P, Storage T, template <class, class> class Ref>
 requires CacheRef<Ref<P, T>>
-void prefill(const host& on, const Ref<P, T>& cache, const Batch& all, input_rows<T> q, input_rows<T> k,
+void prefill(const host& on, const Ref<P, T>& cache, const Batch& batch, input_rows<T> q, input_rows<T> k,
              input_rows<T> v, output_rows<T> out, workspace_view workspace, std::uint32_t* status,
-             const CacheExtras& extras) {
+             const CacheExtras& given) {
     namespace hb = host_backend;
-    const std::int32_t longest = hb::check_batch(all, cache.slots, q.length, "the length of q");
-    hb::check_cache_call(cache, all, longest, q, k, v, out, extras);
-    hb::check_longest(cache, all);
-    hb::check_workspace(workspace, cache_workspace_bytes<P, T>(on, cache, all.count, longest));
-    std::byte* const start = hb::aligned(workspace.data);
+    const std::int32_t longest = hb::check_batch(batch, cache.slots, q.length, "the length of q");
+    hb::check_cache_call(cache, batch, longest, q, k, v, out, given);
+    hb::check_longest(cache, batch);
+    hb::check_workspace(workspace, cache_workspace_bytes<P, T>(on, cache, batch.count, longest));
+    std::byte* const begin = hb::aligned(workspace.data);
     if constexpr (P::observed) {
-        hb::observed_tokens(on, cache, all, longest, true, {q, k, v, out, extras.lse}, start, status);
+        hb::observed_tokens(on, cache, batch, longest, true, {q, k, v, out, given.lse}, begin, status);
     } else {
-        hb::prefill_scored(on, cache, all, longest, q, k, v, out, start, status, extras);
+        const CacheExtras extras = hb::with_scores(on, cache, batch, longest, given, begin);
+        hb::prefill_scored(on, cache, batch, longest, q, k, v, out,
+                           begin + hb::hidden_bytes(on, cache, batch.count, longest), status, extras);
     }
 }
 

@@ -287,30 +287,30 @@ std::size_t CacheOwner<Derived, P, T>::snapshot(const host&, std::int32_t slot, 
 }
 
 template <class Derived, AnyPolicy P, Storage T>
-void CacheOwner<Derived, P, T>::restore(const host&, std::int32_t slot, const void* data,
+void CacheOwner<Derived, P, T>::restore(const host&, std::int32_t slot, const void* blob,
                                         std::size_t blob_bytes, std::uint32_t* status) {
     namespace hb = host_backend;
     require_slot(slot);
-    detail::require(data != nullptr, "blob", "null", "a snapshot");
+    detail::require(blob != nullptr, "blob", "null", "a snapshot");
     const hb::snapshot_header ours;
     detail::require(blob_bytes >= sizeof ours, "blob_bytes", blob_bytes, "those of a snapshot");
-    const auto* const blob = static_cast<const std::byte*>(data);
+    const auto* const bytes = static_cast<const std::byte*>(blob);
     hb::snapshot_header header;
-    std::memcpy(&header, blob, sizeof header);
+    std::memcpy(&header, bytes, sizeof header);
     detail::require(std::memcmp(header.magic, ours.magic, sizeof ours.magic) == 0, "blob", "another format",
                     "a snapshot of a kvpolicy cache");
     detail::require(header.version == ours.version, "version of the snapshot", header.version,
                     [&] { return detail::text(ours.version); });
     detail::require(header.bytes == blob_bytes, "blob_bytes", blob_bytes,
                     [&] { return detail::text("what the snapshot says, ", header.bytes); });
-    detail::require(header.checksum == hb::checksum_of(header, blob, blob_bytes), "blob",
+    detail::require(header.checksum == hb::checksum_of(header, bytes, blob_bytes), "blob",
                     "damaged (its checksum differs)", "as it was written");
     detail::require(header.fingerprint == fingerprint(), "snapshot",
                     "of another policy, shape or storage type", "of a cache like this one");
     // A blob may be forged, and its checksum right: every number that decides where something is written is looked at.
     bool sound = header.length >= 0 && header.length <= (position_t{1} << 62);
     std::int64_t pages = 0;
-    hb::blob_reader reader(blob + sizeof header, blob_bytes - sizeof header);
+    hb::blob_reader reader(bytes + sizeof header, blob_bytes - sizeof header);
     for (std::int32_t layer = 0; sound && layer < shape_.layers; ++layer) {
         const auto cache = self().ref(layer);
         if constexpr (Derived::ref_type::pooled) {
@@ -325,7 +325,7 @@ void CacheOwner<Derived, P, T>::restore(const host&, std::int32_t slot, const vo
             &slot, 1, [&] { return pages; }, status)) {
         return;
     }
-    hb::blob_reader rows(blob + sizeof header, blob_bytes - sizeof header);
+    hb::blob_reader rows(bytes + sizeof header, blob_bytes - sizeof header);
     for (std::int32_t layer = 0; layer < shape_.layers; ++layer) {
         hb::read_layer(self().ref(layer), slot, header.length, rows);
     }

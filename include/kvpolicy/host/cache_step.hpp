@@ -4,6 +4,7 @@
 #include <kvpolicy/caches/calls.hpp>
 #include <kvpolicy/host/cache_admit.hpp>
 #include <kvpolicy/host/cache_attend.hpp>
+#include <kvpolicy/host/cache_hidden.hpp>
 #include <kvpolicy/host/cache_observed.hpp>
 #include <kvpolicy/host/cache_rows.hpp>
 #include <kvpolicy/host/score_step.hpp>
@@ -17,56 +18,51 @@ namespace host_backend {
 
 /// The body of step for policies whose scores stand when a key competes.
 template <class Cache, class T>
-void step_scored(const host& on, const Cache& cache, const Batch& all, rows_view<const T> q,
+void step_scored(const host& on, const Cache& cache, const Batch& batch, rows_view<const T> q,
                  rows_view<const T> k, rows_view<const T> v, rows_view<T> out, std::byte* start,
                  std::uint32_t* status, const CacheExtras& extras) {
     using P = typename Cache::policy_type;
-    std::byte* const memory = start + admission_bytes(cache, all.count);
-    const std::int64_t tasks = std::int64_t{all.count} * cache.kv_heads;
+    std::byte* const memory = start + admission_bytes(cache, batch.count);
+    const std::int64_t tasks = std::int64_t{batch.count} * cache.kv_heads;
     const std::size_t score_bytes = step_task_bytes(cache);
-    const auto task_memory = [&](std::int64_t task) {
-        return memory + static_cast<std::size_t>(task) * score_bytes;
+    const auto memory_of = [&](std::int64_t task) {
+        return step_task_at(cache, memory + static_cast<std::size_t>(task) * score_bytes);
     };
     const auto entry_of = [&](std::int64_t task) { return static_cast<std::int32_t>(task / cache.kv_heads); };
     const auto head_of = [&](std::int64_t task) { return static_cast<std::int32_t>(task % cache.kv_heads); };
-    const auto found = [&](std::int64_t task) -> step_scores& {
-        return *reinterpret_cast<step_scores*>(task_memory(task));
-    };
+    std::byte* const rest = memory + static_cast<std::size_t>(tasks) * score_bytes;
 
     // Phase one only reads the cache, so that a NaN score is refused, and a step without pages given up, with nothing changed.
     if constexpr (P::ranked) {
-        on.parallel_for(tasks, [&](std::int64_t task) {
+        const std::size_t thread_bytes = scorer_thread_bytes(cache);
+        on.parallel_for(tasks, [&](std::int64_t task, int thread) {
             const std::int32_t i = entry_of(task), h = head_of(task);
-            if (all.tokens(i) == 0) {
+            if (batch.tokens(i) == 0) {
                 return;
             }
             const float* given = extras.scores ? extras.scores.head(i, h) : nullptr;
-            found(task) = score_step(on.instructions(), cache, all.slot(i), h, k.row(i, h, 0), v.row(i, h, 0),
-                                     given, task_memory(task) + aligned_size(sizeof(step_scores)));
+            score_step(on.instructions(), cache, batch.slot(i), h, k.row(i, h, 0), v.row(i, h, 0), given,
+                       memory_of(task), rest + static_cast<std::size_t>(thread) * thread_bytes);
         });
         // Refused from here and not from a task: without exceptions a handler may jump out of the call.
         for (std::int64_t task = 0; task < tasks; ++task) {
             const std::int32_t i = entry_of(task), h = head_of(task);
-            if (all.tokens(i) == 0) {
+            if (batch.tokens(i) == 0) {
                 continue;
             }
-            const step_scores& scores = found(task);
-            const position_t position = cache.length[all.slot(i)];
-            if (scores.arriving != scores.arriving) {
-                refuse_computed_score(i, h, position);
-            }
-            if (scores.leaving != scores.leaving) {
-                refuse_computed_score(i, h, position - cache.rules[h].window);
+            if (const position_t bad = memory_of(task).found->bad; bad >= 0) {
+                refuse_computed_score(i, h, bad);
             }
         }
     }
-    const Batch batch = admit(cache, all, status, start, [&](std::int32_t i, std::int32_t h) {
-        const std::int32_t slot = all.slot(i);
+    const Batch admitted = admit(cache, batch, status, start, [&](std::int32_t i, std::int32_t h) {
+        const std::int32_t slot = batch.slot(i);
         const head_state<Cache> rows(cache, slot, h);
         const position_t u = cache.length[slot] - rows.rule.window;
         bool grows = false;
         if constexpr (retains<P>) {
-            const float score = P::ranked ? found(std::int64_t{i} * cache.kv_heads + h).leaving : 0.0f;
+            const float score =
+                P::ranked ? memory_of(std::int64_t{i} * cache.kv_heads + h).found->leaving : 0.0f;
             grows = u >= rows.rule.sinks && rows.takes_new_place(u, score);
         }
         return rows.layout.used(cache.length[slot] + 1, cache.kept[rows.index] + (grows ? 1 : 0));
@@ -74,19 +70,22 @@ void step_scored(const host& on, const Cache& cache, const Batch& all, rows_view
 
     on.parallel_for(tasks, [&](std::int64_t task) {
         const std::int32_t i = entry_of(task), h = head_of(task);
-        if (batch.tokens(i) == 0) {
+        if (admitted.tokens(i) == 0) {
             return;
         }
-        const std::int32_t slot = batch.slot(i);
+        const std::int32_t slot = admitted.slot(i);
         const head_state<Cache> rows(cache, slot, h);
         const position_t position = cache.length[slot];
-        step_scores scores{0.0f, 0.0f};
+        step_scores scores{};
         if constexpr (P::ranked) {
-            scores = found(task);
+            const step_task mine = memory_of(task);
+            scores = *mine.found;
             if constexpr (StatefulScorer<typename P::scorer_type>) {
-                const auto* state =
-                    reinterpret_cast<const float*>(task_memory(task) + aligned_size(sizeof(step_scores)));
-                std::copy_n(state, cache.state_size, cache.state + rows.index * cache.state_size);
+                std::copy_n(mine.state, cache.state_size, cache.state + rows.index * cache.state_size);
+            }
+            for (position_t t = std::max<position_t>(scores.late_from, rows.rule.sinks); t < scores.late_end;
+                 ++t) {
+                rows.score(rows.layout.recent(t)) = mine.late[t - scores.late_from];
             }
         }
         const position_t u = position - rows.rule.window;
@@ -100,29 +99,30 @@ void step_scored(const host& on, const Cache& cache, const Batch& all, rows_view
             cache.proposed[slot] = 0;
         }
     });
-    attend_rows(on, cache, batch, q, out, extras.lse, 1,
-                memory + static_cast<std::size_t>(tasks) * score_bytes);
-    clear_refused(cache, all, batch, out, extras.lse);
+    attend_rows(on, cache, admitted, q, out, extras.lse, 1, rest);
+    clear_refused(cache, batch, admitted, out, extras.lse);
 }
 
 }  // namespace host_backend
 
 template <class P, Storage T, template <class, class> class Ref>
 requires CacheRef<Ref<P, T>>
-void step(const host& on, const Ref<P, T>& cache, const Batch& all, input_rows<T> q, input_rows<T> k,
+void step(const host& on, const Ref<P, T>& cache, const Batch& batch, input_rows<T> q, input_rows<T> k,
           input_rows<T> v, output_rows<T> out, workspace_view workspace, std::uint32_t* status,
-          const CacheExtras& extras) {
+          const CacheExtras& given) {
     namespace hb = host_backend;
     const std::int32_t longest =
-        hb::check_batch(all, cache.slots, 1, "a step takes one token; prefill takes chunks");
-    hb::check_cache_call(cache, all, longest, q, k, v, out, extras);
-    hb::check_longest(cache, all);
-    hb::check_workspace(workspace, cache_workspace_bytes<P, T>(on, cache, all.count, 1));
-    std::byte* const start = hb::aligned(workspace.data);
+        hb::check_batch(batch, cache.slots, 1, "a step takes one token; prefill takes chunks");
+    hb::check_cache_call(cache, batch, longest, q, k, v, out, given);
+    hb::check_longest(cache, batch);
+    hb::check_workspace(workspace, cache_workspace_bytes<P, T>(on, cache, batch.count, 1));
+    std::byte* const begin = hb::aligned(workspace.data);
     if constexpr (P::observed) {
-        hb::observed_tokens(on, cache, all, longest, false, {q, k, v, out, extras.lse}, start, status);
+        hb::observed_tokens(on, cache, batch, longest, false, {q, k, v, out, given.lse}, begin, status);
     } else {
-        hb::step_scored(on, cache, all, q, k, v, out, start, status, extras);
+        const CacheExtras extras = hb::with_scores(on, cache, batch, longest, given, begin);
+        hb::step_scored(on, cache, batch, q, k, v, out,
+                        begin + hb::hidden_bytes(on, cache, batch.count, longest), status, extras);
     }
 }
 

@@ -42,7 +42,7 @@ inline void check_probability(const char* name, float value, float most) {
 /// Refuses a NaN at [b][h][t] of the array `name`.
 template <class Real>
 void refuse_nan(const char* name, std::int64_t b, std::int64_t h, std::int64_t t, Real value) {
-    if (value == value) [[likely]] {
+    if (!std::isnan(value)) [[likely]] {
         return;
     }
     detail::refuse(detail::text(name, "[", b, "][", h, "][", t, "]").c_str(), "NaN", "a number");

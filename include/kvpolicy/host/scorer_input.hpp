@@ -17,7 +17,8 @@ void convert_row(const T* row, std::int32_t dim, float* out) {
     }
 }
 
-/// Reads rows as fp32 for a scorer: one token at a time, or blocks of them where the scorer takes blocks.
+/// Reads rows as fp32 for a scorer: one token at a time, blocks of them where the scorer takes blocks, or spans of tokens
+/// with their neighbours.
 template <class S, class T>
 class scorer_input {
   public:
@@ -36,23 +37,46 @@ class scorer_input {
           v_(reinterpret_cast<float*>(memory + rows_bytes(dim_k))),
           scratch_(reinterpret_cast<float*>(memory + rows_bytes(dim_k) + rows_bytes(dim_v))) {}
 
-    float score(const T* k, const T* v) {
+    float score(const T* k, const T* v, position_t t) {
         load(k, v, 0);
-        return score_loaded();
+        return score_loaded(t);
     }
-    /// Scores tokens [0, count) of rows `stride` apart.
+    /// Scores `count` tokens of rows `stride` apart, from position `first` on.
     void score_all(const T* k, std::int64_t k_stride, const T* v, std::int64_t v_stride, std::int32_t count,
-                   float* scores) {
+                   position_t first, float* scores) {
         for (std::int32_t begin = 0; begin < count; begin += block) {
             const std::int32_t rows = std::min(block, count - begin);
             for (std::int32_t r = 0; r < rows; ++r) {
                 load(k + (begin + r) * k_stride, v + (begin + r) * v_stride, r);
             }
             if constexpr (BlockScorer<S>) {
-                scorer_.score_block(head_, rows, k_, v_, scores + begin, scratch_, set_);
+                if constexpr (requires {
+                                  scorer_.score_block(head_, rows, k_, v_, scores, scratch_, set_, first);
+                              }) {
+                    scorer_.score_block(head_, rows, k_, v_, scores + begin, scratch_, set_, first + begin);
+                } else {
+                    scorer_.score_block(head_, rows, k_, v_, scores + begin, scratch_, set_);
+                }
             } else {
-                scores[begin] = score_loaded();
+                scores[begin] = score_loaded(first + begin);
             }
+        }
+    }
+    /// Scores tokens from .. from + count - 1 of a sequence, from the rows that key_at(t) and value_at(t) say.
+    template <class KeyAt, class ValueAt>
+    void score_spans(position_t from, std::int64_t count, KeyAt&& key_at, ValueAt&& value_at, float* scores) {
+        for (std::int64_t begin = 0; begin < count; begin += scorer_block) {
+            const auto tokens =
+                static_cast<std::int32_t>(std::min<std::int64_t>(scorer_block, count - begin));
+            const position_t first = from + begin;
+            for (std::int32_t r = 0; r < tokens + 2 * S::reach; ++r) {
+                const position_t t = first - S::reach + r;
+                if (t >= 0) {
+                    load(key_at(t), value_at(t), r);
+                }
+            }
+            scorer_.score_span(head_, first, tokens, static_cast<const float*>(k_),
+                               static_cast<const float*>(v_), scores + begin, scratch_, set_);
         }
     }
     void absorb(float* state, const T* k, const T* v) {
@@ -73,20 +97,31 @@ class scorer_input {
     }
 
   private:
-    static constexpr std::int32_t block = BlockScorer<S> ? scorer_block : 1;
+    static constexpr std::int32_t rows_at_once() {
+        if constexpr (ContextScorer<S>) {
+            return scorer_block + 2 * S::reach;
+        } else {
+            return BlockScorer<S> ? scorer_block : 1;
+        }
+    }
+    static constexpr std::int32_t block = rows_at_once();
 
     static std::size_t rows_bytes(std::int32_t dim) {
         return aligned_size(static_cast<std::size_t>(block) * static_cast<std::size_t>(dim) * sizeof(float));
     }
     static std::size_t scratch_floats(const S& scorer) {
-        if constexpr (BlockScorer<S>) {
+        if constexpr (ContextScorer<S>) {
+            return scorer.span_scratch_size();
+        } else if constexpr (BlockScorer<S>) {
             return std::max<std::size_t>(scorer.scratch_size(), scorer.block_scratch_size());
         } else {
             return scorer.scratch_size();
         }
     }
-    float score_loaded() {
-        if constexpr (requires { scorer_.score(head_, k_, v_, scratch_, set_); }) {
+    float score_loaded([[maybe_unused]] position_t t) {
+        if constexpr (requires { scorer_.score(head_, k_, v_, scratch_, set_, t); }) {
+            return static_cast<float>(scorer_.score(head_, k_, v_, scratch_, set_, t));
+        } else if constexpr (requires { scorer_.score(head_, k_, v_, scratch_, set_); }) {
             return static_cast<float>(scorer_.score(head_, k_, v_, scratch_, set_));
         } else {
             return static_cast<float>(scorer_.score(head_, k_, v_, scratch_));
@@ -104,17 +139,43 @@ class scorer_input {
     float* scratch_;
 };
 
-/// What a layer's scorer needs for one head: a copy of its state, then its input and scratch.
+/// What a layer's scorer needs on each thread: its input and scratch.
 template <class Cache>
-std::size_t scorer_bytes(const Cache& cache) {
+std::size_t scorer_thread_bytes(const Cache& cache) {
     using P = typename Cache::policy_type;
     using S = typename P::scorer_type;
-    if constexpr (!P::ranked || S::when == score_time::given) {
+    if constexpr (!P::ranked || scores_come_along<S>) {
         return 0;
     } else {
-        return scorer_input<S, typename Cache::value_type>::bytes(cache.scorer, cache.dim_k, cache.dim_v) +
-               aligned_size(static_cast<std::size_t>(cache.state_size) * sizeof(float));
+        return aligned_size(
+            scorer_input<S, typename Cache::value_type>::bytes(cache.scorer, cache.dim_k, cache.dim_v));
     }
+}
+
+/// A copy of one head's scorer state.
+template <class Cache>
+std::size_t state_bytes(const Cache& cache) {
+    return aligned_size(static_cast<std::size_t>(cache.state_size) * sizeof(float));
+}
+
+/// Whether keys get their scores while they are in the window.
+template <class P>
+inline constexpr bool scores_late = P::ranked&& P::scorer_type::when == score_time::in_window;
+
+/// Tokens 0 .. scored_until - 1 of a sequence have their scores once `length` tokens have come (ContextScorer).
+template <class S>
+position_t scored_until(const S& scorer, std::int32_t window, position_t length) {
+    const position_t together = scorer.tokens_at_once(window);
+    return length <= S::reach ? 0 : (length - S::reach) / together * together;
+}
+
+/// The most keys of a head that get their scores in one step; 0 where scores are known otherwise.
+template <class Cache>
+std::int32_t late_scores([[maybe_unused]] const Cache& cache, [[maybe_unused]] std::int32_t head) {
+    if constexpr (scores_late<typename Cache::policy_type>) {
+        return cache.scorer.tokens_at_once(cache.rules[head].window);
+    }
+    return 0;
 }
 
 }  // namespace kvpolicy::host_backend

@@ -34,7 +34,7 @@ std::size_t build_mask_workspace_bytes(const cuda& on, const P& policy, const Se
 ///
 /// Gates and keep parts run in kernels: their `open` and `keeps` must be KVPOLICY_HOST_DEVICE. Decay steps above 1, and
 /// sequences longer than options.rebase_limit with gamma < 1, take one contest after the other, O(S k / 512) a head;
-/// everything else is a sort. Batch * heads * S must be below 2^31 where S is over 16384.
+/// everything else is a sort. Batch * heads * S is at most 2^31 - 2^24 where S is over 16384.
 template <AnyPolicy P>
 void build_mask(const cuda& on, const P& policy, plane_view<const float> scores, const Sequences& sequences,
                 plane_view<expiry_t> expiry, workspace_view workspace, const MaskOptions& options = {},

@@ -129,9 +129,11 @@ class Policy {
                   "kvpolicy: a part of this kind needs `void write(HeadRule&, int layer, int head) const`");
     static_assert(((Parts::kind != part_kind::keep || KeepPart<Parts>)&&...),
                   "kvpolicy: a keep part needs `bool keeps(position_t) const`");
-    static_assert(Scorer<scorer_type>,
-                  "kvpolicy: a scorer needs `kind = part_kind::scorer`, `when`, and either `score(head, key, "
-                  "value)`, or state_size, reset, absorb and read, or observation and evicts_at_steps");
+    static_assert(
+        Scorer<scorer_type>,
+        "kvpolicy: a scorer needs `kind = part_kind::scorer`, `when`, and either `score(head, key, "
+        "value)`, or state_size, reset, absorb and read, or score_span for one that reads neighbours, or "
+        "observation and evicts_at_steps");
 
     /// A policy whose parts are all fixed (or whose run-time parts keep their defaults).
     constexpr Policy() = default;
@@ -236,6 +238,14 @@ class Policy {
         require(rule.log_gamma <= 0.0f && std::isfinite(rule.log_gamma), "log gamma", rule.log_gamma,
                 "finite and at most 0 (0 < gamma <= 1)");
         require(rule.threshold == rule.threshold, "tau", rule.threshold, "a number");
+        if constexpr (ranked && scorer_type::when == score_time::in_window) {
+            constexpr std::int32_t least = 2 * scorer_type::reach + 1;
+            if (rule.window < least) [[unlikely]] {
+                detail::refuse(detail::text("window of layer ", layer, ", head ", head).c_str(), rule.window,
+                               detail::text(least, " or more, since the scorer reads ", scorer_type::reach,
+                                            " keys on either side of a key while the window holds them"));
+            }
+        }
     }
 
     std::tuple<Parts...> parts_{};

@@ -5,6 +5,7 @@
 #include <kvpolicy/core/types.hpp>
 #include <kvpolicy/core/view.hpp>
 #include <kvpolicy/scorers/concept.hpp>
+#include <kvpolicy/scorers/conv.hpp>
 #include <kvpolicy/scorers/linear.hpp>
 #include <kvpolicy/scorers/mlp.hpp>
 #include <kvpolicy/scorers/mlstm.hpp>
@@ -16,7 +17,7 @@
 
 namespace kvpolicy {
 
-/// Bytes of workspace for the backward pass of a linear scorer, of an MLP, of an mLSTM.
+/// Bytes of workspace for the backward pass of a linear scorer, of an MLP, of an mLSTM, of a convolution.
 template <std::int32_t D, Storage T>
 std::size_t backward_workspace_bytes(const host& on, const LinearScorer<D>& scorer,
                                      const ScoreBackward<T>& call);
@@ -25,6 +26,9 @@ std::size_t backward_workspace_bytes(const host& on, const BasicMlpScorer<Input,
                                      const ScoreBackward<T>& call);
 template <std::int32_t D, class Feature, class Values, Storage T>
 std::size_t backward_workspace_bytes(const host& on, const mLSTMScorer<D, Feature, Values>& scorer,
+                                     const ScoreBackward<T>& call);
+template <std::int32_t D, Storage T>
+std::size_t backward_workspace_bytes(const host& on, const ConvScorer<D>& scorer,
                                      const ScoreBackward<T>& call);
 
 /// d weight += sum d r [k; v],  d bias += sum d r,  d [k; v] = d r weight
@@ -44,6 +48,12 @@ template <std::int32_t D, class Feature, class Values, Storage T>
 void backward(const host& on, const mLSTMScorer<D, Feature, Values>& scorer, const ScoreBackward<T>& call,
               mLSTMParameters<compute_t<T>> gradients, workspace_view workspace);
 
+/// The layers of scorers/conv.hpp in reverse, with the forward pass's dropout: d y_{l-1}[t + 2 j] += W_l[j]^T d y_l[t], and
+/// d W_l[j] += sum over t of d y_l[t] y_{l-1}[t + 2 j]^T. d k is rotated, since x was rotated back.
+template <std::int32_t D, Storage T>
+void backward(const host& on, const ConvScorer<D>& scorer, const ScoreBackward<T>& call,
+              ConvParameters<compute_t<T>> gradients, workspace_view workspace);
+
 /// A scorer that can be trained: parameters<Float>, a struct of arrays that for_each_parameter visits, and functions
 /// backward(on, scorer, call, gradients, workspace) and backward_workspace_bytes(on, scorer, call) beside the scorer's
 /// type. backward adds to every array of `gradients` that is not null, and overwrites call.d_k and call.d_v where they are
@@ -58,6 +68,7 @@ concept DifferentiableScorer = Scorer<S> &&
 
 static_assert(DifferentiableScorer<LinearScorer<>> && DifferentiableScorer<MlpScorer<64>>);
 static_assert(DifferentiableScorer<BasicMlpScorer<NormalizedInput, GeluErf>>);
+static_assert(DifferentiableScorer<ConvScorer<>>);
 static_assert(DifferentiableScorer<mLSTMScorer<>> &&
               DifferentiableScorer<mLSTMScorer<128, Softmax, DirectValues>>);
 
@@ -65,7 +76,7 @@ static_assert(DifferentiableScorer<mLSTMScorer<>> &&
 /// and micro-batches add up; null arrays are left out. Synchronous; the bits do not depend on the number of threads.
 ///
 /// Refuses, before anything is written: views that disagree, continued sequences (starts above 0, since the past's
-/// gradient would be lost) of a stateful scorer, a scorer that does not fit (check()), a NaN or infinity in k, v or
+/// gradient would be lost) of a scorer that looks at other tokens, a scorer that does not fit (check()), a NaN or infinity in k, v or
 /// d_scores (named with batch, head and position), too little workspace.
 template <DifferentiableScorer S, Storage T>
 void score_sequence_backward(const host& on, const S& scorer, const ScoreBackward<T>& call,

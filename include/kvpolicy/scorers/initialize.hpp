@@ -1,6 +1,7 @@
 // What scorers start from before training (kvpop.txt, E.5).
 #pragma once
 
+#include <kvpolicy/scorers/conv.hpp>
 #include <kvpolicy/scorers/linear.hpp>
 #include <kvpolicy/scorers/mlp.hpp>
 #include <kvpolicy/scorers/mlstm.hpp>
@@ -27,9 +28,15 @@ template <std::int32_t D, class Feature, class Values>
 void initialize(const mLSTMScorer<D, Feature, Values>& scorer, mLSTMParameters<float> into,
                 std::uint64_t seed, const mLSTMStart& start = {});
 
-/// W1 normal with variance 1 / X, biases and the score head 0.
+/// W1 normal with variance 1 / X, biases and the score head 0; b2 is 5 for SP-KV's predictor (HiddenInput), whose gates start
+/// open.
 template <class Input, class Act, std::int32_t D>
 void initialize(const BasicMlpScorer<Input, Act, D>& scorer, MlpParameters<float> into, std::uint64_t seed);
+
+/// The layers' weights normal with variance 2 / (3 C(l-1)), which keeps the size of activations through SiLU roughly; biases
+/// and the score head 0.
+template <std::int32_t D>
+void initialize(const ConvScorer<D>& scorer, ConvParameters<float> into, std::uint64_t seed);
 
 /// All 0; the seed is for uniformity.
 template <std::int32_t D>

@@ -98,7 +98,8 @@ struct mLSTMScorer {
         return static_cast<std::size_t>(features()) * (static_cast<std::size_t>(value_width()) + 1) + 2;
     }
     [[nodiscard]] std::size_t scratch_size() const {
-        return static_cast<std::size_t>(input_size() + projection() + features() + value_width());
+        return static_cast<std::size_t>(std::int64_t{input_size()} + projection() + features() +
+                                        value_width());
     }
 
     /// The state that has seen nothing. (It is not all zeros: m = -infinity.)

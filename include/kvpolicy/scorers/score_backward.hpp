@@ -3,6 +3,7 @@
 
 #include <kvpolicy/core/types.hpp>
 #include <kvpolicy/core/view.hpp>
+#include <kvpolicy/scorers/dropout.hpp>
 
 #include <cstdint>
 
@@ -15,10 +16,11 @@ struct ScoreBackward {
     rows_view<const T> k;  ///< [B, Hkv, S, Dk]
     rows_view<const T> v;  ///< [B, Hkv, S, Dv]
     Sequences sequences;
-    std::int32_t delay = 0;                   ///< of a stateful scorer, as in score_sequence
+    std::int32_t delay = 0;                   ///< as in score_sequence
     plane_view<const compute_t<T>> d_scores;  ///< [B, Hkv, S]; not read where no score is written
     rows_view<compute_t<T>> d_k{};  ///< [B, Hkv, S, Dk], overwritten for the lengths; empty: not wanted
     rows_view<compute_t<T>> d_v{};  ///< [B, Hkv, S, Dv], the same; both or neither
+    Dropout dropout{};              ///< that of the forward call
 };
 
 }  // namespace kvpolicy

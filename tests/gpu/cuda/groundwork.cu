@@ -62,13 +62,16 @@ TEST_CASE("a failed call throws its name, CUDA's text, file and line, and leaves
         CHECK(error.code() == cudaErrorInvalidValue);
         CHECK(error.line() > 0);
     }
-    try {
-        cuda_backend::check(cudaErrorNoKernelImageForDevice, "a_kernel");
-        FAIL("not thrown");
-    } catch (const cuda_error& error) {
-        const std::string text = error.what();
-        CAPTURE(text);
-        CHECK(text.find("has no code that runs on the present card") != std::string::npos);
+    // The second is what relocatable device code reports.
+    for (const cudaError_t missing : {cudaErrorNoKernelImageForDevice, cudaErrorSymbolNotFound}) {
+        try {
+            cuda_backend::check(missing, "a_kernel");
+            FAIL("not thrown");
+        } catch (const cuda_error& error) {
+            const std::string text = error.what();
+            CAPTURE(text);
+            CHECK(text.find("has no code that runs on the present card") != std::string::npos);
+        }
     }
     // A failure that CUDA itself reports: more shared memory than any card has.
     try {
@@ -116,6 +119,56 @@ TEST_CASE("bad arguments are refused before anything is enqueued") {
                        sequences, out, workspace),
                   "sinks");
     CHECK(expiry.read() == std::vector<expiry_t>(2 * 3 * 100, untouched));
+}
+
+TEST_CASE("a workspace is not asked for shapes that cannot be, and no call for grids that do not fit") {
+    const std::vector<std::int32_t> budgets{32, 700};
+    const Budget policy(Sink<>{4}, Window<>{16}, TopKBudget<>{per_head(budgets.data(), 1, 2)},
+                        Decay<dynamic>{0.0f, 1});
+    const kvpolicy::cuda on{};
+    const auto bytes = [&](const Sequences& sequences, std::int32_t heads, std::int32_t layer = 0) {
+        MaskOptions options;
+        options.layer = layer;
+        return build_mask_workspace_bytes(on, policy, sequences, heads, options);
+    };
+    CHECK(bytes({1, 100}, 2) > 0);
+    CHECK_REFUSED(bytes({1, 100}, 3), "array of budgets");
+    CHECK_REFUSED(bytes({1, 100}, 2, -1), "layer");
+    CHECK_REFUSED(bytes({1, 100}, -1), "heads");
+    CHECK_REFUSED(bytes({-1, 100}, 2), "sequences.batch");
+    CHECK_REFUSED(bytes({1, -1}, 2), "sequences.length");
+    CHECK_REFUSED(bytes({1, never}, 2), "sequences.length");
+    CHECK_REFUSED(bytes({1 << 30, 1}, 2), "split the batch");
+    CHECK_REFUSED(bytes({1 << 14, 1 << 17}, 2), "split the batch");
+    Sequences packed{1 << 11, 100};
+    const std::int32_t edge = 0;
+    packed.cu_seqlens = &edge;  // not read here
+    packed.segments = 1 << 20;
+    CHECK_REFUSED(bytes(packed, 2), "split the batch");
+    packed.segments = 0;
+    CHECK_REFUSED(bytes(packed, 2), "sequences.segments");
+    CHECK_REFUSED(build_cutoffs_workspace_bytes(on, policy, {1, -1}, 2), "sequences.length");
+    CHECK_REFUSED(expiry_from_cutoffs_workspace_bytes(on, policy, {1, 100}, -1), "heads");
+}
+
+TEST_CASE("nothing to do is done") {
+    const Budget policy(Sink<>{4}, Window<>{16}, TopKBudget<>{32}, Decay<dynamic>{-0.1f, 1});
+    const kvpolicy::cuda on{};
+    for (const std::int32_t length : {100, 100000}) {
+        for (const std::int32_t batch : {0, 2}) {
+            const std::int32_t heads = batch == 0 ? 3 : 0;
+            const Sequences sequences{batch, length};
+            const Device<unsigned char> workspace(build_mask_workspace_bytes(on, policy, sequences, heads));
+            build_mask(on, policy, view_bhs<const float>(nullptr, batch, heads, length), sequences,
+                       view_bhs<expiry_t>(nullptr, batch, heads, length), workspace);
+            const Device<unsigned char> more(
+                build_cutoffs_workspace_bytes<FenwickCutoff>(on, policy, sequences, heads));
+            build_cutoffs<FenwickCutoff>(on, policy, view_bhs<const float>(nullptr, batch, heads, length),
+                                         sequences, view_bhs<std::int32_t>(nullptr, batch, heads, length),
+                                         view_bhs<std::int32_t>(nullptr, batch, heads, length), more);
+            ok(cudaDeviceSynchronize());
+        }
+    }
 }
 
 TEST_CASE("calls are captured in a graph that serves later inputs") {

@@ -11,7 +11,9 @@
 
 #include <doctest/doctest.h>
 
+#include <algorithm>
 #include <cstdint>
+#include <limits>
 #include <random>
 #include <string>
 #include <vector>
@@ -154,6 +156,14 @@ TEST_CASE("numbers by head") {
     MaskCase input = random_case(2, heads, 2000, 3);
     check_mask(policy, input, "numbers by head");
 
+    // Another layer's numbers.
+    const std::vector<std::int32_t> layers{1, 2, 3, 40, 500, 60};
+    const Policy<Window<>, TopKBudget<>, Decay<dynamic>> deep(
+        Window<>{5}, TopKBudget<>{per_head(layers.data(), 2, 3)}, Decay<dynamic>(-0.01f, 1));
+    MaskCase deep_input = random_case(1, 3, 1200, 5);
+    deep_input.options.layer = 1;
+    check_mask(deep, deep_input, "layer 1");
+
     // More heads than one launch's parameters hold.
     std::vector<std::int32_t> many(300);
     for (std::size_t h = 0; h < many.size(); ++h) {
@@ -183,6 +193,83 @@ TEST_CASE("sequences of different lengths, and packed segments") {
     check_mask(
         Policy<Sink<>, Window<>, ThresholdGate<above>>(Sink<>{3}, Window<>{30}, ThresholdGate<above>(0.3f)),
         input, "packed, gate");
+}
+
+TEST_CASE("more segments than one round of counting holds") {
+    MaskCase input = random_case(1, 1, 30000, 12);
+    input.cu_seqlens = {0};
+    std::mt19937 generator(12);
+    while (input.cu_seqlens.back() < 29000) {  // many are empty, or shorter than the window
+        input.cu_seqlens.push_back(input.cu_seqlens.back() + static_cast<std::int32_t>(generator() % 7));
+    }
+    input.cu_seqlens.push_back(30000);
+    REQUIRE(input.cu_seqlens.size() > cuda_backend::counted_slots);
+    check_mask(budget(0, 1, 2), input, "short segments");
+    check_mask(budget(1, 2, 30, -0.01f), input, "short segments, decay");
+}
+
+TEST_CASE("views with strides of their own, longer than the sequences") {
+    // Heads outside, sequences inside, rows padded, and nothing aligned to more than a number.
+    constexpr std::int32_t batch = 3, heads = 2, length = 1100, score_pitch = 1113, pitch = 1131;
+    MaskCase input = random_case(batch, heads, length, 13);
+    std::vector<float> padded(3 + batch * heads * score_pitch, std::numeric_limits<float>::quiet_NaN());
+    for (std::int32_t b = 0; b < batch; ++b) {
+        for (std::int32_t h = 0; h < heads; ++h) {
+            std::copy_n(&input.scores.at(b, h, 0), length,
+                        &padded[static_cast<std::size_t>(3 + (h * batch + b) * score_pitch)]);
+        }
+    }
+    const Device<float> scores(padded);
+    const Sequences sequences{batch, length};
+    const kvpolicy::cuda on{};
+    for (const std::int32_t step : {1, 4}) {
+        const auto policy = budget(2, 20, 100, -0.01f, step);
+        const std::vector<expiry_t> wanted = host_mask(policy, input).expiry;
+        for (const cuda_backend::mask_tuning& tuning : all_tunings()) {
+            const Device<expiry_t> expiry(
+                std::vector<expiry_t>(static_cast<std::size_t>(5 + batch * heads * pitch), untouched));
+            const Device<unsigned char> workspace(
+                cuda_backend::mask_workspace_bytes(on, policy, sequences, heads, {}, tuning));
+            cuda_backend::build_mask_tuned(
+                on, policy,
+                plane_view<const float>{scores.data() + 3, batch, heads, score_pitch, score_pitch,
+                                        batch * score_pitch},
+                sequences, plane_view<expiry_t>{expiry.data() + 5, batch, heads, pitch, pitch, batch * pitch},
+                workspace, {}, nullptr, tuning);
+            const std::vector<expiry_t> got = expiry.read();
+            std::vector<expiry_t> expected(got.size(), untouched);
+            for (std::int32_t b = 0; b < batch; ++b) {
+                for (std::int32_t h = 0; h < heads; ++h) {
+                    std::copy_n(wanted.begin() + (b * heads + h) * length, length,
+                                expected.begin() + 5 + (h * batch + b) * pitch);
+                }
+            }
+            same(got, expected, pitch, "strides, step " + std::to_string(step));
+        }
+    }
+}
+
+TEST_CASE("a NaN score under every kind of gate") {
+    MaskCase input = random_case(2, 2, 1300, 14);
+    std::mt19937 generator(14);
+    fill_scores(input.scores, HardScores::nan, 0.0f, generator);
+    const Sink<> sink{1};
+    const Window<> window{9};
+    for (const std::int32_t k : {0, 60, 1000, unlimited}) {
+        const std::string end = ", k " + std::to_string(k);
+        const TopKBudget<> places{k};
+        check_mask(Policy<Sink<>, Window<>, ThresholdGate<at_least>, TopKBudget<>>(
+                       sink, window, ThresholdGate<at_least>(-0.5f), places),
+                   input, "at least" + end);
+        check_mask(Policy<Sink<>, Window<>, BelowGate, TopKBudget<>, Decay<1>>(sink, window, BelowGate{0.5f},
+                                                                               places, Decay<1>(-0.01f)),
+                   input, "a gate that is open for NaN" + end);
+    }
+    const MaskResult gated = check_mask(
+        Policy<Window<>, ThresholdGate<above>>(window, ThresholdGate<above>(-9.0f)), input, "above");
+    CHECK(gated.status == std::vector<std::uint32_t>{status_nan_score, status_nan_score});
+    check_mask(Policy<Window<>, BelowGate>(window, BelowGate{0.5f}), input, "open for NaN");
+    check_mask(Policy<Window<>>(window), input, "no score is read");
 }
 
 TEST_CASE("contests whose order depends on the query") {
@@ -243,20 +330,6 @@ TEST_CASE("priorities that agree to more bits than a sort key has") {
     }
 }
 
-// Small enough for compute-sanitizer: the whole grid sorts runs of several tiles, and single blocks shorter ones.
-TEST_CASE("a few long runs of level priorities") {
-    MaskCase input = random_case(1, 1, 12000);
-    std::mt19937 generator(4);
-    fill_scores(input.scores, HardScores::level, -1e-3f, generator);
-    const auto policy = budget(2, 20, 300, -1e-3f);
-    same(device_mask(policy, input, all_tunings()[1]).expiry, host_mask(policy, input).expiry, 12000,
-         "12000 tokens");
-    MaskCase shorter = random_case(1, 1, 3000);
-    fill_scores(shorter.scores, HardScores::level, -1e-3f, generator);
-    same(device_mask(policy, shorter, all_tunings()[1]).expiry, host_mask(policy, shorter).expiry, 3000,
-         "3000 tokens");
-}
-
 TEST_CASE("lengths and edges in device memory that cannot be") {
     MaskCase input = random_case(4, 2, 600, 2);
     input.lengths = {600, -1, 601, 77};
@@ -278,58 +351,6 @@ TEST_CASE("lengths and edges in device memory that cannot be") {
             const MaskResult got = device_mask(budget(2, 20, 100, -0.1f), packed, tuning);
             CHECK(got.expiry == std::vector<expiry_t>(600, untouched));
             CHECK(got.status == std::vector<std::uint32_t>{status_bad_length});
-        }
-    }
-}
-
-TEST_CASE("ranks and cutoffs are the host's, by every algorithm") {
-    std::mt19937 generator(5);
-    for (const std::int32_t length : {1, 200, 1100, 2600}) {
-        for (const std::int32_t k : {0, 1, 60, 511, 2600, unlimited}) {
-            for (const Scores kind :
-                 {Scores::random, Scores::improving, Scores::worsening, Scores::few_values}) {
-                MaskCase input = random_case(2, 2, length);
-                fill_scores(input.scores, kind, generator);
-                input.lengths = {length, length / 2};
-                const auto policy = budget(2, 31, k, -0.004f);
-                const Sequences on_host = input.sequences(input.lengths.data(), nullptr);
-                Plane<std::int32_t> rank(2, 2, length, untouched), cutoff(2, 2, length, untouched);
-                const Plane<float>& scores = input.scores;
-                Workspace memory(build_cutoffs_workspace_bytes(oracle_context(), policy, on_host, 2));
-                build_cutoffs(oracle_context(), policy, scores.view(), on_host, rank.view(), cutoff.view(),
-                              memory);
-
-                const Device<float> device_scores(scores.data);
-                const Device<std::int32_t> lengths(input.lengths);
-                const Sequences on_device = input.sequences(lengths.data(), nullptr);
-                const kvpolicy::cuda on{};
-                const auto check = [&]<class C>(C, const std::string& algorithm) {
-                    const std::string what = algorithm + ", " + name(kind) + ", length " +
-                                             std::to_string(length) + ", k " + std::to_string(k);
-                    const Device<std::int32_t> got_rank(
-                        std::vector<std::int32_t>(rank.data.size(), untouched));
-                    const Device<std::int32_t> got_cutoff(
-                        std::vector<std::int32_t>(rank.data.size(), untouched));
-                    const Device<unsigned char> workspace(
-                        build_cutoffs_workspace_bytes<C>(on, policy, on_device, 2));
-                    build_cutoffs<C>(on, policy, view_bhs<const float>(device_scores.data(), 2, 2, length),
-                                     on_device, view_bhs(got_rank.data(), 2, 2, length),
-                                     view_bhs(got_cutoff.data(), 2, 2, length), workspace);
-                    same(got_rank.read(), rank.data, length, "rank, " + what);
-                    same(got_cutoff.read(), cutoff.data, length, "cutoff, " + what);
-                    const Device<expiry_t> expiry(std::vector<expiry_t>(rank.data.size(), untouched));
-                    const Device<unsigned char> more(
-                        expiry_from_cutoffs_workspace_bytes(on, policy, on_device, 2));
-                    expiry_from_cutoffs(on, policy,
-                                        view_bhs<const std::int32_t>(got_rank.data(), 2, 2, length),
-                                        view_bhs<const std::int32_t>(got_cutoff.data(), 2, 2, length),
-                                        on_device, view_bhs(expiry.data(), 2, 2, length), more);
-                    same(expiry.read(), host_mask(policy, input).expiry, length, "expiry, " + what);
-                };
-                check(ParallelCutoff{}, "parallel");
-                check(FenwickCutoff{}, "Fenwick");
-                check(LinkedCutoff{}, "linked");
-            }
         }
     }
 }

@@ -48,6 +48,18 @@ TEST_CASE("a million tokens") {
     }
 }
 
+TEST_CASE("lengths around powers of two") {
+    std::mt19937 generator(12);
+    for (const std::int32_t power : {1 << 15, 1 << 16, 1 << 17, 1 << 18, 1 << 20}) {
+        for (const std::int32_t length : {power - 1, power, power + 1}) {
+            MaskCase input = case_of(1, 1, length);
+            fill_scores(input.scores, Scores::random, generator);
+            check_mask(Budget(Sink<>{4}, Window<>{256}, TopKBudget<>{3836}, Decay<1>(-1e-4f)), input,
+                       "length " + std::to_string(length));
+        }
+    }
+}
+
 TEST_CASE("lengths around 2^14 with many heads") {
     for (const std::int32_t length : {16383, 16384, 16385}) {
         std::mt19937 generator(static_cast<unsigned>(length));

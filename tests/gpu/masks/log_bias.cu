@@ -126,9 +126,11 @@ TEST_CASE("scores at both ends of fp32") {
                           -104.0f,
                           104.0f,
                           1e-40f,
-                          -0.0f};
+                          -0.0f,
+                          -std::numeric_limits<float>::infinity(),
+                          std::numeric_limits<float>::infinity()};
     for (std::size_t i = 0; i < input.scores.data.size(); ++i) {
-        input.scores.data[i] = ends[i % 6];
+        input.scores.data[i] = ends[i % 8];
     }
     check_gates(Plain(Sink<>{1}, Window<>{4}), input, "ends");
 }

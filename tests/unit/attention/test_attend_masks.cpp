@@ -31,7 +31,7 @@ TEST_CASE("a window of 4 over one-hot values: exactly 4 nonzero weights") {
     for (std::int32_t t = 0; t < length; ++t) {
         p.expiry[static_cast<std::size_t>(t)] = t + window;
         for (std::int32_t c = 0; c < 64; ++c) {
-            p.v[static_cast<std::size_t>(t * 64 + c)] = c == t ? 1.0f : 0.0f;
+            p.v[static_cast<std::size_t>(t) * 64 + static_cast<std::size_t>(c)] = c == t ? 1.0f : 0.0f;
         }
     }
     check_all(p);

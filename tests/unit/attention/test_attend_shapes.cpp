@@ -2,7 +2,7 @@
 // blocks, strided and fused views, batches whose sequences differ.
 #include "attention_reference.hpp"
 
-#include <cstring>
+#include <algorithm>
 
 using namespace attention_test;
 
@@ -172,9 +172,8 @@ TEST_CASE("strides: fused QKV rows, and K and V in one pool") {
             for (std::int32_t h = 0; h < heads; ++h) {
                 for (std::int32_t t = 0; t < length; ++t) {
                     same = same &&
-                           std::memcmp(result.row(b, h, t),
-                                       transposed.data() + ((std::int64_t{b} * length + t) * heads + h) * dim,
-                                       sizeof(float) * dim) == 0;
+                           std::equal(result.row(b, h, t), result.row(b, h, t) + dim,
+                                      transposed.data() + ((std::int64_t{b} * length + t) * heads + h) * dim);
                 }
             }
         }

@@ -145,7 +145,8 @@ void check_joins_and_leaves(const host& on, const P& policy, std::uint32_t seed,
             for (std::int32_t l = 0; l < layers; ++l) {
                 for (std::int32_t slot = 0; slot < slots; ++slot) {
                     const bool same =
-                        before[static_cast<std::size_t>(l * slots + slot)] == batched.slot_bytes(l, slot);
+                        before[static_cast<std::size_t>(l) * slots + static_cast<std::size_t>(slot)] ==
+                        batched.slot_bytes(l, slot);
                     untouched = untouched && same == (l != layer || tokens_of(slot) == 0);
                     same_lengths =
                         same_lengths && batched.cache.length(slot) == lengths[static_cast<std::size_t>(slot)];

@@ -254,3 +254,15 @@ TEST_CASE("sequences of no tokens, and views longer than the sequences") {
     CHECK(some.expiry_memory.at(1, 0, 5) == -77);
     CHECK(some.expiry_memory.at(0, 0, 0) == -77);
 }
+
+TEST_CASE("a workspace is not asked for shapes that cannot be") {
+    const std::int32_t budgets[2] = {3, 4};
+    const P rule{Sink<>{1}, Window<>{2}, TopKBudget<>{per_head(budgets, 1, 2)}, Decay<dynamic>{0.0f, 1}};
+    const host on{1};
+    CHECK(build_mask_workspace_bytes(on, rule, {1, 12}, 2) > 0);
+    CHECK_REFUSED(build_mask_workspace_bytes(on, rule, {1, 12}, 3), "array of budgets");
+    CHECK_REFUSED(build_mask_workspace_bytes(on, rule, {1, 12}, -1), "heads");
+    CHECK_REFUSED(build_mask_workspace_bytes(on, rule, {-1, 12}, 2), "sequences.batch");
+    CHECK_REFUSED(build_mask_workspace_bytes(on, rule, {1, -1}, 2), "sequences.length");
+    CHECK_REFUSED(build_cutoffs_workspace_bytes(on, rule, {1, -1}, 2), "sequences.length");
+}

@@ -131,27 +131,28 @@ TEST_CASE("any mask, heads of their own rules, sequences of their own lengths") 
                                                         Window<>{per_head(windows, 1, heads)},
                                                         TopKBudget<>{per_head(budgets, 1, heads)}};
     const Sequences sequences{.batch = batch, .length = length, .lengths = lengths};
+    const std::size_t all_heads = std::size_t{batch} * heads;
     for (int round = 0; round < 30; ++round) {
         test::Plane<expiry_t> teacher(batch, heads, length), student(batch, heads, length);
         fill_expiry(teacher, generator);
         fill_expiry(student, generator);
         test::Plane<std::int32_t> live(batch, heads, length, -9);
-        std::vector<double> densities(batch * heads, -9.0), ratios(batch * heads, -9.0);
-        std::vector<Recall> recalls(batch * heads);
+        std::vector<double> densities(all_heads, -9.0), ratios(all_heads, -9.0);
+        std::vector<Recall> recalls(all_heads);
         live_keys(on, teacher.view(), sequences, live.view());
         density(on, teacher.view(), sequences, densities.data());
         evict_ratio(on, policy, teacher.view(), sequences, ratios.data());
         test::Workspace memory(oracle_recall_workspace_bytes(on, teacher.view(), sequences));
         oracle_recall(on, policy, teacher.view(), student.view(), sequences, recalls.data(), memory);
         const auto query = static_cast<std::int32_t>(generator() % length);
-        std::vector<std::int32_t> holding(batch * length, -9);
+        std::vector<std::int32_t> holding(std::size_t{batch} * length, -9);
         retention_map(on, teacher.view(), sequences, query, holding.data());
         for (std::int32_t b = 0; b < batch; ++b) {
             const std::int32_t n = lengths[b];
             for (std::int32_t h = 0; h < heads; ++h) {
                 CAPTURE(b);
                 CAPTURE(h);
-                const auto at = static_cast<std::size_t>(b * heads + h);
+                const auto at = static_cast<std::size_t>(b) * heads + static_cast<std::size_t>(h);
                 const expiry_t* of_teacher = teacher.view().head(b, h);
                 const expiry_t* of_student = student.view().head(b, h);
                 const auto eligible = [&](std::int32_t q, std::int32_t t) {
@@ -207,8 +208,9 @@ TEST_CASE("any mask, heads of their own rules, sequences of their own lengths") 
                 for (std::int32_t h = 0; h < heads; ++h) {
                     count += t <= query && query < teacher.at(b, h, t) ? 1 : 0;
                 }
-                map_agrees =
-                    map_agrees && holding[static_cast<std::size_t>(b * length + t)] == (t < n ? count : -9);
+                map_agrees = map_agrees &&
+                             holding[static_cast<std::size_t>(b) * length + static_cast<std::size_t>(t)] ==
+                                 (t < n ? count : -9);
             }
             CHECK(map_agrees);
         }

@@ -38,7 +38,9 @@ enum class array : std::uint64_t {
     w1,
     b1,
     w2,
-    b2
+    b2,
+    w3,
+    b3
 };
 inline std::vector<float> draw(std::int32_t seed, array name, std::int64_t count, float scale) {
     return draw(static_cast<std::uint64_t>(seed) * 32 + static_cast<std::uint64_t>(name),

@@ -155,12 +155,13 @@ std::vector<double> mlstm_reference(const S& s, const test::mlstm_case& c, const
             for (std::int32_t part = 0; part < (c.hedgehog ? 2 : 1); ++part) {
                 double sum = 0.0;
                 for (std::int32_t r = 0; r < rows; ++r) {
-                    double& one = y[static_cast<std::size_t>(part * rows + r)];
-                    one = std::exp((part == 0 ? 1.0 : -1.0) * times(w + h * rows * inputs, r, t));
+                    double& one = y[static_cast<std::size_t>(std::int64_t{part} * rows + r)];
+                    one =
+                        std::exp((part == 0 ? 1.0 : -1.0) * times(w + std::int64_t{h} * rows * inputs, r, t));
                     sum += one;
                 }
                 for (std::int32_t r = 0; r < rows; ++r) {
-                    y[static_cast<std::size_t>(part * rows + r)] /= sum;
+                    y[static_cast<std::size_t>(std::int64_t{part} * rows + r)] /= sum;
                 }
             }
             return y;
@@ -172,7 +173,7 @@ std::vector<double> mlstm_reference(const S& s, const test::mlstm_case& c, const
             key.push_back(phi(s.weights.w_k, t));
             std::vector<double> one;
             for (std::int32_t e = 0; e < c.d_v; ++e) {
-                one.push_back(c.projected ? times(s.weights.w_v + h * c.d_v * inputs, e, t)
+                one.push_back(c.projected ? times(s.weights.w_v + std::int64_t{h} * c.d_v * inputs, e, t)
                                           : v.view().row(0, h, t)[e]);
             }
             value.push_back(one);
@@ -360,12 +361,14 @@ void check_mlp(bool shared, bool normalized, Act&& act) {
                     double score = static_cast<double>(c.b2[static_cast<std::size_t>(h)]);
                     const std::int32_t layer = shared ? 0 : h;
                     for (std::int32_t r = 0; r < hidden; ++r) {
-                        const auto row = static_cast<std::size_t>(layer * hidden + r);
+                        const auto row = static_cast<std::size_t>(std::int64_t{layer} * hidden + r);
                         double y = static_cast<double>(c.b1[row]);
                         for (std::size_t i = 0; i < x.size(); ++i) {
                             y += static_cast<double>(c.w1[row * x.size() + i]) * x[i];
                         }
-                        score += static_cast<double>(c.w2[static_cast<std::size_t>(h * hidden + r)]) * act(y);
+                        score += static_cast<double>(
+                                     c.w2[static_cast<std::size_t>(std::int64_t{h} * hidden + r)]) *
+                                 act(y);
                     }
                     sum += score * d.view().head(b, h)[t];
                 }

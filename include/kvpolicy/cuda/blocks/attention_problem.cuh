@@ -23,6 +23,8 @@ struct key_rows {
     rows_view<const T> self_k;  // [B, Hkv, S, Dk]; data null: one segment
     rows_view<const T> self_v;  // [B, Hkv, S, Dv]
 
+    /// An address that may be named where nothing is read.
+    __device__ const T* none() const { return k.data != nullptr ? k.data : self_k.data; }
     __device__ const T* key(std::int64_t b, std::int64_t h, std::int32_t row) const {
         return row < k.length ? k.row(b, h, row) : self_k.row(b, h, row - k.length);
     }
@@ -58,24 +60,28 @@ struct row_life {
     std::uint16_t dies;
 };
 
-/// The lists of all super-tiles. List number L = (b * kv_heads + h) * supers + j is for queries [j super_q, (j + 1) super_q) of the
-/// sequence; its entries stand at offset(L). The first old[L] entries are rows born at or before the super-tile's first query
-/// (born = 0), by falling `dies`, so that the rows that live through it come first; the others, up to total[L], were born
-/// inside it, by rising `born`. Ties go by row number. Lists are the same in every run.
+/// The lists of a round: super-tiles [first, first + supers) of every KV head. (Memory holds so many lists at a time; a call
+/// with more of them goes in several rounds of plan and attention.) List number L = head * supers + j, head = b * kv_heads + h,
+/// is for queries [(first + j) super_q, (first + j + 1) super_q) of the sequence; its entries stand at offset(head, j). The first
+/// old[L] entries are rows born at or before the super-tile's first query (born = 0), by falling `dies`, so that the rows that
+/// live through it come first; the others, up to total[L], were born inside it, by rising `born`. Ties go by row number. Lists are
+/// the same in every run.
 ///
 /// For query tiles of tile_q queries (super_q is a multiple of it) and boundaries e = i tile_q, i = 0 .. super_q / tile_q:
 ///   through[L * boundaries + i] = how many old rows have dies >= e: they are a prefix of the list, and live through all queries
 ///                                 before e;
 ///   known[L * boundaries + i]   = how many young rows have born < e.
-/// So of the old rows, a tile [a, e) sees the first through[e] in full; those from there on with dies > a die inside it and
-/// follow next. Of the young rows only the first known[e] matter, less those with dies <= a.
+/// So of the old rows, a tile [a, e) sees the first through[e] in full; those from there to through[a] may die inside it. Of the
+/// young rows only the first known[e] matter, less those with dies <= a. `dies` = super_q says that a row outlives the
+/// super-tile, or the sequence.
 struct attention_plan {
     std::int32_t super_q = 0;
     std::int32_t tile_q = 0;
-    std::int32_t supers = 0;      // super-tiles a sequence
+    std::int32_t first = 0;       // the round's first super-tile
+    std::int32_t supers = 0;      // super-tiles of the round
     std::int32_t boundaries = 0;  // super_q / tile_q + 1
     std::int32_t rows = 0;        // rows of both segments
-    bool triangular = false;      // plain frame: super-tile j needs only the first (j + 1) super_q rows
+    bool triangular = false;      // plain frame: super-tile i needs only the first (i + 1) super_q rows
     std::int32_t* row = nullptr;  // entries: row numbers
     row_life* life = nullptr;     // entries
     float* bias = nullptr;        // entries: log-bias, natural log; null where the mask has none
@@ -85,15 +91,15 @@ struct attention_plan {
     std::int32_t* through = nullptr;     // [lists][boundaries]
     std::int32_t* known = nullptr;       // [lists][boundaries]
 
-    /// Entries that the lists before super-tile j of one head may take.
+    /// Entries that the lists before super-tile first + j of one head may take.
     __host__ __device__ std::int64_t before(std::int64_t j) const {
         if (!triangular) {
             return j * rows;
         }
-        // sum over i < j of min(rows, (i + 1) super_q)
-        const std::int64_t full = rows / super_q;  // super-tiles i < full have (i + 1) super_q <= rows
-        const std::int64_t ramp = j < full ? j : full;
-        return ramp * (ramp + 1) / 2 * super_q + (j - ramp) * rows;
+        // sum over i < j of min(rows, (first + i + 1) super_q)
+        const std::int64_t full = rows / super_q - first;  // i < full have (first + i + 1) super_q <= rows
+        const std::int64_t ramp = j < full ? j : full > 0 ? full : 0;
+        return ramp * (2 * std::int64_t{first} + ramp + 1) / 2 * super_q + (j - ramp) * rows;
     }
     __host__ __device__ std::int64_t entries_a_head() const { return before(supers); }
     __device__ std::int64_t offset(std::int64_t head, std::int32_t j) const {  // head = b * kv_heads + h

@@ -255,10 +255,9 @@ BoundaryValue BoundaryLoss::operator()(const host& on, const P& policy,
                 const std::int32_t fresh = q - rule.window;
                 const bool keeps = !std::signbit(rows.margin[q]);
                 const double y = keeps ? 1.0 : -1.0;
-                const double age =
-                    static_cast<double>((q - fresh) / rule.decay_step - (q - old) / rule.decay_step);
+                const std::int32_t age = (q - fresh) / rule.decay_step - (q - old) / rule.decay_step;
                 const double delta = static_cast<double>(score[fresh]) - static_cast<double>(score[old]) +
-                                     age * static_cast<double>(rule.log_gamma);
+                                     static_cast<double>(age) * static_cast<double>(rule.log_gamma);
                 const double omega =
                     static_cast<double>(margin.omega_min) +
                     (1.0 - static_cast<double>(margin.omega_min)) *

@@ -25,13 +25,13 @@ bool row_of_numbers(bool refuse, const char* name, std::int64_t b, std::int64_t 
                     const Real* row, std::int32_t count) {
     bool bad = false;
     for (std::int32_t i = 0; i < count; ++i) {
-        bad |= row[i] != row[i];
+        bad |= std::isnan(row[i]);
     }
     if (!bad) [[likely]] {
         return true;
     }
     std::int32_t at = 0;
-    while (row[at] == row[at]) {
+    while (!std::isnan(row[at])) {
         ++at;
     }
     if (refuse) {
@@ -276,7 +276,8 @@ LossValue TopDistillation::operator()(const host& on, std::type_identity_t<rows_
                                detail::text("0 to ", vocabulary - 1));
             }
             const Real z = student.row(b, h, t)[at];
-            good = z == z || hb::row_of_numbers(refuse, "student", b, h, t, student.row(b, h, t), vocabulary);
+            good = !std::isnan(z) ||
+                   hb::row_of_numbers(refuse, "student", b, h, t, student.row(b, h, t), vocabulary);
         }
         return good;
     });

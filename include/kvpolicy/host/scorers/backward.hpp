@@ -13,6 +13,7 @@
 
 #include <algorithm>
 #include <cmath>
+#include <limits>
 
 namespace kvpolicy {
 
@@ -29,8 +30,8 @@ void refuse_bad_rows(const host& on, const char* name, const rows_view<const T>&
             const T* row = rows.row(b, h, t);
             bool good = true;
             for (std::int32_t i = 0; i < rows.dim; ++i) {
-                const auto x = static_cast<compute_t<T>>(row[i]);
-                good &= x - x == 0;
+                good &=
+                    std::abs(static_cast<compute_t<T>>(row[i])) <= std::numeric_limits<compute_t<T>>::max();
             }
             if (good) [[likely]] {
                 continue;
@@ -73,14 +74,16 @@ void check_backward_call(const host& on, const S& scorer, const ScoreBackward<T>
                                      call.d_scores.length,
                                      call.d_scores.batch_stride,
                                      call.d_scores.head_stride};
-    if constexpr (S::when == score_time::on_leaving) {
+    if constexpr (S::when != score_time::on_arrival) {
         for (std::int32_t b = 0; b < call.k.batch && call.sequences.batch == call.k.batch; ++b) {
             detail::require(
                 call.sequences.start_of(b) == 0, [&] { return detail::text("sequences.starts[", b, "]"); },
                 call.sequences.start_of(b), "0 in a backward pass");
         }
     }
-    check_score_call<T>(scorer, call.k, call.v, call.sequences, call.delay, as_scores, {});
+    BasicScoreOptions<Real> options;
+    options.dropout = call.dropout;
+    check_score_call<T>(scorer, call.k, call.v, call.sequences, call.delay, as_scores, options);
     const bool wanted = call.d_k.data != nullptr;
     detail::require(wanted == (call.d_v.data != nullptr), "d_v.data", wanted ? "null" : "given",
                     "given with d_k, or null with it");
@@ -94,7 +97,7 @@ void check_backward_call(const host& on, const S& scorer, const ScoreBackward<T>
         for (std::int32_t h = 0; h < call.k.heads; ++h) {
             for_each_scored<S>(call.sequences, b, call.delay, [&](std::int64_t t) {
                 const Real d = call.d_scores.head(b, h)[t];
-                if (d - d == Real(0)) [[likely]] {
+                if (std::abs(d) <= std::numeric_limits<Real>::max()) [[likely]] {
                     return;
                 }
                 detail::refuse(detail::text("d_scores[", b, "][", h, "][", t, "]").c_str(), d,
@@ -139,7 +142,7 @@ struct mlp_backward_memory {
     mlp_backward_memory(const host& on, const S& scorer, const ScoreBackward<T>& call, void* data) {
         arena from(data);
         const auto inner = static_cast<std::size_t>(scorer.input_size());
-        const auto width = static_cast<std::size_t>(scorer.dim_k + scorer.dim_v);
+        const auto width = static_cast<std::size_t>(scorer.dim_k) + static_cast<std::size_t>(scorer.dim_v);
         const auto heads = static_cast<std::size_t>(call.k.batch) * static_cast<std::size_t>(call.k.heads);
         slot = aligned_size(scorer_block * (2 * inner + width) * sizeof(Real)) / sizeof(Real);
         slots = from.take<Real>(slot * static_cast<std::size_t>(on.threads()));
@@ -243,10 +246,11 @@ void backward(const host& on, const BasicMlpScorer<Input, Act, D>& scorer, const
             hb::dense_rows(call.k, b, h, first, count, rows),
             hb::dense_rows(call.v, b, h, first, count, rows + std::ptrdiff_t{scorer_block} * scorer.dim_k)};
         for (std::int32_t t = 0; t < count; ++t) {
-            scorer.input.gather(set, static_cast<std::int32_t>(h),
-                                from.keys + std::ptrdiff_t{t} * scorer.dim_k,
-                                from.values + std::ptrdiff_t{t} * scorer.dim_v, scorer.dim_k, scorer.dim_v,
-                                x + std::ptrdiff_t{t} * inner);
+            const std::int64_t position = first + t - hb::origin_of(call.sequences, first + t);
+            hb::input_at(scorer.input, position)
+                .gather(set, static_cast<std::int32_t>(h), from.keys + std::ptrdiff_t{t} * scorer.dim_k,
+                        from.values + std::ptrdiff_t{t} * scorer.dim_v, scorer.dim_k, scorer.dim_v,
+                        x + std::ptrdiff_t{t} * inner);
         }
         return from;
     };
@@ -290,11 +294,12 @@ void backward(const host& on, const BasicMlpScorer<Input, Act, D>& scorer, const
                                            count, hidden, w1 + layer * hidden * inner, std::ptrdiff_t{inner},
                                            inner, d_x, std::ptrdiff_t{inner}, false);
         for (std::int32_t t = 0; t < count; ++t) {
-            scorer.input.pull_back(set, static_cast<std::int32_t>(h),
-                                   from.keys + std::ptrdiff_t{t} * scorer.dim_k,
-                                   from.values + std::ptrdiff_t{t} * scorer.dim_v, scorer.dim_k, scorer.dim_v,
-                                   static_cast<const Real*>(d_x + std::ptrdiff_t{t} * inner),
-                                   call.d_k.row(b, h, first + t), call.d_v.row(b, h, first + t));
+            const std::int64_t position = first + t - hb::origin_of(call.sequences, first + t);
+            hb::input_at(scorer.input, position)
+                .pull_back(set, static_cast<std::int32_t>(h), from.keys + std::ptrdiff_t{t} * scorer.dim_k,
+                           from.values + std::ptrdiff_t{t} * scorer.dim_v, scorer.dim_k, scorer.dim_v,
+                           static_cast<const Real*>(d_x + std::ptrdiff_t{t} * inner),
+                           call.d_k.row(b, h, first + t), call.d_v.row(b, h, first + t));
         }
     });
 
@@ -349,4 +354,5 @@ void score_sequence_backward(const host& on, const S& scorer, const ScoreBackwar
 
 }  // namespace kvpolicy
 
+#include <kvpolicy/host/scorers/conv_backward.hpp>
 #include <kvpolicy/host/scorers/mlstm_backward.hpp>

@@ -97,7 +97,27 @@ void initialize(const BasicMlpScorer<Input, Act, D>& scorer, MlpParameters<float
                 1.0 / std::sqrt(static_cast<double>(scorer.input_size())));
     fill_value(into.b1, rows, 0.0f);
     fill_value(into.w2, std::int64_t{scorer.heads} * scorer.hidden, 0.0f);
-    fill_value(into.b2, scorer.heads, 0.0f);
+    float bias = 0.0f;
+    if constexpr (requires { Input::start_bias; }) {
+        bias = Input::start_bias;
+    }
+    fill_value(into.b2, scorer.heads, bias);
+}
+
+template <std::int32_t D>
+void initialize(const ConvScorer<D>& scorer, ConvParameters<float> into, std::uint64_t seed) {
+    using namespace host_backend;
+    check_parameters("ConvScorer", scorer, into);
+    for (std::int32_t layer = 1; layer <= 3; ++layer) {
+        const std::int64_t in = scorer.channels(layer - 1),
+                           out = std::int64_t{scorer.heads} * scorer.channels(layer);
+        const auto arrays = conv_layer_of(scorer, into, layer, 0);
+        fill_normal(arrays.w, out * 3 * in, {seed * 8 + static_cast<std::uint64_t>(layer)},
+                    std::sqrt(2.0 / (3.0 * static_cast<double>(in))));
+        fill_value(arrays.b, out, 0.0f);
+    }
+    fill_value(into.readout, std::int64_t{scorer.heads} * scorer.channels(3), 0.0f);
+    fill_value(into.readout_bias, scorer.heads, 0.0f);
 }
 
 template <std::int32_t D>

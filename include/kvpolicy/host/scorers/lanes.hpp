@@ -37,27 +37,27 @@ template <class Real, int Bytes>
 struct vector_of;
 template <>
 struct vector_of<float, 16> {
-    typedef float type __attribute__((vector_size(16)));
-    typedef float memory __attribute__((vector_size(16), aligned(alignof(float)), may_alias));
-    typedef std::int32_t mask __attribute__((vector_size(16)));
+    using type [[gnu::vector_size(16)]] = float;
+    using memory [[gnu::vector_size(16), gnu::aligned(alignof(float)), gnu::may_alias]] = float;
+    using mask [[gnu::vector_size(16)]] = std::int32_t;
 };
 template <>
 struct vector_of<float, 32> {
-    typedef float type __attribute__((vector_size(32)));
-    typedef float memory __attribute__((vector_size(32), aligned(alignof(float)), may_alias));
-    typedef std::int32_t mask __attribute__((vector_size(32)));
+    using type [[gnu::vector_size(32)]] = float;
+    using memory [[gnu::vector_size(32), gnu::aligned(alignof(float)), gnu::may_alias]] = float;
+    using mask [[gnu::vector_size(32)]] = std::int32_t;
 };
 template <>
 struct vector_of<double, 16> {
-    typedef double type __attribute__((vector_size(16)));
-    typedef double memory __attribute__((vector_size(16), aligned(alignof(double)), may_alias));
-    typedef std::int64_t mask __attribute__((vector_size(16)));
+    using type [[gnu::vector_size(16)]] = double;
+    using memory [[gnu::vector_size(16), gnu::aligned(alignof(double)), gnu::may_alias]] = double;
+    using mask [[gnu::vector_size(16)]] = std::int64_t;
 };
 template <>
 struct vector_of<double, 32> {
-    typedef double type __attribute__((vector_size(32)));
-    typedef double memory __attribute__((vector_size(32), aligned(alignof(double)), may_alias));
-    typedef std::int64_t mask __attribute__((vector_size(32)));
+    using type [[gnu::vector_size(32)]] = double;
+    using memory [[gnu::vector_size(32), gnu::aligned(alignof(double)), gnu::may_alias]] = double;
+    using mask [[gnu::vector_size(32)]] = std::int64_t;
 };
 
 /// sum += a * b, for numbers and vectors. Left to itself g++ fuses products and sums across statements where a translation

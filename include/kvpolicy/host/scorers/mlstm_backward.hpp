@@ -104,7 +104,7 @@ void backward(const host& on, const mLSTMScorer<D, Feature, Values>& scorer, con
                 }
             }
             if (gradients.readout_bias != nullptr) {
-                gradients.readout_bias[h] += sums[2 * width];
+                gradients.readout_bias[h] += sums[std::ptrdiff_t{2} * width];
             }
             const Real* token = tokens_of(b, h);
             for (std::int64_t t = 0; t < call.sequences.length_of(b); ++t, token += row.size) {

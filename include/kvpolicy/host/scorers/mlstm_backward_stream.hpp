@@ -327,7 +327,7 @@ class mlstm_backward_head {
         const std::int32_t width = of_.width;
         const Real d_score = call_.d_scores.head(b_, h_)[t];
         tokens_[t * row_.size + row_.score] = d_score;
-        d_readout_[2 * width] += d_score;
+        d_readout_[std::ptrdiff_t{2} * width] += d_score;
         const float* readout = weights.readout + h_ * width;
         const float* gain = weights.norm_gain == nullptr ? nullptr : weights.norm_gain + h_ * width;
         Real scale = Real(1);

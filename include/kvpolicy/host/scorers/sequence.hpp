@@ -24,14 +24,18 @@ inline constexpr bool has_chunkwise<mLSTMScorer<D, Feature, Values>> = true;
 template <class S, class Real>
 concept computes_in = requires(const S& scorer, const Real* row, Real* state, Real* scratch) {
     requires(S::when == score_time::on_arrival && requires { scorer.score(0, row, row, scratch); }) ||
+        (S::when == score_time::in_window &&
+         requires { scorer.score_span(0, position_t{0}, 1, row, row, scratch, scratch, isa::portable); }) ||
         (S::when == score_time::on_leaving && requires { scorer.absorb(0, state, row, row, scratch); });
 };
 
 /// The library's scorers take the context's instruction set; a user's need not.
 template <class S, class Real>
-Real score_one(isa set, const S& scorer, std::int32_t head, const Real* key, const Real* value,
-               Real* scratch) {
-    if constexpr (requires { scorer.score(head, key, value, scratch, set); }) {
+Real score_one(isa set, const S& scorer, std::int32_t head, const Real* key, const Real* value, Real* scratch,
+               [[maybe_unused]] position_t t) {
+    if constexpr (requires { scorer.score(head, key, value, scratch, set, t); }) {
+        return scorer.score(head, key, value, scratch, set, t);
+    } else if constexpr (requires { scorer.score(head, key, value, scratch, set); }) {
         return scorer.score(head, key, value, scratch, set);
     } else {
         return static_cast<Real>(scorer.score(head, key, value, scratch));
@@ -55,6 +59,13 @@ Real read_one(isa set, const S& scorer, std::int32_t head, const Real* state, co
         return static_cast<Real>(scorer.read(head, state, key, value, scratch));
     }
 }
+
+/// A scorer that has dropout.
+template <class S>
+concept has_dropout = requires(const S& scorer, const float* row, float* to, isa set,
+                               const DropoutStream& dropout) {
+    scorer.score_span(0, position_t{0}, 1, row, row, to, to, set, dropout);
+};
 
 template <class S>
 std::size_t block_scratch(const S& scorer) {
@@ -82,10 +93,37 @@ std::size_t slot_reals(const S& scorer, std::int32_t dim_k, std::int32_t dim_v) 
     std::size_t reals;
     if constexpr (S::when == score_time::on_arrival) {
         reals = (BlockScorer<S> ? scorer_block : 1) * rows + block_scratch(scorer);
+    } else if constexpr (S::when == score_time::in_window) {
+        reals = (scorer_block + 2 * S::reach) * rows + scorer.span_scratch_size();
     } else {
         reals = rows + scorer.scratch_size() + scorer.state_size();
     }
     return aligned_size(reals * sizeof(Real)) / sizeof(Real);
+}
+
+/// The first token of the packed segment that token t of a sequence is in; 0 without segments.
+inline std::int64_t origin_of(const Sequences& sequences, std::int64_t t) {
+    if (sequences.cu_seqlens == nullptr) {
+        return 0;
+    }
+    const std::int32_t* const end = sequences.cu_seqlens + sequences.segments;
+    return *(std::upper_bound(sequences.cu_seqlens, end, t) - 1);
+}
+
+/// Cuts tokens [first, first + count) where packed segments do: visit(first, count, position of the first).
+template <class Visit>
+void for_each_position_range(const Sequences& sequences, std::int64_t first, std::int32_t count,
+                             Visit&& visit) {
+    for (std::int64_t t = first, end = first + count; t < end;) {
+        std::int64_t stop = end;
+        if (sequences.cu_seqlens != nullptr) {
+            const std::int32_t* const last = sequences.cu_seqlens + sequences.segments;
+            const std::int32_t* const edge = std::upper_bound(sequences.cu_seqlens, last, t);
+            stop = std::min<std::int64_t>(end, edge == last ? end : *edge);
+        }
+        visit(t, static_cast<std::int32_t>(stop - t), t - origin_of(sequences, t));
+        t = stop;
+    }
 }
 
 inline std::int64_t stateless_blocks(const Sequences& sequences) {
@@ -113,14 +151,24 @@ void score_stateless(const host& on, const S& scorer, rows_view<const T> k, rows
         Real* keys = memory + slot * stride;
         Real* values = keys + room * k.dim;
         Real* scratch = values + room * v.dim;
-        Real* out = scores.head(b, h) + first;
-        if constexpr (BlockScorer<S>) {
+        Real* out = scores.head(b, h);
+        if constexpr (requires {
+                          scorer.score_block(h, 1, keys, values, out, scratch, isa::portable, position_t{});
+                      }) {
+            for_each_position_range(sequences, first, tokens,
+                                    [&](std::int64_t t, std::int32_t some, position_t position) {
+                                        scorer.score_block(h, some, dense_rows(k, b, h, t, some, keys),
+                                                           dense_rows(v, b, h, t, some, values), out + t,
+                                                           scratch, on.instructions(), position);
+                                    });
+        } else if constexpr (BlockScorer<S>) {
             scorer.score_block(h, tokens, dense_rows(k, b, h, first, tokens, keys),
-                               dense_rows(v, b, h, first, tokens, values), out, scratch, on.instructions());
+                               dense_rows(v, b, h, first, tokens, values), out + first, scratch,
+                               on.instructions());
         } else {
-            for (std::int32_t t = 0; t < tokens; ++t) {
-                out[t] = score_one(on.instructions(), scorer, h, dense_rows(k, b, h, first + t, 1, keys),
-                                   dense_rows(v, b, h, first + t, 1, values), scratch);
+            for (std::int64_t t = first; t < first + tokens; ++t) {
+                out[t] = score_one(on.instructions(), scorer, h, dense_rows(k, b, h, t, 1, keys),
+                                   dense_rows(v, b, h, t, 1, values), scratch, t - origin_of(sequences, t));
             }
         }
     });
@@ -168,6 +216,78 @@ void score_recurrent(const host& on, const S& scorer, rows_view<const T> k, rows
     });
 }
 
+/// The rows of tokens first - reach .. first + count - 1 + reach, without gaps, of which those before `begin` hold anything.
+template <class T, class Real>
+const Real* rows_around(const rows_view<const T>& rows, std::int64_t b, std::int64_t h, std::int64_t begin,
+                        std::int64_t first, std::int32_t count, std::int32_t reach, Real* room) {
+    const std::int64_t from = first - reach;
+    if (from >= begin) {
+        return dense_rows(rows, b, h, from, count + 2 * reach, room);
+    }
+    for (std::int64_t t = begin; t < first + count + reach; ++t) {
+        convert_row(rows.row(b, h, t), rows.dim, room + (t - from) * rows.dim);
+    }
+    return room;
+}
+
+/// The stream of dropout of one head's sequence or packed segment.
+inline std::uint64_t dropout_stream(std::int64_t b, std::int64_t h, std::int32_t heads,
+                                    std::int64_t segment) {
+    return (static_cast<std::uint64_t>(b * heads + h) << 30) + static_cast<std::uint64_t>(segment);
+}
+
+/// Tokens [begin, end) of a range that leave a window of `delay` keys in this call, by segments: visit(segment, begin of the
+/// segment, first, end).
+template <class Visit>
+void for_each_leaving(const Sequences& sequences, std::int64_t b, std::int64_t begin, std::int64_t end,
+                      std::int32_t delay, Visit&& visit) {
+    const std::int64_t segments = sequences.cu_seqlens == nullptr ? 1 : sequences.segments;
+    for (std::int64_t i = 0; i < segments; ++i) {
+        const stream_range range = segment_of(sequences, b, i);
+        const std::int64_t first = std::max({begin, range.begin, range.first - delay});
+        const std::int64_t last = std::min(end, range.end - delay);
+        if (first < last) {
+            visit(i, range.begin, first, last);
+        }
+    }
+}
+
+template <class S, class T, class Real>
+void score_in_window(const host& on, const S& scorer, rows_view<const T> k, rows_view<const T> v,
+                     const Sequences& sequences, std::int32_t delay, plane_view<Real> scores,
+                     [[maybe_unused]] const Dropout& dropout, Real* memory) {
+    const std::int64_t blocks = stateless_blocks(sequences);
+    const std::int64_t count = blocks * k.batch * k.heads;
+    const std::int64_t slots = std::min<std::int64_t>(count, on.threads());
+    const auto stride = static_cast<std::ptrdiff_t>(slot_reals<Real>(scorer, k.dim, v.dim));
+    for_each_in_slots(on, count, slots, [&](std::int64_t slot, std::int64_t item) {
+        const auto h = static_cast<std::int32_t>(item / blocks % k.heads);
+        const std::int64_t b = item / blocks / k.heads;
+        // The tokens that leave in this call are as many as it brings.
+        const std::int64_t begin = std::max<std::int64_t>(0, std::int64_t{sequences.start_of(b)} - delay) +
+                                   item % blocks * scorer_block;
+        constexpr std::ptrdiff_t room = scorer_block + 2 * S::reach;
+        Real* keys = memory + slot * stride;
+        Real* values = keys + room * k.dim;
+        Real* scratch = values + room * v.dim;
+        for_each_leaving(
+            sequences, b, begin, begin + scorer_block, delay,
+            [&](std::int64_t segment, std::int64_t origin, std::int64_t first, std::int64_t end) {
+                const auto tokens = static_cast<std::int32_t>(end - first);
+                const Real* key = rows_around(k, b, h, origin, first, tokens, S::reach, keys);
+                const Real* value = rows_around(v, b, h, origin, first, tokens, S::reach, values);
+                Real* out = scores.head(b, h) + first;
+                if constexpr (has_dropout<S>) {
+                    scorer.score_span(h, first - origin, tokens, key, value, out, scratch, on.instructions(),
+                                      {dropout, dropout_stream(b, h, k.heads, segment)});
+                } else {
+                    static_cast<void>(segment);
+                    scorer.score_span(h, first - origin, tokens, key, value, out, scratch, on.instructions());
+                }
+            });
+    });
+}
+
 template <class S>
 bool takes_chunks(const S&, form how) {
     return has_chunkwise<S> && how != form::recurrent;
@@ -182,7 +302,7 @@ std::size_t score_sequence_bytes(const host& on, const S& scorer, std::int32_t h
     }
     const std::int64_t segments = sequences.cu_seqlens == nullptr ? 1 : sequences.segments;
     std::int64_t items = 1;
-    if constexpr (S::when == score_time::on_arrival) {
+    if constexpr (S::when == score_time::on_arrival || S::when == score_time::in_window) {
         items = pairs * stateless_blocks(sequences);
     } else if constexpr (has_chunkwise<S>) {
         if (takes_chunks(scorer, how)) {
@@ -237,6 +357,15 @@ void check_score_call(const S& scorer, rows_view<const T> k, rows_view<const T> 
         require(scores.data != nullptr, "scores.data", "null", "memory for the scores");
     }
     require(delay >= 0, "delay", delay, "0 or more");
+    if constexpr (S::when == score_time::in_window) {
+        require(delay >= 2 * S::reach + 1, "delay", delay, [] {
+            return detail::text(2 * S::reach + 1, " or more, since the scorer reads ", S::reach,
+                                " keys on either side of a key while the window holds them");
+        });
+    }
+    options.dropout.check();
+    require(has_dropout<S> || options.dropout.rate == 0.0f, "dropout.rate", options.dropout.rate,
+            "0, since this scorer has no dropout");
     require(options.how <= form::chunkwise, "options.how", static_cast<int>(options.how), "a form");
     require(has_chunkwise<S> || options.how != form::chunkwise, "options.how", "form::chunkwise",
             "form::recurrent or form::fastest: only mLSTMScorer has a chunkwise form");
@@ -268,8 +397,11 @@ void score_sequence(const host& on, const S& scorer, rows_view<K> k, rows_view<V
     static_assert(
         S::when != score_time::given,
         "kvpolicy: score_sequence needs a scorer of keys and values; GivenScores has its scores already");
+    static_assert(S::when != score_time::from_hidden,
+                  "kvpolicy: score_sequence needs a scorer of keys and values; score_hidden takes one of "
+                  "hidden states");
     static_assert(
-        S::when == score_time::given || host_backend::computes_in<S, Real>,
+        scores_come_along<S> || host_backend::computes_in<S, Real>,
         "kvpolicy: this scorer computes in float only; double rows need members that are templates on Real");
     const rows_view<const T> keys = k;
     const rows_view<const T> values = v;
@@ -295,6 +427,9 @@ void score_sequence(const host& on, const S& scorer, rows_view<K> k, rows_view<V
     Real* memory = reinterpret_cast<Real*>(host_backend::aligned(workspace.data));
     if constexpr (S::when == score_time::on_arrival) {
         host_backend::score_stateless(on, scorer, keys, values, sequences, scores, memory);
+    } else if constexpr (S::when == score_time::in_window) {
+        host_backend::score_in_window(on, scorer, keys, values, sequences, delay, scores, options.dropout,
+                                      memory);
     } else {
         if constexpr (host_backend::has_chunkwise<S>) {
             if (host_backend::takes_chunks(scorer, options.how)) {

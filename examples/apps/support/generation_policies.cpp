@@ -1,0 +1,232 @@
+#include "generation_policies.hpp"
+
+#include <kvpolicy/core/random.hpp>
+#include <kvpolicy/kvpop.hpp>
+#include <kvpolicy/lte.hpp>
+#include <kvpolicy/streaming_llm.hpp>
+#include <kvpolicy/wgkv.hpp>
+
+#include "policies.hpp"
+#include "trained.hpp"
+
+#include <fmt/format.h>
+#include <llama/dense_attention.hpp>
+#include <llama/engine.hpp>
+#include <llama/error.hpp>
+
+#include <algorithm>
+#include <bit>
+#include <cmath>
+#include <functional>
+#include <limits>
+
+namespace examples {
+namespace {
+
+using kvpolicy::bf16;
+using kvpolicy::dynamic;
+using kvpolicy::Sink;
+using kvpolicy::TopKBudget;
+using kvpolicy::Window;
+
+/// A fair coin for every key, tossed once: with a budget, what stays is a uniform sample of all that was said (a
+/// reservoir). The coin is a function of the key's bits, so that prefill and single steps toss it alike.
+struct RandomScorer {
+    static constexpr kvpolicy::part_kind kind = kvpolicy::part_kind::scorer;
+    static constexpr kvpolicy::score_time when = kvpolicy::score_time::on_arrival;
+    std::uint64_t seed = 0;
+    std::int32_t head_dim = 0;
+
+    std::size_t scratch_size() const { return 0; }
+    float score(std::int32_t head, const float* key, const float*, float*) const {
+        std::uint64_t bits = seed;
+        for (std::int32_t d = 0; d < head_dim; ++d) {
+            bits = kvpolicy::random_bits(bits, static_cast<std::uint64_t>(head),
+                                         std::bit_cast<std::uint32_t>(key[d]));
+        }
+        return static_cast<float>(bits >> 40);
+    }
+};
+
+/// A rule by position alone: of the keys out of the window, every step-th stays.
+struct EveryNth {
+    static constexpr kvpolicy::part_kind kind = kvpolicy::part_kind::keep;
+    std::int64_t step = 1;
+    KVPOLICY_HOST_DEVICE constexpr bool keeps(kvpolicy::position_t t) const { return t % step == 0; }
+};
+
+template <class P>
+std::unique_ptr<llama::KvAttention> fixed(const PolicySetting& setting, const P& policy) {
+    return std::make_unique<llama::CacheAttention<P, bf16>>(setting.on, setting.model.config, policy);
+}
+template <class P>
+std::unique_ptr<llama::KvAttention> growing(const PolicySetting& setting, const P& policy) {
+    return std::make_unique<llama::CacheAttention<P, bf16, kvpolicy::DualCache>>(
+        setting.on, setting.model.config, policy, nullptr, setting.longest);
+}
+
+KeyNormScorer key_norms(const PolicySetting& setting) { return KeyNormScorer{setting.model.config.head_dim}; }
+std::int32_t long_range(const PolicyOptions& options) {
+    return kvpolicy::budget_for_total(options.budget, options.sinks, options.window);
+}
+
+/// Sets one threshold a head so that `density` of the keys in the (beginning of the) prompt pass: norms differ by an order
+/// of magnitude between heads. With `strictly` the gate wants more than the threshold, without it at least that.
+void calibrate(PolicySetting& setting, bool strictly) {
+    const llama::Config& config = setting.model.config;
+    const auto heads = static_cast<std::size_t>(config.layers) * static_cast<std::size_t>(config.kv_heads);
+    const auto dim = static_cast<std::size_t>(config.head_dim);
+    const KeyNormScorer scorer = key_norms(setting);
+    std::vector<std::vector<float>> scores(heads);
+    const auto observe = [&](int layer, std::span<const std::int64_t> positions, std::span<const float>,
+                             std::span<const float> k, std::span<const float>) {
+        const std::size_t first = static_cast<std::size_t>(layer) * static_cast<std::size_t>(config.kv_heads);
+        std::vector<float> key(dim);
+        for (std::size_t row = 0; row < positions.size() * static_cast<std::size_t>(config.kv_heads); ++row) {
+            // The cache will see the key as it stores it.
+            std::transform(k.begin() + static_cast<std::ptrdiff_t>(row * dim),
+                           k.begin() + static_cast<std::ptrdiff_t>((row + 1) * dim), key.begin(),
+                           [](float x) { return static_cast<float>(bf16(x)); });
+            scores[first + row % static_cast<std::size_t>(config.kv_heads)].push_back(
+                scorer.score(0, key.data(), nullptr, nullptr));
+        }
+    };
+    const std::size_t sample = std::min<std::size_t>(setting.prompt.size(), 1024);
+    std::vector<std::int64_t> positions(sample);
+    for (std::size_t i = 0; i < sample; ++i) {
+        positions[i] = static_cast<std::int64_t>(i);
+    }
+    llama::DenseAttention dense(config);
+    auto observed = llama::observed(dense, observe);
+    llama::Engine(setting.model)
+        .forward(setting.prompt.first(sample), positions, observed, llama::Logits::none);
+
+    constexpr float infinity = std::numeric_limits<float>::infinity();
+    const auto passing =
+        static_cast<std::size_t>(std::lround(setting.options.density * static_cast<double>(sample)));
+    setting.thresholds.clear();
+    for (std::vector<float>& of_head : scores) {
+        std::ranges::sort(of_head, std::greater{});
+        if (setting.options.density >= 1.0) {
+            setting.thresholds.push_back(-infinity);
+        } else if (strictly) {
+            setting.thresholds.push_back(of_head[std::min(passing, sample - 1)]);
+        } else {
+            setting.thresholds.push_back(passing == 0 ? infinity : of_head[passing - 1]);
+        }
+    }
+}
+
+template <class Comparison>
+kvpolicy::ThresholdGate<Comparison> gate(const PolicySetting& setting) {
+    return kvpolicy::ThresholdGate<Comparison>{kvpolicy::per_head(
+        setting.thresholds.data(), setting.model.config.layers, setting.model.config.kv_heads)};
+}
+
+std::unique_ptr<llama::KvAttention> dense(PolicySetting& setting) {
+    using Dense = kvpolicy::Policy<Window<>>;
+    return fixed(setting, Dense{Window<>{setting.longest}});
+}
+
+std::unique_ptr<llama::KvAttention> streaming(PolicySetting& setting) {
+    const PolicyOptions& options = setting.options;
+    if (options.budget <= options.sinks) {
+        llama::fail("budget: {} is not allowed; it must be more than the sinks, {}", options.budget,
+                    options.sinks);
+    }
+    return fixed(setting,
+                 kvpolicy::StreamingLLM<>{Sink<>{options.sinks}, Window<>{options.budget - options.sinks}});
+}
+
+std::unique_ptr<llama::KvAttention> keynorm(PolicySetting& setting) {
+    const PolicyOptions& options = setting.options;
+    using KeyNorm = kvpolicy::KVpop<dynamic, dynamic, dynamic, KeyNormScorer>;
+    return fixed(
+        setting,
+        KeyNorm{Sink<>{options.sinks}, Window<>{options.window}, TopKBudget<>{long_range(options)},
+                kvpolicy::Decay<1>{static_cast<float>(std::log(options.gamma))}, key_norms(setting)});
+}
+
+std::unique_ptr<llama::KvAttention> random(PolicySetting& setting) {
+    const PolicyOptions& options = setting.options;
+    using Random = kvpolicy::Policy<Sink<>, Window<>, TopKBudget<>, RandomScorer>;
+    return fixed(setting,
+                 Random{Sink<>{options.sinks}, Window<>{options.window}, TopKBudget<>{long_range(options)},
+                        RandomScorer{options.seed, setting.model.config.head_dim}});
+}
+
+std::unique_ptr<llama::KvAttention> stride(PolicySetting& setting) {
+    const PolicyOptions& options = setting.options;
+    // A density of 0 keeps position 0 alone.
+    const double step = std::min(1.0 / options.density, static_cast<double>(setting.longest));
+    using Stride = kvpolicy::Policy<Sink<>, Window<>, EveryNth>;
+    return growing(setting, Stride{Sink<>{options.sinks}, Window<>{options.window},
+                                   EveryNth{std::max<std::int64_t>(std::llround(step), 1)}});
+}
+
+std::unique_ptr<llama::KvAttention> gated(PolicySetting& setting) {
+    const PolicyOptions& options = setting.options;
+    calibrate(setting, false);
+    using Gated = kvpolicy::WGKV<dynamic, KeyNormScorer, dynamic>;
+    return growing(setting, Gated{Sink<>{options.sinks}, Window<>{options.window},
+                                  gate<kvpolicy::at_least>(setting), key_norms(setting)});
+}
+
+std::unique_ptr<llama::KvAttention> capped(PolicySetting& setting) {
+    const PolicyOptions& options = setting.options;
+    const std::int32_t k = long_range(options);
+    calibrate(setting, true);
+    using Capped = kvpolicy::LTE<dynamic, dynamic, dynamic, KeyNormScorer>;
+    return growing(setting, Capped{Sink<>{options.sinks}, Window<>{options.window},
+                                   gate<kvpolicy::above>(setting), TopKBudget<>{k}, key_norms(setting)});
+}
+
+std::unique_ptr<llama::KvAttention> kvpop(PolicySetting& setting) {
+    const PolicyOptions& options = setting.options;
+    const llama::Config& config = setting.model.config;
+    if (options.scorers.empty()) {
+        llama::fail(
+            "--scorers: is missing; the policy kvpop needs a file of trained scorers (docs/training.md)");
+    }
+    setting.scorers = load_scorers(options.scorers);
+    check_fits(*setting.scorers, config.layers, config.kv_heads, config.head_dim, options.scorers);
+    return make_trained(setting.on, config, *setting.scorers,
+                        {"", options.budget, options.sinks, options.window});
+}
+
+constexpr NamedPolicy table[] = {
+    {"dense", "every key", 0, dense},
+    {"streaming", "StreamingLLM: sinks and a window, together the budget", uses_budget | uses_sinks,
+     streaming},
+    {"keynorm", "KVpop's rule: of the keys out of the window, those with the smallest norms",
+     uses_budget | uses_sinks | uses_window | uses_gamma, keynorm},
+    {"kvpop", "KVpop: of the keys out of the window, those that trained scorers rank highest",
+     uses_budget | uses_sinks | uses_window | uses_scorers, kvpop},
+    {"random", "the same budget, a uniform sample of the keys out of the window",
+     uses_budget | uses_sinks | uses_window, random},
+    {"stride", "of the keys out of the window, every (1 / density)-th",
+     uses_sinks | uses_window | uses_density, stride},
+    {"gated", "WG-KV's rule: a key whose norm is small enough when it leaves the window stays for good",
+     uses_sinks | uses_window | uses_density, gated},
+    {"capped", "LTE's rule: the same gate, and at most a budget",
+     uses_budget | uses_sinks | uses_window | uses_density, capped},
+};
+
+}  // namespace
+
+std::span<const NamedPolicy> generation_policies() { return table; }
+
+const NamedPolicy& generation_policy(std::string_view name) {
+    const auto* const found = std::ranges::find(table, name, &NamedPolicy::name);
+    if (found == std::end(table)) {
+        std::vector<std::string_view> names;
+        for (const NamedPolicy& policy : table) {
+            names.push_back(policy.name);
+        }
+        llama::fail("policy: {} is not allowed; it must be one of {}", llama::printable(name),
+                    fmt::join(names, ", "));
+    }
+    return *found;
+}
+
+}  // namespace examples

@@ -1,0 +1,89 @@
+#include "trained.hpp"
+
+#include "immediate.hpp"
+
+#include <kvpolicy/kvpop.hpp>
+#include <kvpolicy/scorers/sequence.hpp>
+
+#include <llama/error.hpp>
+
+#include <vector>
+
+namespace examples {
+namespace {
+
+using kvpolicy::dynamic;
+
+/// Holds the scorers of the layers, which the cache refers to.
+template <class S>
+class TrainedAttention final : public llama::KvAttention {
+  public:
+    using Policy = kvpolicy::KVpop<dynamic, dynamic, dynamic, S>;
+
+    TrainedAttention(const kvpolicy::host& on, const llama::Config& config, const Policy& policy,
+                     std::vector<S> scorers)
+        : scorers_(std::move(scorers)), cache_(on, config, policy, scorers_.data()) {}
+
+    void operator()(int layer, std::span<const std::int64_t> positions, std::span<const float> q,
+                    std::span<const float> k, std::span<const float> v, std::span<float> out) override {
+        cache_(layer, positions, q, k, v, out);
+    }
+    void give_scores(std::span<const float>, std::int64_t) override {}
+    void clear() override { cache_.clear(); }
+    std::int64_t length() const override { return cache_.length(); }
+    double rows_per_head() const override { return cache_.rows_per_head(); }
+    std::vector<kvpolicy::position_t> retained(int layer, int head) const override {
+        return cache_.retained(layer, head);
+    }
+    std::size_t bytes() const override { return cache_.bytes(); }
+
+  private:
+    std::vector<S> scorers_;
+    llama::CacheAttention<Policy, kvpolicy::bf16> cache_;
+};
+
+template <class S>
+std::unique_ptr<llama::KvAttention> make(const kvpolicy::host& on, const llama::Config& config,
+                                         const TrainedScorers& trained, const PolicyChoice& choice,
+                                         bool match_state, std::vector<S> scorers) {
+    using Policy = typename TrainedAttention<S>::Policy;
+    std::int32_t k = kvpolicy::budget_for_total(choice.budget, choice.sinks, choice.window);
+    if constexpr (kvpolicy::StatefulScorer<S>) {
+        if (match_state) {
+            const auto row = static_cast<std::size_t>(config.head_dim) * 2 * sizeof(kvpolicy::bf16);
+            k = kvpolicy::budget_matching_state(k, scorers.front(), row);
+        }
+    }
+    const Policy policy{kvpolicy::Sink<>{choice.sinks}, kvpolicy::Window<>{choice.window},
+                        kvpolicy::TopKBudget<>{k},
+                        kvpolicy::Decay<1>{kvpolicy::per_head(trained.log_gamma.data(), trained.spec.layers,
+                                                              trained.spec.heads)},
+                        scorers.front()};
+    return std::make_unique<TrainedAttention<S>>(on, config, policy, std::move(scorers));
+}
+
+}  // namespace
+
+std::unique_ptr<llama::KvAttention> make_trained(const kvpolicy::host& on, const llama::Config& config,
+                                                 const TrainedScorers& trained, const PolicyChoice& choice,
+                                                 bool match_state) {
+    check_fits(trained, config.layers, config.kv_heads, config.head_dim, "scorers");
+    if (trained.spec.delay != 0 && choice.window != trained.spec.window) {
+        llama::fail("window: {} is not allowed; these scorers read keys after {} tokens, so it must be {}",
+                    choice.window, trained.spec.window, trained.spec.window);
+    }
+    if (const auto* mlp = std::get_if<ScorerStack<Mlp>>(&trained.stack)) {
+        return make<Mlp>(on, config, trained, choice, match_state, mlp->scorers);
+    }
+    const auto& mlstm = std::get<ScorerStack<Mlstm>>(trained.stack);
+    if (trained.spec.delay != 0) {
+        return make<Mlstm>(on, config, trained, choice, match_state, mlstm.scorers);
+    }
+    std::vector<ImmediateScorer<Mlstm>> scorers;
+    for (const Mlstm& scorer : mlstm.scorers) {
+        scorers.push_back({scorer, choice.window});
+    }
+    return make<ImmediateScorer<Mlstm>>(on, config, trained, choice, match_state, std::move(scorers));
+}
+
+}  // namespace examples

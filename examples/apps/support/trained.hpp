@@ -1,0 +1,22 @@
+// Caches that trained scorers decide for.
+#pragma once
+
+#include "policies.hpp"
+#include "scorers.hpp"
+
+#include <llama/cache_attention.hpp>
+
+#include <memory>
+
+namespace examples {
+
+/// KVpop's rule on trained scorers, rows in bf16. The sinks and the window must be those that the scorers were trained with
+/// where the window is part of them (a delayed read): others are refused. `scorers` must outlive the attention.
+///
+/// `match_state` takes as many rows off the budget as the scorer's state is worth, so that caches of stateful and stateless
+/// scorers take the same memory (the paper compares so).
+std::unique_ptr<llama::KvAttention> make_trained(const kvpolicy::host& on, const llama::Config& config,
+                                                 const TrainedScorers& scorers, const PolicyChoice& choice,
+                                                 bool match_state = false);
+
+}  // namespace examples

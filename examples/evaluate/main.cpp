@@ -1,0 +1,236 @@
+// What KV-cache policies cost a model: bits per byte, look-ups, memory and speed, for each policy and budget.
+//
+//   evaluate [--model FOLDER] [--scorers FILE]... [--policies LIST] [--budgets LIST] [--sequences N] [--out NAME] ...
+#include "measure.hpp"
+#include "policies.hpp"
+#include "report.hpp"
+#include "support/progress.hpp"
+
+#include <llama/error.hpp>
+#include <llama/tokenizer.hpp>
+
+#include <algorithm>
+#include <charconv>
+#include <chrono>
+#include <string>
+#include <vector>
+
+namespace evaluate {
+namespace {
+
+constexpr const char* usage = R"(usage: evaluate [OPTION...]
+  --model FOLDER     (default: the byte model of this repository)
+  --held-out FOLDER  eval.bin and eval.json (default: those of the byte model, in the model's own tokens)
+  --scorers FILE     trained scorers, named by the file; may be repeated
+  --policies LIST    some of them, as in dense,streaming,oracle-2 (default: all; an unknown name lists them)
+  --budgets LIST     rows a head, or percent of a sequence that is compressed away: 1024,512 or 75%,88%,94% (the default)
+  --sequences N      at most N (default: all 16, as tokens of other models fewer)
+  --joined N         held-out sequences put together for a model that does not read bytes (2)
+  --sinks N (4)  --window N (64)  --chunk N of prefill (1024)  --threads N (all)
+  --out NAME         writes NAME.csv, NAME.json and NAME.txt, the table
+)";
+
+struct Options {
+    std::string model = KVPOLICY_BYTE_MODEL, held_out = KVPOLICY_BYTE_MODEL, out;
+    std::vector<std::string> scorers, policies, budgets{"75%", "88%", "94%"};
+    std::int32_t sequences = 1 << 20, joined = 2, sinks = 4, window = 64, chunk = 1024, threads = 0;
+};
+
+std::int32_t number(const std::string& name, std::string_view text, std::int32_t least, std::int32_t most) {
+    std::int32_t value = 0;
+    const auto [end, error] = std::from_chars(text.data(), text.data() + text.size(), value);
+    if (error != std::errc{} || end != text.data() + text.size() || value < least || value > most) {
+        llama::fail("{}: {} is not allowed; it must be a number, {} to {}", name, llama::clipped(text), least, most);
+    }
+    return value;
+}
+
+std::vector<std::string> list(const std::string& text) {
+    std::vector<std::string> items;
+    for (std::size_t at = 0; at <= text.size();) {
+        const std::size_t comma = std::min(text.find(',', at), text.size());
+        items.push_back(text.substr(at, comma - at));
+        at = comma + 1;
+    }
+    return items;
+}
+
+Options parse(int argc, char** argv) {
+    Options o;
+    for (int i = 1; i < argc; ++i) {
+        const std::string name = argv[i];
+        if (name == "--help" || name == "-h") {
+            fmt::print("{}", usage);
+            std::exit(0);
+        }
+        if (i + 1 == argc) {
+            llama::fail("{}: needs a value, or is not understood\n{}", llama::clipped(name), usage);
+        }
+        const std::string value = argv[++i];
+        if (name == "--model") {
+            o.model = value;
+        } else if (name == "--held-out") {
+            o.held_out = value;
+        } else if (name == "--scorers") {
+            o.scorers.push_back(value);
+        } else if (name == "--policies") {
+            o.policies = list(value);
+        } else if (name == "--budgets") {
+            o.budgets = list(value);
+        } else if (name == "--sequences") {
+            o.sequences = number(name, value, 1, 1 << 20);
+        } else if (name == "--joined") {
+            o.joined = number(name, value, 1, 1 << 10);
+        } else if (name == "--sinks") {
+            o.sinks = number(name, value, 0, 1 << 20);
+        } else if (name == "--window") {
+            o.window = number(name, value, 1, 1 << 20);
+        } else if (name == "--chunk") {
+            o.chunk = number(name, value, 1, 1 << 20);
+        } else if (name == "--threads") {
+            o.threads = number(name, value, 0, 4096);
+        } else if (name == "--out") {
+            o.out = value;
+        } else {
+            llama::fail("{}: not understood\n{}", llama::clipped(name), usage);
+        }
+    }
+    return o;
+}
+
+/// Rows of a budget that is a number or a percentage: 75% of 4096 leaves 1024, 94% (15/16) 256. Percentages are rounded to
+/// sixteenths: the paper's 88% is 7/8.
+std::int32_t rows_of(const std::string& text, std::int32_t length) {
+    if (!text.ends_with('%')) {
+        return number("--budgets", text, 1, 1 << 30);
+    }
+    const std::int32_t percent = number("--budgets", std::string_view(text).substr(0, text.size() - 1), 0, 99);
+    const std::int32_t sixteenths = (percent * 16 + 50) / 100;
+    return std::max(1, length * (16 - sixteenths) / 16);
+}
+
+int run(int argc, char** argv) {
+    const Options o = parse(argc, argv);
+    const auto start = std::chrono::steady_clock::now();
+    const kvpolicy::host on(o.threads);
+    const llama::Model model = llama::load_model(o.model);
+    const llama::Config& config = model.config;
+    examples::HeldOut data = examples::read_held_out(o.held_out);
+    if (config.vocab_size != 256) {
+        const llama::Tokenizer tokenizer = llama::read_tokenizer(o.model, config.vocab_size);
+        data = examples::tokenize(data, tokenizer, static_cast<std::size_t>(o.joined), 2);
+    }
+    const std::size_t sequences = std::min(static_cast<std::size_t>(o.sequences), data.tokens.size());
+
+    std::vector<examples::TrainedScorers> trained;
+    std::vector<std::string> names;
+    for (const std::string& file : o.scorers) {
+        trained.push_back(examples::load_scorers(file));
+        examples::check_fits(trained.back(), config.layers, config.kv_heads, config.head_dim, file);
+        names.push_back(std::filesystem::path(file).stem().string());
+    }
+    const std::vector<EvaluatedPolicy> known = all_policies(trained, names);
+    std::vector<const EvaluatedPolicy*> chosen;
+    std::vector<std::string> known_names;
+    for (const EvaluatedPolicy& policy : known) {
+        known_names.push_back(policy.name);
+        if (o.policies.empty() || std::ranges::find(o.policies, policy.name) != o.policies.end()) {
+            chosen.push_back(&policy);
+        }
+    }
+    for (const std::string& name : o.policies) {
+        if (std::ranges::find(known_names, name) == known_names.end()) {
+            llama::fail("--policies: {} is not allowed; it must be one of {}", llama::clipped(name),
+                        fmt::join(known_names, ", "));
+        }
+    }
+    std::vector<Result> results;
+    std::vector<float> betas;
+    const auto wants = [&](float beta) {
+        if (std::ranges::find(betas, beta) == betas.end()) {
+            betas.push_back(beta);
+        }
+    };
+    for (const EvaluatedPolicy* policy : chosen) {
+        if (policy->beta != 0.0f) {
+            wants(policy->beta);
+        }
+        if (policy->scorers != nullptr) {  // its recall is measured against these
+            wants(1.0f);
+            wants(2.0f);
+        }
+        if (!policy->bounded) {
+            results.push_back({policy, 0, {}, 0.0, 0.0, {}, {}, {}, {}});
+        }
+    }
+    for (const std::string& budget : o.budgets) {
+        const std::int32_t rows = rows_of(budget, data.length);
+        if (rows <= o.sinks + o.window) {
+            llama::fail("--budgets: {} leaves {} rows of {}; sinks and window take {}", budget, rows, data.length,
+                        o.sinks + o.window);
+        }
+        for (const EvaluatedPolicy* policy : chosen) {
+            if (policy->bounded) {
+                results.push_back({policy, rows, {}, 0.0, 0.0, {}, {}, {}, {}});
+            }
+        }
+    }
+
+    examples::Progress progress;
+    llama::Engine engine(model);
+    Bench bench(on, engine, data, o.chunk, o.sinks, o.window);
+    for (std::size_t s = 0; s < sequences; ++s) {
+        std::map<float, std::vector<float>> targets;
+        if (!betas.empty()) {
+            progress.show(fmt::format("sequence {} of {}: future attention", s + 1, sequences));
+            examples::Oracle oracle = bench.observe(s);
+            for (const float beta : betas) {
+                targets[beta] = bench.targets(oracle, beta);
+            }
+            for (Result& result : results) {
+                if (result.policy->scorers != nullptr) {
+                    bench.oracle_recall(oracle, targets, result);
+                }
+            }
+        }
+        for (Result& result : results) {
+            const std::string at = result.budget == 0 ? "" : fmt::format(" at {} rows", result.budget);
+            progress.show(fmt::format("sequence {} of {}: {}{}", s + 1, sequences, result.policy->label, at));
+            bench.run(s, targets, result);
+        }
+    }
+    progress.done();
+
+    const Run of{std::filesystem::path(o.model).filename().string(),
+                 static_cast<std::int32_t>(sequences),
+                 data.length,
+                 o.sinks,
+                 o.window,
+                 config.layers,
+                 config.kv_heads,
+                 config.head_dim,
+                 config.vocab_size == 256};
+    const std::chrono::duration<double> time = std::chrono::steady_clock::now() - start;
+    const std::int64_t lookups = results.empty() ? 0 : results.front().score.answers;
+    const std::string text = fmt::format(
+        "{}: {} held-out sequences of {} tokens, {} look-ups; {} sinks, a window of {}; cache in bf16\n\n{}", of.model,
+        sequences, data.length, lookups, o.sinks, o.window, table(of, results));
+    fmt::print("{}({:.0f} s)\n", text, time.count());
+    if (!o.out.empty()) {
+        write_csv(o.out + ".csv", of, results);
+        write_json(o.out + ".json", of, results);
+        std::FILE* file = std::fopen((o.out + ".txt").c_str(), "w");
+        if (file == nullptr || std::fputs(text.c_str(), file) < 0 || std::fclose(file) != 0) {
+            llama::fail("{}.txt: cannot be written", o.out);
+        }
+    }
+    return 0;
+}
+
+}  // namespace
+}  // namespace evaluate
+
+int main(int argc, char** argv) try { return evaluate::run(argc, argv); } catch (const std::exception& error) {
+    fmt::print(stderr, "evaluate: {}\n", error.what());
+    return 1;
+}

@@ -1,0 +1,62 @@
+// What a policy at a budget does to a model: over held-out sequences, one at a time.
+#pragma once
+
+#include "policies.hpp"
+#include "support/evaluation.hpp"
+#include "support/oracle.hpp"
+
+#include <kvpolicy/metrics/recall.hpp>
+
+#include <cstdint>
+#include <map>
+#include <string>
+#include <vector>
+
+namespace evaluate {
+
+inline constexpr std::size_t position_bins = 64;
+
+/// One line of the table.
+struct Result {
+    const EvaluatedPolicy* policy = nullptr;
+    std::int32_t budget = 0;  ///< rows a head; 0: no bound
+    examples::Score score;
+    double tokens_per_second = 0.0;
+    double mib = 0.0;
+    /// [layers, kv_heads]: rows held after the last token, summed over sequences.
+    std::vector<double> rows;
+    /// [layers, kv_heads, position_bins]: of the tokens in a part of the sequence, the share held after its last token;
+    /// summed over sequences.
+    std::vector<double> kept;
+    /// Positions held after the first sequence, [layers * kv_heads].
+    std::vector<std::vector<kvpolicy::position_t>> retained;
+    /// Trained scorers, by the oracle's beta: [layers, kv_heads], summed over sequences. On the dense model's keys and values.
+    std::map<float, std::vector<kvpolicy::Recall>> recall;
+};
+
+/// Runs every policy at every budget on one sequence and adds to `results` (in their order). `oracle` has seen the sequence;
+/// `targets` are its scores by beta.
+class Bench {
+  public:
+    Bench(const kvpolicy::host& on, llama::Engine& engine, const examples::HeldOut& data, std::int32_t chunk,
+          std::int32_t sinks, std::int32_t window)
+        : on_(on), engine_(engine), data_(data), chunk_(chunk), sinks_(sinks), window_(window) {}
+
+    /// A dense pass; returns what it saw.
+    examples::Oracle observe(std::size_t sequence);
+    /// Scores of the oracle [layers][kv_heads][length].
+    std::vector<float> targets(examples::Oracle& oracle, float beta) const;
+    void run(std::size_t sequence, const std::map<float, std::vector<float>>& targets, Result& result);
+    /// Of a trained scorer, against the oracle with each beta.
+    void oracle_recall(const examples::Oracle& oracle, const std::map<float, std::vector<float>>& targets,
+                       Result& result) const;
+
+  private:
+    static constexpr std::int32_t decoded = 48;  // tokens that speed is measured on
+    const kvpolicy::host& on_;
+    llama::Engine& engine_;
+    const examples::HeldOut& data_;
+    std::int32_t chunk_, sinks_, window_;
+};
+
+}  // namespace evaluate

@@ -1,0 +1,42 @@
+// The policies that evaluate compares: a table, one line each.
+#pragma once
+
+#include "support/trained.hpp"
+
+#include <kvpolicy/core/context.hpp>
+
+#include <llama/cache_attention.hpp>
+
+#include <cstdint>
+#include <functional>
+#include <memory>
+#include <span>
+#include <string>
+#include <vector>
+
+namespace evaluate {
+
+/// What a cache is made for.
+struct Setting {
+    const kvpolicy::host& on;
+    const llama::Config& config;
+    examples::PolicyChoice choice;  ///< budget, sinks, window
+    std::int32_t longest = 0;       ///< tokens that will come
+    /// For a policy with a beta: the oracle's scores [layers][kv_heads][longest] of this sequence (0 after its end).
+    std::span<const float> oracle{};
+};
+
+struct EvaluatedPolicy {
+    std::string name;       ///< for --policies, CSV and JSON
+    std::string label;      ///< for people
+    bool bounded = true;    ///< takes a budget; dense does not
+    float beta = 0.0f;      ///< scores are the oracle's with this beta; 0: no oracle
+    const examples::TrainedScorers* scorers = nullptr;
+    std::function<std::unique_ptr<llama::KvAttention>(const Setting&)> make;
+};
+
+/// All of them, the trained ones by their files' names.
+std::vector<EvaluatedPolicy> all_policies(std::span<const examples::TrainedScorers> scorers,
+                                          std::span<const std::string> names);
+
+}  // namespace evaluate

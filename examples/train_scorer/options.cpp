@@ -1,0 +1,207 @@
+#include "options.hpp"
+
+#include <llama/error.hpp>
+
+#include <charconv>
+#include <cstdlib>
+#include <functional>
+#include <limits>
+#include <map>
+#include <string_view>
+
+namespace train {
+
+const char* const usage =
+    R"(usage: train_scorer (--text FILE [--model FOLDER] | --qkv FILE) [OPTION...]
+
+q, k, v of a frozen model:
+  --model FOLDER          a model to run (default: the byte model of this repository), with
+  --text FILE             any text; the byte model's own training text comes from
+                            tools/make_corpus && tar -xJf build/corpus/corpus.tar.xz -C build/corpus train.txt
+  --length S              tokens a sequence (4096)
+  --sequences N           sequences of the text, visited again and again (48)
+  --pairs N               look-ups "@AB:1234" woven into each (32 for models that read bytes, else 0)
+  --qkv FILE              instead of these: a file of q, k and v (docs/training.md)
+  --held-out FILE         sequences to watch, never trained on: text, or q, k, v (default: the model's eval.bin)
+  --held-out-sequences N  (2; 0: none)
+  --dump FILE             write q, k, v of the sequences to FILE instead of training
+  --dump-eval             with --dump: the sequences of the model's eval.bin, to hold out, instead of the text's
+  --dump-targets LIST     with --dump: targets for these betas instead of q, as in 1,2,4,inf
+
+the scorer (one a layer and KV head) and its policy:
+  --scorer mlp|mlstm      (mlp)   --hidden N (128)   --d-qk N (64)   --d-v N (32)   --softcap C (15; 0: none)
+  --norm  --skip          mlstm: RMS norm before the read-out; skip connection
+  --immediate             mlstm: scores on arrival, not when a key leaves the window
+  --sinks N (4)  --window N (64)  --budgets LIST of rows a head, taken in turn (1024,512,256)
+  --beta B (2)            of the target, 1 (the paper's) to inf   --aggregate max|mean (max)
+  --no-decay              no learned decay   --gamma-min G (0.999)   --gamma-max G (1)
+
+the loss and the optimiser:
+  --temperature T (1)  --omega-min O (0)  --margin-temperature T (1)  --no-balance
+  --positions N           queries drawn a head and step (1024; 0: all)   --late SHARE (0.5)
+  --steps N (300)  --batch N (1)  --rate R (1e-3)  --last-rate R (8e-5)  --warm-up N (100)
+  --weight-decay W (1e-4)  --clip C (1)  --seed N (1)  --threads N (all)
+
+what comes out:
+  --out FILE              the scorers (scorers.safetensors); matrices in bf16 unless --fp32
+  --metrics FILE          JSON lines: training and held-out numbers
+  --evaluate-every N      steps between looks at held-out sequences (100)
+  --checkpoint FILE  --checkpoint-every N  --stop-after N  --resume FILE
+)";
+
+namespace {
+
+template <class Number>
+Number number(const std::string& name, std::string_view text, Number least, Number most) {
+    Number value{};
+    const auto [end, error] = std::from_chars(text.data(), text.data() + text.size(), value);
+    if (error != std::errc{} || end != text.data() + text.size() || !(value >= least) || !(value <= most)) {
+        llama::fail("{}: {} is not allowed; it must be a number, {} to {}", name, llama::clipped(text), least,
+                    most);
+    }
+    return value;
+}
+
+template <class Item>
+std::vector<Item> list(const std::string& text, Item (*one)(std::string_view)) {
+    std::vector<Item> items;
+    for (std::size_t at = 0; at <= text.size();) {
+        const std::size_t comma = std::min(text.find(',', at), text.size());
+        items.push_back(one(std::string_view(text).substr(at, comma - at)));
+        at = comma + 1;
+    }
+    return items;
+}
+
+float beta_of(std::string_view text) {
+    return text == "inf" ? std::numeric_limits<float>::infinity() : number("--beta", text, 1.0f, 1e6f);
+}
+
+constexpr std::int32_t many = 1 << 30;
+std::int32_t rows_of(std::string_view text) { return number("--budgets", text, 1, many); }
+
+}  // namespace
+
+Options parse(int argc, char** argv) {
+    Options o;
+    const std::int64_t forever = std::int64_t{1} << 40;
+    std::string name, value;
+    const auto text = [&](std::string& into) { return [&] { into = value; }; };
+    const auto count = [&](auto& into, auto least, auto most) {
+        return [&into, least, most, &name, &value] {
+            using Number = std::remove_reference_t<decltype(into)>;
+            into = number<Number>(name, value, static_cast<Number>(least), static_cast<Number>(most));
+        };
+    };
+    const auto one_of = [&](const char* a, const char* b) {
+        if (value != a && value != b) {
+            llama::fail("{}: {} is not allowed; it must be {} or {}", name, llama::clipped(value), a, b);
+        }
+        return value == a;
+    };
+    const std::map<std::string, std::function<void()>, std::less<>> with_value{
+        {"--model", text(o.model)},
+        {"--text", text(o.text)},
+        {"--qkv", text(o.qkv)},
+        {"--held-out", text(o.held_out)},
+        {"--length", count(o.length, 2, 1 << 24)},
+        {"--pairs", count(o.pairs, 0, 676)},
+        {"--sequences", count(o.sequences, 1, 1 << 20)},
+        {"--held-out-sequences", count(o.held_out_sequences, 0, 1 << 20)},
+        {"--scorer", [&] { o.spec.kind = one_of("mlp", "mlstm") ? "mlp" : "mlstm"; }},
+        {"--hidden", count(o.spec.hidden, 1, 1 << 16)},
+        {"--d-qk", count(o.spec.d_qk, 1, 1 << 16)},
+        {"--d-v", count(o.spec.d_v, 1, 1 << 16)},
+        {"--softcap", count(o.spec.gate_softcap, 0, 1e6)},
+        {"--sinks", count(o.spec.sinks, 0, many)},
+        {"--window", count(o.spec.window, 1, 1 << 16)},
+        {"--budgets", [&] { o.budgets = list<std::int32_t>(value, rows_of); }},
+        {"--beta", [&] { o.target.beta = beta_of(value); }},
+        {"--aggregate",
+         [&] {
+             o.target.aggregate =
+                 one_of("max", "mean") ? kvpolicy::group_aggregate::max : kvpolicy::group_aggregate::mean;
+         }},
+        {"--gamma-min", count(o.spec.gamma_min, 1e-6, 1.0)},
+        {"--gamma-max", count(o.spec.gamma_max, 1e-6, 1.0)},
+        {"--temperature", count(o.temperature, 1e-6, 1e6)},
+        {"--omega-min", count(o.omega_min, 0, 1)},
+        {"--margin-temperature", count(o.margin_temperature, 1e-6, 1e6)},
+        {"--positions", count(o.positions, 0, many)},
+        {"--late", count(o.late, 0, 1)},
+        {"--steps", count(o.steps, 1, forever)},
+        {"--stop-after", count(o.stop_after, 1, forever)},
+        {"--batch", count(o.batch, 1, 1 << 16)},
+        {"--rate", count(o.rate, 0, 1e3)},
+        {"--last-rate", count(o.last_rate, 0, 1e3)},
+        {"--warm-up", count(o.warm_up, 0, forever)},
+        {"--weight-decay", count(o.weight_decay, 0, 1e3)},
+        {"--clip", count(o.clip, 0, 1e9)},
+        {"--seed", count(o.seed, 0, 1'000'000'000'000)},
+        {"--out", text(o.out)},
+        {"--checkpoint", text(o.checkpoint)},
+        {"--checkpoint-every", count(o.checkpoint_every, 0, forever)},
+        {"--resume", text(o.resume)},
+        {"--metrics", text(o.metrics)},
+        {"--evaluate-every", count(o.evaluate_every, 1, forever)},
+        {"--dump", text(o.dump)},
+        {"--dump-targets", [&] { o.dump_targets = list<float>(value, beta_of); }},
+        {"--threads", count(o.threads, 0, 4096)},
+    };
+    const std::map<std::string, std::function<void()>, std::less<>> flags{
+        {"--dump-eval", [&] { o.dump_eval = true; }},
+        {"--norm", [&] { o.spec.norm = true; }},       {"--skip", [&] { o.spec.skip = true; }},
+        {"--immediate", [&] { o.immediate = true; }},  {"--no-decay", [&] { o.decay = false; }},
+        {"--no-balance", [&] { o.balance = false; }},  {"--fp32", [&] { o.fp32 = true; }},
+    };
+    for (int i = 1; i < argc; ++i) {
+        name = argv[i];
+        if (name == "--help" || name == "-h") {
+            fmt::print("{}", usage);
+            std::exit(0);
+        }
+        if (const auto flag = flags.find(name); flag != flags.end()) {
+            flag->second();
+            continue;
+        }
+        const auto option = with_value.find(name);
+        if (option == with_value.end()) {
+            llama::fail("{}: not understood; --help lists what is", llama::clipped(name));
+        }
+        if (i + 1 == argc) {
+            llama::fail("{}: needs a value", name);
+        }
+        value = argv[++i];
+        option->second();
+    }
+    if (o.dump_eval && (o.dump.empty() || !o.text.empty() || !o.qkv.empty())) {
+        llama::fail("--dump-eval: goes with --dump, and without --text and --qkv");
+    }
+    if (!o.dump_eval && o.text.empty() == o.qkv.empty()) {
+        llama::fail(
+            "--text FILE or --qkv FILE is needed, one of them. Any text will do; the byte model's own training "
+            "text comes from\n  tools/make_corpus && tar -xJf build/corpus/corpus.tar.xz -C build/corpus "
+            "train.txt");
+    }
+    if (!o.dump.empty() && !o.qkv.empty()) {
+        llama::fail("--dump: needs --text, since a file of q, k, v is there already");
+    }
+    if (o.spec.gamma_min > o.spec.gamma_max) {
+        llama::fail("--gamma-min: {} is not allowed; it must be at most --gamma-max, {}", o.spec.gamma_min,
+                    o.spec.gamma_max);
+    }
+    for (const std::int32_t rows : o.budgets) {
+        if (rows <= o.spec.sinks + o.spec.window) {
+            llama::fail("--budgets: {} is not allowed; it must be more than sinks and window, {}", rows,
+                        o.spec.sinks + o.spec.window);
+        }
+    }
+    if (o.immediate && o.spec.kind == "mlp") {
+        llama::fail("--immediate: is for --scorer mlstm; an mlp always scores on arrival");
+    }
+    o.target.window = o.spec.window;
+    o.spec.delay = o.spec.kind == "mlstm" && !o.immediate ? o.spec.window : 0;
+    return o;
+}
+
+}  // namespace train

@@ -1,0 +1,68 @@
+// What train_scorer is asked to do.
+#pragma once
+
+#include "qkv.hpp"
+#include "support/scorers.hpp"
+
+#include <cstdint>
+#include <string>
+#include <vector>
+
+namespace train {
+
+struct Options {
+    // where q, k, v come from
+    std::string model;           ///< a model's folder, with --text
+    std::string text;            ///< a text file
+    std::string qkv;             ///< or a file of q, k, v
+    std::string held_out;        ///< a second file of q, k, v, or for a model another text
+    std::int32_t length = 4096;  ///< tokens a sequence, of text
+    std::int32_t pairs = -1;     ///< look-ups a sequence; -1: 32 for models that read bytes, else 0
+    std::int32_t sequences = 48;
+    std::int32_t held_out_sequences = 2;
+
+    // what is trained
+    examples::ScorerSpec spec;
+    bool immediate = false;
+    bool decay = true;
+    TargetOptions target;
+    std::vector<std::int32_t> budgets{1024, 512, 256};  ///< totals B = s + w + k, in turn
+
+    // the loss
+    float temperature = 1.0f;
+    float omega_min = 0.0f;
+    float margin_temperature = 1.0f;
+    bool balance = true;
+    std::int32_t positions = 1024;  ///< sampled a head; 0: all
+    float late = 0.5f;
+
+    // the optimiser
+    std::int64_t steps = 300;
+    std::int64_t stop_after = 0;  ///< leave off after this step, with a checkpoint; 0: at the end
+    std::int32_t batch = 1;
+    double rate = 1e-3, last_rate = 8e-5;
+    std::int64_t warm_up = 100;
+    double weight_decay = 1e-4;
+    double clip = 1.0;
+    std::uint64_t seed = 1;
+
+    // what comes out
+    std::string out = "scorers.safetensors";
+    std::string checkpoint;
+    std::int64_t checkpoint_every = 0;
+    std::string resume;
+    std::string metrics;
+    std::int64_t evaluate_every = 100;
+    bool fp32 = false;
+    std::string dump;
+    bool dump_eval = false;  ///< the sequences of the model's eval.bin instead of the text's
+    std::vector<float> dump_targets;
+    std::int32_t threads = 0;
+};
+
+extern const char* const usage;
+
+/// Throws llama::Error for what is not understood or not allowed. Prints the usage and ends the process for --help.
+Options parse(int argc, char** argv);
+
+}  // namespace train

@@ -1,0 +1,99 @@
+// Keys, values and targets of whole sequences of a frozen model: what scorers are trained on. They come from a model that
+// runs here, or from a file that anything may have written.
+//
+// The file (docs/training.md): safetensors, F32, F16 or BF16. For sequences i = 0, 1, ... and every layer l
+//
+//     sequences.{i}.layers.{l}.q          [S, Hq, Dk]    rotated, as attention uses them
+//     sequences.{i}.layers.{l}.k          [S, Hkv, Dk]   rotated, as the cache stores them
+//     sequences.{i}.layers.{l}.v          [S, Hkv, Dv]
+//     sequences.{i}.layers.{l}.target.{B} [Hkv, S]       optional: the target with beta B ("1", "2", "inf"), fp32
+//
+// q is needed only where a target is not there. Metadata of files with targets: "window" and "aggregate" (max, mean).
+#pragma once
+
+#include "sequences.hpp"
+
+#include <kvpolicy/attention/future_mass.hpp>
+#include <kvpolicy/core/context.hpp>
+#include <kvpolicy/core/view.hpp>
+
+#include <llama/engine.hpp>
+#include <llama/safetensors.hpp>
+
+#include <cstdint>
+#include <filesystem>
+#include <functional>
+#include <memory>
+#include <span>
+#include <string>
+#include <vector>
+
+namespace train {
+
+struct QkvShape {
+    std::int32_t layers = 0, query_heads = 0, kv_heads = 0, dim_k = 0, dim_v = 0;
+    bool operator==(const QkvShape&) const = default;
+    std::string text() const;
+};
+
+/// What the target is made with; the same for a whole run.
+struct TargetOptions {
+    std::int32_t window = 64;
+    float beta = 2.0f;
+    kvpolicy::group_aggregate aggregate = kvpolicy::group_aggregate::max;
+};
+
+/// "1", "2", "2.5", "inf"
+std::string beta_name(float beta);
+const char* aggregate_name(kvpolicy::group_aggregate aggregate);
+
+/// One sequence: k and v of each layer, and its targets.
+struct Example {
+    std::int32_t length = 0;
+    std::vector<std::vector<float>> k, v;    // [layers][length, kv_heads, dim]
+    std::vector<std::vector<float>> target;  // [layers][kv_heads, length]
+
+    kvpolicy::rows_view<const float> keys(const QkvShape& shape, std::int32_t layer) const {
+        return kvpolicy::view_bshd<const float>(k[static_cast<std::size_t>(layer)].data(), 1, length,
+                                                shape.kv_heads, shape.dim_k);
+    }
+    kvpolicy::rows_view<const float> values(const QkvShape& shape, std::int32_t layer) const {
+        return kvpolicy::view_bshd<const float>(v[static_cast<std::size_t>(layer)].data(), 1, length,
+                                                shape.kv_heads, shape.dim_v);
+    }
+    kvpolicy::plane_view<const float> targets(const QkvShape& shape, std::int32_t layer) const {
+        return kvpolicy::view_bhs<const float>(target[static_cast<std::size_t>(layer)].data(), 1,
+                                               shape.kv_heads, length);
+    }
+};
+
+/// Sequences by number. A reference is valid until the next call.
+class QkvSource {
+  public:
+    virtual ~QkvSource() = default;
+    virtual const QkvShape& shape() const = 0;
+    virtual std::size_t count() const = 0;
+    virtual const Example& get(std::size_t index) = 0;
+};
+
+/// Runs a model densely on the sequences that `tokens(index)` gives. What was run stays in memory: count times
+/// bytes_per_sequence. Keys and values are rounded to bf16, which is what a cache stores.
+std::unique_ptr<QkvSource> model_source(const kvpolicy::host& on, const llama::Model& model,
+                                        std::size_t count,
+                                        std::function<std::vector<std::int32_t>(std::size_t)> tokens,
+                                        const TargetOptions& target);
+
+/// Reads a file of the form above. Targets that it lacks are computed from q once, and kept. Throws llama::Error for a file
+/// without sequences, tensors that are missing, of another shape than their neighbours, or not finite (named with head and
+/// position), and sequences with no q and no target.
+std::unique_ptr<QkvSource> file_source(const kvpolicy::host& on, const std::filesystem::path& file,
+                                       const TargetOptions& target);
+
+/// Writes `count` sequences of a model in that form: q, k, v in bf16; or, with betas, the targets instead of q, which is
+/// much smaller. progress(index) is called before each.
+void write_dump(const kvpolicy::host& on, const llama::Model& model, std::size_t count,
+                const std::function<std::vector<std::int32_t>(std::size_t)>& tokens, std::int32_t length,
+                const TargetOptions& target, std::span<const float> betas, const std::filesystem::path& file,
+                const std::function<void(std::size_t)>& progress);
+
+}  // namespace train

@@ -1,0 +1,163 @@
+#include "sequences.hpp"
+
+#include <kvpolicy/core/random.hpp>
+
+#include <llama/error.hpp>
+
+#include <algorithm>
+#include <fstream>
+#include <iterator>
+#include <numeric>
+
+namespace train {
+namespace {
+
+// Streams of random numbers, beside the caller's own: one purpose each.
+constexpr std::uint64_t place_stream = 0x7465787400000000u;
+
+/// Numbers one after another, by their place.
+class Draw {
+  public:
+    Draw(std::uint64_t seed, std::uint64_t stream) : seed_(seed), stream_(stream) {}
+    std::int32_t below(std::int32_t count) {
+        return static_cast<std::int32_t>(
+            kvpolicy::random_below(static_cast<std::uint32_t>(count), seed_, stream_, index_++));
+    }
+    /// The first `count` of a shuffled 0 ... size - 1.
+    std::vector<std::int32_t> sample(std::int32_t size, std::int32_t count) {
+        std::vector<std::int32_t> all(static_cast<std::size_t>(size));
+        std::iota(all.begin(), all.end(), 0);
+        for (std::int32_t i = 0; i < count; ++i) {
+            std::swap(all[static_cast<std::size_t>(i)], all[static_cast<std::size_t>(i + below(size - i))]);
+        }
+        all.resize(static_cast<std::size_t>(count));
+        return all;
+    }
+
+  private:
+    std::uint64_t seed_, stream_, index_ = 0;
+};
+
+std::string read_text(const std::filesystem::path& file) {
+    std::ifstream stream(file, std::ios::binary);
+    if (!stream) {
+        llama::fail(
+            "{}: cannot be opened; any text file will do, and the byte model's own training text comes from\n"
+            "  tools/make_corpus && tar -xJf build/corpus/corpus.tar.xz -C build/corpus train.txt",
+            file.string());
+    }
+    std::string text{std::istreambuf_iterator<char>(stream), std::istreambuf_iterator<char>()};
+    if (text.starts_with("\xFD"
+                         "7zXZ") ||
+        text.starts_with("\x1F\x8B")) {
+        llama::fail("{}: is compressed; unpack it, as in\n  tar -xJf {} -C build/corpus train.txt",
+                    file.string(), file.string());
+    }
+    return text;
+}
+
+}  // namespace
+
+RecallSequence weave_recall(const std::string& text, std::size_t start, std::int32_t length,
+                            std::int32_t pairs, std::uint64_t seed, std::uint64_t stream) {
+    const std::int32_t line = recall_line_bytes, body = length - 2 * pairs * line;
+    const std::int32_t early_end = length * 3 / 5 - pairs * line;
+    const std::int32_t late_begin = length * 3 / 4 - pairs * line;
+    if (pairs < 0 || pairs > 26 * 26 || early_end < 0 || late_begin > body) {
+        llama::fail("pairs: {} is not allowed; {} bytes have room for 0 to {} look-ups", pairs, length,
+                    std::min(26 * 26, length / (4 * line)));
+    }
+    if (start + static_cast<std::size_t>(body) > text.size()) {
+        llama::fail("text: {} bytes from {} on are too few for a sequence; {} are needed",
+                    text.size() - std::min(start, text.size()), start, body);
+    }
+    Draw draw(seed, stream);
+    std::vector<std::int32_t> places;
+    const auto choose = [&](std::int32_t low, std::int32_t high) {
+        std::vector<std::int32_t> some;
+        for (std::int32_t i = 0; i < pairs; ++i) {
+            const std::int32_t place = low + draw.below(high - low + 1);
+            // Move on to the start of a line, where there is one.
+            const std::size_t from = start + static_cast<std::size_t>(place);
+            const std::size_t newline = text.find('\n', from == 0 ? 0 : from - 1);
+            const std::size_t after = newline + 1 - start;
+            const bool found = newline != std::string::npos && after <= static_cast<std::size_t>(high);
+            some.push_back(found ? static_cast<std::int32_t>(after) : place);
+        }
+        std::ranges::sort(some);
+        places.insert(places.end(), some.begin(), some.end());
+    };
+    choose(0, early_end);
+    choose(late_begin, body);
+    std::vector<std::string> lines;
+    for (const std::int32_t key : draw.sample(26 * 26, pairs)) {
+        lines.push_back(fmt::format("@{}{}:{:04}\n", static_cast<char>('A' + key / 26),
+                                    static_cast<char>('A' + key % 26), draw.below(10000)));
+    }
+    const std::vector<std::int32_t> again = draw.sample(pairs, pairs);
+
+    RecallSequence result;
+    std::int32_t used = 0;
+    const auto copy_to = [&](std::int32_t place) {
+        result.bytes.append(text, start + static_cast<std::size_t>(used),
+                            static_cast<std::size_t>(place - used));
+        used = place;
+    };
+    for (std::size_t i = 0; i < places.size(); ++i) {
+        copy_to(places[i]);
+        const auto begin = static_cast<std::int32_t>(result.bytes.size());
+        if (i >= lines.size()) {
+            result.answers.push_back(begin + 4);
+        }
+        result.lines.emplace_back(begin, begin + line);
+        result.bytes += i < lines.size() ? lines[i] : lines[static_cast<std::size_t>(again[i - lines.size()])];
+    }
+    copy_to(body);
+    return result;
+}
+
+TrainingText::TrainingText(const std::filesystem::path& file, const llama::Tokenizer& tokenizer,
+                           std::int32_t length, std::int32_t pairs, std::uint64_t seed)
+    : file_(file),
+      tokenizer_(tokenizer),
+      text_(read_text(file)),
+      length_(length),
+      pairs_(pairs),
+      seed_(seed) {
+    if (tokenizer.size() == 256) {
+        std::erase_if(text_, [](char c) { return c != '\n' && (c < ' ' || c > '~'); });
+    } else if (pairs != 0) {
+        llama::fail("pairs: {} is not allowed; look-ups are woven into bytes, and this model has a vocabulary "
+                    "of {}, so it must be 0",
+                    pairs, tokenizer.size());
+    }
+    if (text_.size() < static_cast<std::size_t>(length)) {
+        llama::fail("{}: {} bytes of text are too short; a sequence takes {} tokens", file.string(),
+                    text_.size(), length);
+    }
+}
+
+std::vector<std::int32_t> TrainingText::sequence(std::uint64_t index) const {
+    const bool bytes = tokenizer_.size() == 256;
+    const auto length = static_cast<std::size_t>(length_);
+    // A token of a larger vocabulary is some three bytes of English; twice that is nearly always enough.
+    const std::size_t window = std::min(text_.size(), bytes ? length : 6 * length);
+    const double where = kvpolicy::random_unit(seed_, place_stream, index);
+    auto start = static_cast<std::size_t>(where * static_cast<double>(text_.size() - window + 1));
+    const std::size_t newline = text_.find('\n', start);
+    if (newline != std::string::npos && newline + 1 + window <= text_.size()) {
+        start = newline + 1;
+    }
+    if (bytes) {
+        return tokenizer_.encode(weave_recall(text_, start, length_, pairs_, seed_, index).bytes);
+    }
+    std::vector<std::int32_t> tokens = tokenizer_.encode(std::string_view(text_).substr(start, window));
+    if (tokens.size() < length) {
+        llama::fail("{}: {} bytes from {} on are {} tokens; a sequence takes {}", file_.string(), window,
+                    start, tokens.size(), length);
+    }
+    tokens.resize(length);
+    return tokens;
+}
+
+}  // namespace train

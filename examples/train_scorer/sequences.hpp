@@ -1,0 +1,49 @@
+// Token sequences to run a frozen model on: cut from any text, with look-ups woven in for models that read bytes.
+#pragma once
+
+#include <llama/tokenizer.hpp>
+
+#include <cstdint>
+#include <filesystem>
+#include <string>
+#include <utility>
+#include <vector>
+
+namespace train {
+
+/// A byte sequence with synthetic look-ups: lines "@AB:1234" (two letters, four digits) at random places of the first 60%,
+/// and the same lines again, in random order, in the last quarter. tools/train_tiny trains the byte model on such
+/// sequences; its digits can only be known by looking the key up.
+struct RecallSequence {
+    std::string bytes;
+    std::vector<std::int32_t> answers;                         // first digits of the repeated lines, in order
+    std::vector<std::pair<std::int32_t, std::int32_t>> lines;  // [begin, end)
+};
+
+inline constexpr std::int32_t recall_line_bytes = 9;  // "@AB:1234\n"
+
+/// Weaves `pairs` look-ups into text[start ...], `length` bytes in all; the text must hold length - 2 * pairs * 9 bytes from
+/// start on. The same seed, stream and arguments give the same bytes. Throws llama::Error where the lines have no room.
+RecallSequence weave_recall(const std::string& text, std::size_t start, std::int32_t length,
+                            std::int32_t pairs, std::uint64_t seed, std::uint64_t stream);
+
+/// Sequences of `length` tokens from a text file.
+class TrainingText {
+  public:
+    /// For models that read bytes (a vocabulary of 256), other bytes than printable ASCII and newlines are left out, and
+    /// every sequence carries `pairs` look-ups; for others pairs must be 0. Throws llama::Error for a file that is missing,
+    /// compressed or too short for one sequence.
+    TrainingText(const std::filesystem::path& file, const llama::Tokenizer& tokenizer, std::int32_t length,
+                 std::int32_t pairs, std::uint64_t seed);
+
+    std::vector<std::int32_t> sequence(std::uint64_t index) const;
+
+  private:
+    std::filesystem::path file_;
+    const llama::Tokenizer& tokenizer_;
+    std::string text_;
+    std::int32_t length_, pairs_;
+    std::uint64_t seed_;
+};
+
+}  // namespace train

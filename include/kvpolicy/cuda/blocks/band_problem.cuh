@@ -1,0 +1,167 @@
+// causal_lse and future_mass are one computation: rows stand still, columns stream past them, and every row folds the
+// exponentials of its logits over a band of columns. For the normaliser rows are queries and columns keys, t <= d; for the
+// future mass rows are keys and columns queries, t + w <= d <= t + w + L, once for each query head of the group. Neither
+// has a product with values.
+#pragma once
+
+#include <kvpolicy/core/view.hpp>
+#include <kvpolicy/cuda/config.cuh>
+
+#include <cstdint>
+
+namespace kvpolicy {
+inline namespace KVPOLICY_CUDA_NAMESPACE KVPOLICY_HIDDEN {
+namespace cuda_backend {
+
+/// What a row folds. `sum` takes exponents as they are: right as long as no term overflows, and none that counts
+/// underflows. `running` keeps the largest exponent so far beside the sum: always right, and slower. `largest` keeps the
+/// largest exponent alone (beta = infinity).
+enum class row_fold { sum, running, largest };
+
+/// Which of the two a kernel is for, and how.
+template <bool Mass, row_fold Fold>
+struct band_pass {
+    static constexpr bool mass = Mass;
+    static constexpr row_fold fold = Fold;
+};
+using lse_pass = band_pass<false, row_fold::running>;
+using mass_pass = band_pass<true, row_fold::sum>;
+using careful_mass_pass = band_pass<true, row_fold::running>;
+using largest_mass_pass = band_pass<true, row_fold::largest>;
+
+/// Exponents in base 2: x = scale * s for logits without a softcap, else scale * cap tanh(s inner), and for a mass
+/// + shift + of_lse * lse of the column. C is float, or double for double.
+template <class C>
+struct band_exponents {
+    C scale = 0;   // beta log2(e), times the logit's scale where there is no softcap
+    C cap = 0;     // 0: no softcap
+    C inner = 0;   // logit scale / softcap
+    C of_lse = 0;  // -beta log2(e)
+    C shift = 0;   // added to every exponent of a mass, taken off its result
+};
+
+/// What becomes of the sums of a mass.
+template <class C>
+struct mass_rule {
+    C over_beta = 1;        // 1 / beta; 1 for beta = infinity
+    C log_epsilon = 0;      // -inf for epsilon = 0
+    bool normalize = true;  // divide by N_t; false for beta = infinity
+    bool mean = false;      // over the group; else its largest
+};
+
+/// A call as its kernels see it.
+template <class T, class C = float>
+struct band_problem {
+    rows_view<const T> rows;      // [B, row_heads, S, D]
+    rows_view<const T> columns;   // [B, Hc, S, D]
+    plane_view<const float> lse;  // [B, Hc, S]; a mass's
+    plane_view<float> out;        // [B, row_heads, S]
+    std::int32_t batch = 0;
+    std::int32_t row_heads = 0;
+    std::int32_t streams = 1;  // column heads that pass a row head one after the other: G for a mass
+    std::int32_t share = 1;    // row heads that share a column head: G for the normaliser
+    std::int32_t length = 0;   // S
+    const std::int32_t* lengths = nullptr;  // [B] or null
+    const std::int32_t* windows = nullptr;  // [row_heads], or null where all are `window`
+    std::int32_t window = 1;
+    std::int32_t look_ahead = 0;
+    band_exponents<C> exponents;
+    mass_rule<C> rule;
+    /// One word a block of the grid. The sum pass says which blocks overflowed; a careful pass, where `flags` is given,
+    /// does those alone.
+    std::int32_t* flags = nullptr;
+
+    __device__ std::int32_t length_of(std::int64_t b) const {
+        // A length that no view holds counts as an empty sequence, as everywhere on a device.
+        const std::int32_t own = lengths != nullptr ? lengths[b] : length;
+        return own >= 0 && own <= length ? own : 0;
+    }
+    __device__ std::int32_t window_of(std::int32_t head) const {
+        return windows != nullptr ? windows[head] : window;
+    }
+    __device__ std::int32_t column_head(std::int32_t head, std::int32_t stream) const {
+        return head / share * streams + stream;
+    }
+};
+
+/// Rows [first, first + Rows) of one row head of one sequence, and the tiles of columns that they meet. Row r sees column c
+/// iff low <= c - r <= low + span, where c < length.
+struct band_item {
+    std::int32_t b;
+    std::int32_t head;
+    std::int32_t first;
+    std::int32_t length;  // of the sequence
+    std::int32_t low;
+    std::uint32_t span;
+    std::int32_t first_tile;
+    std::int32_t tiles;  // of Columns columns each; 0: the rows see nothing
+
+    /// Whether every row of [row, row + rows) sees every column of [column, column + columns).
+    __device__ bool full(std::int32_t row, std::int32_t rows, std::int32_t column,
+                         std::int32_t columns) const {
+        const std::int32_t least = column - (row + rows - 1);
+        const std::int32_t most = column + columns - 1 - row;
+        return least >= low && static_cast<std::uint32_t>(most - low) <= span;
+    }
+    /// Whether some row of them sees some column.
+    __device__ bool any(std::int32_t row, std::int32_t rows, std::int32_t column,
+                        std::int32_t columns) const {
+        const std::int32_t least = column - (row + rows - 1);
+        const std::int32_t most = column + columns - 1 - row;
+        return most >= low && (least < low || static_cast<std::uint32_t>(least - low) <= span);
+    }
+};
+
+/// Heads whose blocks are in flight together. Blocks with the longest way to go come first, across these heads, so that the
+/// card runs empty all at once; more heads together would stream more columns than the L2 cache holds.
+inline constexpr std::int32_t heads_together = 8;
+
+/// The item of a block: groups of heads one after the other, within a group the longest items first. Lengths may be anything
+/// up to 2^31 - 1, so what could pass it is computed in 64 bits.
+template <class Pass, int Rows, int Columns, class T, class C>
+__device__ band_item band_item_of(const band_problem<T, C>& problem, std::int32_t block) {
+    const std::int32_t row_tiles = (problem.length + Rows - 1) / Rows;
+    const std::int32_t heads = problem.batch * problem.row_heads;
+    const std::int32_t group = block / (row_tiles * heads_together);
+    const std::int32_t before = group * heads_together;
+    const std::int32_t together = heads - before < heads_together ? heads - before : heads_together;
+    const std::int32_t inside = block - before * row_tiles;
+    const std::int32_t head = before + inside % together;
+    const std::int32_t tile = inside / together;
+    band_item item;
+    item.b = head / problem.row_heads;
+    item.head = head % problem.row_heads;
+    item.length = problem.length_of(item.b);
+    // Early keys have the most queries, late queries the most keys.
+    item.first = (Pass::mass ? tile : row_tiles - 1 - tile) * Rows;
+    std::int64_t low = -std::int64_t{problem.length};
+    std::int64_t high = 0;
+    if constexpr (Pass::mass) {
+        low = problem.window_of(item.head);
+        high = low + problem.look_ahead;
+        if (high > problem.length) {
+            high = low > problem.length ? low : problem.length;
+        }
+    }
+    item.low = static_cast<std::int32_t>(low);
+    item.span = static_cast<std::uint32_t>(high - low);
+    std::int64_t begin = item.first + low;
+    std::int64_t end = item.first + Rows + high;  // one past the last column
+    begin = begin < 0 ? 0 : begin;
+    end = end > item.length ? item.length : end;
+    const bool some = item.first < item.length && begin < end;
+    item.first_tile = some ? static_cast<std::int32_t>(begin / Columns) : 0;
+    item.tiles = some ? static_cast<std::int32_t>((end - 1) / Columns) - item.first_tile + 1 : 0;
+    return item;
+}
+
+/// The first column of tile `turn` (0 to tiles - 1) in the order of the pass: from the far end of the sequence for a mass, from
+/// its beginning for the normaliser. So blocks that start together read the same columns, and the masked tiles come last.
+template <class Pass, int Columns>
+__device__ std::int32_t band_column(const band_item& item, std::int32_t turn) {
+    return (Pass::mass ? item.first_tile + item.tiles - 1 - turn : item.first_tile + turn) * Columns;
+}
+
+}  // namespace cuda_backend
+}  // namespace KVPOLICY_HIDDEN
+}  // namespace kvpolicy

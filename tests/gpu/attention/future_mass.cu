@@ -1,0 +1,203 @@
+// The future-attention target and the dense normaliser on CUDA against the host in double (kvpop.txt, 3.1, 3.2, D).
+#include "../../support/refusal.hpp"
+#include "../support/mass_check.hpp"
+
+#include <cstring>
+
+using namespace kvpolicy;
+using namespace test;
+
+namespace {
+
+FutureMassOptions options_of(std::int32_t window, float beta = 1.0f, std::int32_t look_ahead = unlimited) {
+    FutureMassOptions options;
+    options.window = window;
+    options.beta = beta;
+    options.look_ahead = look_ahead;
+    return options;
+}
+
+constexpr float betas[] = {1.0f, 2.0f, 7.5f, infinity};
+
+}  // namespace
+
+TEST_CASE("small future masses of every kernel") {
+    for (const std::int32_t dim : {64, 128, 256}) {
+        for (const float beta : betas) {
+            MassCase c{.length = 300, .kv_heads = 1, .group = 2, .dim = dim, .options = options_of(9, beta)};
+            check_mass<bf16>(c);
+            c.lse = Lse::far_below;
+            check_mass<fp16>(c);
+        }
+    }
+    const std::vector<std::int32_t> windows = {3, 300};
+    FutureMassOptions by_head;
+    by_head.window = per_head(windows.data(), 1, 2);
+    check_mass<float>({.length = 70, .kv_heads = 2, .dim = 24, .options = by_head});
+    check_mass<float>({.length = 70, .kv_heads = 2, .dim = 24, .options = options_of(2, infinity)});
+}
+
+TEST_CASE("future mass at sequence lengths around tiles") {
+    for (const std::int32_t length : {1, 2, 63, 64, 65, 127, 128, 129, 255, 256, 257, 511, 640, 1000}) {
+        for (const std::int32_t window : {1, 7, 256, length, length + 5}) {
+            check_mass<bf16>(
+                {.length = length, .kv_heads = 2, .group = 2, .dim = 128, .options = options_of(window)});
+        }
+    }
+}
+
+TEST_CASE("future mass with every option") {
+    for (const float beta : betas) {
+        for (const std::int32_t look_ahead : {0, 1, 40, 200, unlimited}) {
+            for (const group_aggregate aggregate : {group_aggregate::max, group_aggregate::mean}) {
+                MassCase c{.length = 333,
+                           .kv_heads = 2,
+                           .group = 3,
+                           .dim = 128,
+                           .options = options_of(17, beta, look_ahead)};
+                c.options.aggregate = aggregate;
+                c.options.normalize = look_ahead != 40;
+                check_mass<bf16>(c);
+                check_mass<fp16>(c);
+            }
+        }
+    }
+}
+
+TEST_CASE("future mass of any group and head_dim, with softcap and scale") {
+    for (const std::int32_t group : {1, 3, 5, 12}) {
+        check_mass<bf16>({.length = 200, .kv_heads = 2, .group = group, .dim = 64, .options = options_of(5)});
+    }
+    for (const std::int32_t dim : {8, 40, 72, 80, 96, 136, 192, 256, 264}) {
+        check_mass<bf16>({.length = 300, .group = 2, .dim = dim, .options = options_of(5, 2.0f)});
+        check_mass<fp16>({.length = 300,
+                          .group = 2,
+                          .dim = dim,
+                          .options = options_of(5),
+                          .softcap = 5.0f,
+                          .spread = 2.0f});
+    }
+    check_mass<bf16>({.length = 300, .dim = 128, .options = options_of(5), .scale = -0.2f});
+    check_mass<bf16>(
+        {.length = 300, .dim = 128, .options = options_of(5, 2.0f), .softcap = 30.0f, .scale = 0.3f});
+    check_mass<float>(
+        {.length = 150, .group = 2, .dim = 40, .options = options_of(5, 3.0f), .softcap = 5.0f});
+}
+
+TEST_CASE("future mass where exponentials leave fp32") {
+    for (const float beta : betas) {
+        for (const Lse lse : {Lse::sparse, Lse::far_below, Lse::partly_nothing, Lse::nothing}) {
+            for (const float epsilon : {1e-8f, 1e-30f, 0.0f}) {
+                MassCase c{.length = 310,
+                           .kv_heads = 2,
+                           .group = 2,
+                           .dim = 128,
+                           .options = options_of(9, beta),
+                           .lse = lse,
+                           .spread = 1.5f};
+                c.options.epsilon = epsilon;
+                check_mass<bf16>(c);
+                c.options.aggregate = group_aggregate::mean;
+                check_mass<bf16>(c);
+            }
+        }
+        for (const float epsilon : {1e-8f, 0.0f}) {
+            // Masses of e^-1e5 are 0 to the host, which leaves the logarithm at its end; the tensor kernels' own are compared
+            // where epsilon hides them.
+            MassCase c{
+                .length = 290, .group = 2, .dim = 64, .options = options_of(9, beta), .logits = Logits::huge};
+            c.options.epsilon = std::max(epsilon, 1e-20f);
+            check_mass<bf16>(c);
+        }
+    }
+    check_mass<fp16>(
+        {.length = 290, .group = 2, .dim = 128, .options = options_of(9), .logits = Logits::huge});
+}
+
+TEST_CASE("future mass of sequences of different lengths, of strided views, and NaN beyond them") {
+    check_mass<bf16>({.batch = 5,
+                      .length = 400,
+                      .kv_heads = 2,
+                      .group = 2,
+                      .dim = 128,
+                      .options = options_of(30),
+                      .lengths = {400, 0, 129, 1, 256}});
+    check_mass<bf16>({.batch = 2,
+                      .length = 300,
+                      .kv_heads = 2,
+                      .group = 2,
+                      .dim = 80,
+                      .options = options_of(30, 2.0f),
+                      .lengths = {300, 170},
+                      .extra = 8});
+    check_mass<bf16>({.batch = 2,
+                      .length = 300,
+                      .kv_heads = 2,
+                      .group = 2,
+                      .dim = 128,
+                      .options = options_of(30),
+                      .lengths = {299, 31},
+                      .extra = 3});  // no 16-byte copies
+    std::vector<std::int32_t> windows;
+    for (std::int32_t h = 0; h < 300; ++h) {
+        windows.push_back(1 + h % 90);
+    }
+    FutureMassOptions options;
+    options.window = per_head(windows.data(), 1, 300);
+    check_mass<bf16>({.length = 140, .kv_heads = 300, .dim = 64, .options = options});
+}
+
+TEST_CASE("future mass gives the same bits every time") {
+    MassTest<bf16> test({.batch = 2,
+                         .length = 700,
+                         .kv_heads = 4,
+                         .group = 4,
+                         .dim = 128,
+                         .options = options_of(64),
+                         .lse = Lse::sparse});
+    for (const band_path path : {band_path::portable, band_path::hopper}) {
+        const std::vector<float> first = test.check(path);
+        bool same = true;
+        for (int i = 0; i < 100; ++i) {
+            const std::vector<float> again = test.check(path, false);
+            same = same && std::memcmp(first.data(), again.data(), first.size() * sizeof(float)) == 0;
+        }
+        CHECK(same);
+    }
+}
+
+TEST_CASE("future mass on CUDA refuses what the host refuses") {
+    const Device<bf16> q(4 * 8 * 16), k(2 * 8 * 16);
+    const Device<float> lse(4 * 8), target(2 * 8);
+    const kvpolicy::cuda on{};
+    const Sequences sequences{.batch = 1, .length = 8};
+    const Device<unsigned char> memory(4096);
+    const auto call = [&](const FutureMassOptions& options, workspace_view lent, std::int32_t dim = 16) {
+        future_mass<bf16>(on, {}, view_bhsd<const bf16>(q.data(), 1, 4, 8, dim),
+                          view_bhsd<const bf16>(k.data(), 1, 2, 8, dim),
+                          view_bhs<const float>(lse.data(), 1, 4, 8), sequences, options,
+                          view_bhs(target.data(), 1, 2, 8), lent);
+    };
+    FutureMassOptions options;
+    options.beta = 0.5f;
+    CHECK_REFUSED(call(options, memory), "beta: 0.5");
+    options = {};
+    options.window = 0;
+    CHECK_REFUSED(call(options, memory), "window: 0");
+    options = {};
+    options.look_ahead = -1;
+    CHECK_REFUSED(call(options, memory), "look_ahead: -1");
+    options = {};
+    options.epsilon = -1.0f;
+    CHECK_REFUSED(call(options, memory), "epsilon: -1");
+    CHECK_REFUSED(call({}, workspace_view{}), "workspace.bytes: 0");
+    CHECK_REFUSED(call({}, memory, 12), "head_dim: 12");
+    CHECK_REFUSED(causal_lse<bf16>(on, {.softcap = -1.0f}, view_bhsd<const bf16>(q.data(), 1, 4, 8, 16),
+                                   view_bhsd<const bf16>(k.data(), 1, 2, 8, 16), sequences,
+                                   view_bhs(lse.data(), 1, 4, 8), memory),
+                  "softcap");
+    CHECK_REFUSED(causal_lse<bf16>(on, {}, view_bhsd<const bf16>(q.data(), 1, 4, 8, 16),
+                                   view_bhsd<const bf16>(nullptr, 1, 2, 8, 16), sequences,
+                                   view_bhs(lse.data(), 1, 4, 8), memory),
+                  "k: null");
+}

@@ -1,0 +1,106 @@
+// Every kernel of build_mask and its kin once, at sizes for compute-sanitizer, which slows a kernel down a hundred times.
+#include <kvpolicy/policies/compose.hpp>
+#include <kvpolicy/policies/decay.hpp>
+#include <kvpolicy/policies/sink.hpp>
+#include <kvpolicy/policies/threshold_gate.hpp>
+#include <kvpolicy/policies/topk_budget.hpp>
+#include <kvpolicy/policies/window.hpp>
+
+#include "../support/cutoff_check.hpp"
+
+#include <doctest/doctest.h>
+
+#include <cstdint>
+#include <random>
+#include <string>
+#include <vector>
+
+using namespace kvpolicy;
+using namespace test;
+
+namespace {
+
+using Budget = Policy<Sink<>, Window<>, TopKBudget<>, Decay<dynamic>>;
+
+Budget budget(std::int32_t k, float log_gamma, std::int32_t step = 1) {
+    return Budget(Sink<>{2}, Window<>{20}, TopKBudget<>{k}, Decay<dynamic>{log_gamma, step});
+}
+
+MaskCase case_of(std::int32_t batch, std::int32_t heads, std::int32_t length) {
+    MaskCase input{Plane<float>(batch, heads, length), {}, {}, {}};
+    std::mt19937 generator(static_cast<unsigned>(length));
+    fill_scores(input.scores, Scores::random, generator);
+    return input;
+}
+
+/// One way of ranking only, where the other has its own case.
+template <class P>
+void check_way(const P& policy, MaskCase& input, std::size_t way, const std::string& what) {
+    same(device_mask(policy, input, all_tunings()[way]).expiry, host_mask(policy, input).expiry,
+         input.scores.length, what);
+}
+
+}  // namespace
+
+// rank_block_kernel in its three sizes, with runs of equal keys both short (repaired) and long (sorted again); expire_kernel.
+TEST_CASE("ranks by block") {
+    std::mt19937 generator(4);
+    for (const std::int32_t length : {1500, 3000, 5000}) {
+        MaskCase input = case_of(1, 1, length);
+        for (const HardScores kind : {HardScores::level, HardScores::nearly_level, HardScores::nan}) {
+            fill_scores(input.scores, kind, -1e-3f, generator);
+            check_way(budget(300, -1e-3f), input, 0, name(kind) + ", length " + std::to_string(length));
+        }
+    }
+}
+
+// make_keys_kernel, settle_runs_kernel, sort_long_runs_kernel (the whole grid for runs of several tiles, single blocks for
+// shorter ones), invert_and_count_kernel, anchors_kernel, expire_kernel.
+TEST_CASE("ranks over the device") {
+    std::mt19937 generator(4);
+    for (const std::int32_t length : {3000, 12000}) {
+        MaskCase input = case_of(1, 1, length);
+        fill_scores(input.scores, HardScores::level, -1e-3f, generator);
+        check_way(budget(300, -1e-3f), input, 1, "level, length " + std::to_string(length));
+    }
+    MaskCase input = case_of(1, 2, 3000);
+    fill_scores(input.scores, HardScores::nearly_level, -1e-3f, generator);
+    check_way(budget(300, -1e-3f), input, 1, "nearly level");
+    check_way(budget(300, 0.0f), input, 1, "without decay");
+}
+
+// check_edges_kernel, write_rules_kernel, and every kernel above with segments.
+TEST_CASE("packed segments, lengths, numbers by head") {
+    const std::vector<std::int32_t> budgets{100, 0, unlimited}, steps{1, 4, 1};
+    const std::vector<float> decays{-0.01f, -0.01f, 0.0f};
+    const Budget policy(Sink<>{2}, Window<>{20}, TopKBudget<>{per_head(budgets.data(), 1, 3)},
+                        Decay<dynamic>(per_head(decays.data(), 1, 3), per_head(steps.data(), 1, 3)));
+    MaskCase input = case_of(2, 3, 1700);
+    input.lengths = {1700, 900};
+    input.cu_seqlens = {0, 0, 1, 40, 513, 1300, 1700};
+    check_mask(policy, input, "packed");
+}
+
+// survivors_kernel with 128 and 512 threads' registers, and with memory.
+TEST_CASE("contests by survivors") {
+    for (const std::int32_t k : {50, 1200, 4200}) {
+        MaskCase input = case_of(1, 1, k + 200);
+        check_way(budget(k, -0.05f, 7), input, 0, "k " + std::to_string(k));
+    }
+}
+
+// expire_alone_kernel, whether scores are read or not.
+TEST_CASE("no budget") {
+    MaskCase input = case_of(2, 2, 700);
+    input.lengths = {700, 513};
+    check_way(Policy<Sink<>, Window<>>(Sink<>{2}, Window<>{20}), input, 0, "window");
+    check_way(Policy<Window<>, ThresholdGate<above>>(Window<>{20}, ThresholdGate<above>(0.2f)), input, 0,
+              "gate");
+}
+
+// sequential_cutoffs_kernel, expiry_from_cutoffs_kernel, expire_kernel writing ranks and cutoffs.
+TEST_CASE("ranks and cutoffs") {
+    MaskCase input = case_of(2, 2, 1100);
+    input.lengths = {1100, 550};
+    check_cutoffs(budget(60, -0.004f), input, "k 60");
+}

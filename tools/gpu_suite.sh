@@ -1,0 +1,49 @@
+# shellcheck shell=bash disable=SC2034,SC2154
+# What tools/gpu runs for each operation; sourced by it. An operation is a folder of tests/gpu, and by its name alone has
+#
+#   tests/gpu/<operation>/**.cu            its tests: target kvpolicy_tests_gpu_<operation>, ctest names gpu.<operation>.*
+#   benchmarks/<operation>.cu              its benchmark, if it has one
+#   benchmarks/baselines/<operation>.py    what users have today, timed beside it: takes --quick and --out FILE, writes
+#                                          {"rows": [{"name": ..., "median_ms": ..., ...}, ...]}
+#
+# and here, all optional:
+#
+#   profiled[<operation>]   a regular expression: the benchmarks whose kernels are profiled. With KVPOLICY_BENCH_PROFILE in
+#                           its environment a benchmark makes each call once and times nothing.
+#   sanitized[<operation>]  a line for each program: PROGRAM | TOOLS | test cases, as doctest takes them. All cases together
+#                           reach every kernel of the operation, at sizes for tools that slow a kernel down a hundred times.
+#                           The report names the library's kernels that the run's selection did not reach.
+#   targets[<operation>]    a line for each: a shell pattern of benchmark names | pass | stretch | baseline rows, separated
+#                           by commas. Targets are milliseconds, or how many times faster than the first baseline: 3.4x.
+
+all_checks="memcheck synccheck initcheck racecheck"
+
+# ---- masks -----------------------------------------------------------------------------------------------------------
+
+profiled[masks]='mask/.*/(random|random, decay|jump)/'
+sanitized[masks]="
+gpu.masks.small    | $all_checks | *
+gpu.masks.log_bias | $all_checks | soft gates of*
+"
+targets[masks]="
+mask/16k x 8/random*    | 0.2 | 0.12 | 16k x 8
+mask/16k x 1024/random* | 1.3 | 0.8  | 16k x 1024
+mask/1M x 8/random*     | 1.3 | 0.9  | 1M x 8
+"
+
+# ---- metrics ---------------------------------------------------------------------------------------------------------
+
+sanitized[metrics]="
+gpu.metrics.metrics | $all_checks | *
+"
+
+# ---- attention -------------------------------------------------------------------------------------------------------
+
+profiled[attention]='(future mass|causal lse)/16k/'
+sanitized[attention]="
+gpu.attention.future_mass | $all_checks | small future masses*
+"
+targets[attention]="
+future mass/16k | 2.1 | 1.7 | FlexAttention future mass 16k
+future mass/32k | 8.2 | 6.8 | FlexAttention future mass 32k
+"
