@@ -154,7 +154,7 @@ std::string part_text(const BasicMlpScorer<Input, Act, D>& part) {
     if constexpr (std::is_same_v<Input, HiddenInput>) {
         return fmt::format("UtilityPredictor (hidden {})", part.hidden);
     } else {
-        const char* const name = std::is_same_v<Input, WriteGateInput> ? "WriteGate" : "MlpScorer";
+        const char* const name = std::is_same_v<Input, WriteGateInput> ? "WriteGateScorer" : "MlpScorer";
         return fmt::format("{} ({} + {}, hidden {})", name, part.dim_k, part.dim_v, part.hidden);
     }
 }

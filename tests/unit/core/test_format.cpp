@@ -59,7 +59,7 @@ TEST_CASE("policies, fixed and at run time") {
     MlpScorer<> mlp;
     mlp.dim_k = 64, mlp.dim_v = 32, mlp.hidden = 16;
     CHECK(text(Policy<MlpScorer<>>{mlp}) == "MlpScorer (64 + 32, hidden 16)");
-    CHECK(text(Policy<WriteGate<64>>{}) == "WriteGate (64 + 64, hidden 0)");
+    CHECK(text(Policy<WriteGateScorer<64>>{}) == "WriteGateScorer (64 + 64, hidden 0)");
     CHECK(text(Policy<UtilityPredictor>{}) == "UtilityPredictor (hidden 0)");
     CHECK(text(Policy<ConvScorer<64>>{}) == "ConvScorer (64 + 64)");
     CHECK(text(Policy<LinearScorer<64>>{}) == "LinearScorer (64 + 64)");
