@@ -50,6 +50,7 @@ import baselines
 import cache
 import conv
 import cutoff
+import inputs
 import lifetimes
 import metrics
 import scorers
@@ -331,6 +332,7 @@ def make():
         "cache.kvpv": cache_file(patterns, np.random.RandomState(15)),
         "scorers.kvpv": scorers.make(),
         "conv.kvpv": conv.make(),
+        "inputs.kvpv": inputs.make(),
         "attention.kvpv": attention.make(),
         "baselines.kvpv": baselines.make(),
     }

@@ -32,6 +32,10 @@ class FixedBudgetCache : public CacheOwner<FixedBudgetCache<P, T>, P, T> {
     static_assert(!P::has_keep,
                   "kvpolicy: a FixedBudgetCache cannot hold a policy that keeps keys by position, since "
                   "nothing bounds them");
+    static_assert(!P::grows,
+                  "kvpolicy: a FixedBudgetCache cannot hold a policy that keeps what is decoded (SnapKV), "
+                  "since nothing "
+                  "bounds it; a DualCache can");
     using base = CacheOwner<FixedBudgetCache<P, T>, P, T>;
 
   public:

@@ -1,6 +1,7 @@
 // What kernels and host code see of a cache: a trivially copyable set of pointers and sizes, for one layer.
 #pragma once
 
+#include <kvpolicy/core/hidden_rows.hpp>
 #include <kvpolicy/core/types.hpp>
 #include <kvpolicy/core/view.hpp>
 #include <kvpolicy/policies/parameters.hpp>
@@ -180,6 +181,9 @@ struct CacheExtras {
     plane_view<const float> scores{};
     /// Where to write the log-sum-exp of every query [count, Hq, n] (natural log), if wanted.
     plane_view<float> lse{};
+    /// Hidden states of the new tokens [count, n, width], of any storage type, for a policy whose scorer reads them (SP-KV's
+    /// UtilityPredictor).
+    HiddenRows hidden{};
 };
 
 }  // namespace kvpolicy

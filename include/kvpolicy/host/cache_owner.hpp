@@ -59,6 +59,8 @@ CacheOwner<Derived, P, T>::CacheOwner(const CacheShape& shape, const P& policy, 
 template <class Derived, AnyPolicy P, Storage T>
 std::size_t CacheOwner<Derived, P, T>::layout::take(std::size_t bytes) {
     const std::size_t here = at;
+    detail::require(here <= host_backend::most_bytes && bytes <= host_backend::most_bytes - here, name,
+                    "2^62 or more", "less: layers, slots, heads, rows and head_dim multiply");
     at += host_backend::aligned_size(bytes);
     return here;
 }
@@ -75,7 +77,7 @@ typename CacheOwner<Derived, P, T>::common_plan CacheOwner<Derived, P, T>::plan_
     const auto slots = static_cast<std::size_t>(shape_.slots);
     const std::size_t heads = slots * static_cast<std::size_t>(shape_.kv_heads);
     const std::size_t state_bytes =
-        heads * static_cast<std::size_t>(host_backend::state_floats<P>(scorer_of(layer))) * sizeof(float);
+        host_backend::product_of(heads, host_backend::state_floats<P>(scorer_of(layer)), sizeof(float));
     common_plan plan{};
     plan.state = memory.take(state_bytes);
     plan.kept = memory.take(heads * sizeof(std::int32_t));

@@ -4,6 +4,8 @@
 #include <kvpolicy/caches/calls.hpp>
 #include <kvpolicy/host/cache_admit.hpp>
 #include <kvpolicy/host/cache_attend.hpp>
+#include <kvpolicy/host/cache_hidden.hpp>
+#include <kvpolicy/host/cache_observed.hpp>
 #include <kvpolicy/host/cache_rows.hpp>
 #include <kvpolicy/host/score_step.hpp>
 #include <kvpolicy/host/scorer_input.hpp>
@@ -125,8 +127,11 @@ void decide_chunk([[maybe_unused]] isa set, const Cache& cache, std::int32_t slo
         [[maybe_unused]] const auto value_at = [&](position_t u) {
             return u < base ? rows.v(rows.layout.recent(u)) : v.row(entry, head, u - base);
         };
-        if constexpr (P::ranked && S::when == score_time::given) {
-            std::copy_n(given, tokens, plan.score);
+        if constexpr (P::ranked && scores_come_along<S>) {
+            // A sink's score is never read, whatever came.
+            for (std::int32_t j = 0; j < tokens; ++j) {
+                plan.score[j] = base + j < rule.sinks || rows.keeps(base + j) ? 0.0f : given[j];
+            }
         } else {
             std::fill_n(plan.score, tokens, 0.0f);
         }
@@ -135,7 +140,7 @@ void decide_chunk([[maybe_unused]] isa set, const Cache& cache, std::int32_t slo
             const auto from = static_cast<std::int32_t>(std::clamp<position_t>(rule.sinks - base, 0, tokens));
             scorer_input<S, T> input(set, cache.scorer, head, cache.dim_k, cache.dim_v, scratch);
             input.score_all(k.row(entry, head, from), k.row_stride, v.row(entry, head, from), v.row_stride,
-                            tokens - from, plan.score + from);
+                            tokens - from, base + from, plan.score + from);
             for (std::int32_t j = from; j < tokens; ++j) {
                 if (rows.keeps(base + j)) {
                     plan.score[j] = 0.0f;
@@ -409,35 +414,58 @@ requires CacheRef<Ref<P, T>> std::size_t cache_workspace_bytes(const host& on, c
     namespace hb = host_backend;
     detail::require(count >= 0, "count", count, "0 or more");
     detail::require(tokens >= 0, "tokens", tokens, "0 or more");
-    const std::size_t heads = static_cast<std::size_t>(count) * static_cast<std::size_t>(cache.kv_heads);
-    const std::size_t step_bytes =
-        heads * hb::step_task_bytes(cache) +
-        std::max(static_cast<std::size_t>(on.threads()) * hb::scorer_thread_bytes(cache),
-                 hb::decode_bytes(on, cache, count));
-    const std::size_t chunk_bytes = hb::chunk_pass<Ref<P, T>>::bytes(on, cache, count, tokens);
-    return hb::admission_bytes(cache, count) + std::max(step_bytes, chunk_bytes) + hb::alignment;
+    if constexpr (P::observed) {
+        return hb::observed_workspace_bytes(on, cache, count, tokens);
+    } else {
+        const std::size_t heads = static_cast<std::size_t>(count) * static_cast<std::size_t>(cache.kv_heads);
+        const std::size_t step_bytes =
+            heads * hb::step_task_bytes(cache) +
+            std::max(static_cast<std::size_t>(on.threads()) * hb::scorer_thread_bytes(cache),
+                     hb::decode_bytes(on, cache, count));
+        const std::size_t chunk_bytes = hb::chunk_pass<Ref<P, T>>::bytes(on, cache, count, tokens);
+        return hb::hidden_bytes(on, cache, count, std::max(tokens, 1)) + hb::admission_bytes(cache, count) +
+               std::max(step_bytes, chunk_bytes) + hb::alignment;
+    }
 }
+
+namespace host_backend {
+
+/// The body of prefill for policies whose scores stand when a key competes.
+template <class Cache, class T>
+void prefill_scored(const host& on, const Cache& cache, const Batch& batch, std::int32_t longest,
+                    rows_view<const T> q, rows_view<const T> k, rows_view<const T> v, rows_view<T> out,
+                    std::byte* start, std::uint32_t* status, const CacheExtras& extras) {
+    const chunk_pass<Cache> pass(on, cache, longest, start + admission_bytes(cache, batch.count));
+    const auto source = tensor_source(k, v, extras.scores);
+    pass.decide(batch, source);
+    const Batch admitted = admit(cache, batch, status, start, [&](std::int32_t i, std::int32_t h) {
+        return pass.rows_after(batch, i, h);
+    });
+    pass.attend(admitted, q, k, v, out, extras.lse);
+    pass.commit(admitted, source);
+    clear_refused(cache, batch, admitted, out, extras.lse);
+}
+
+}  // namespace host_backend
 
 template <class P, Storage T, template <class, class> class Ref>
 requires CacheRef<Ref<P, T>>
 void prefill(const host& on, const Ref<P, T>& cache, const Batch& batch, input_rows<T> q, input_rows<T> k,
              input_rows<T> v, output_rows<T> out, workspace_view workspace, std::uint32_t* status,
-             const CacheExtras& extras) {
+             const CacheExtras& given) {
     namespace hb = host_backend;
     const std::int32_t longest = hb::check_batch(batch, cache.slots, q.length, "the length of q");
-    hb::check_cache_call(cache, batch, longest, q, k, v, out, extras);
+    hb::check_cache_call(cache, batch, longest, q, k, v, out, given);
     hb::check_longest(cache, batch);
     hb::check_workspace(workspace, cache_workspace_bytes<P, T>(on, cache, batch.count, longest));
-    std::byte* const start = hb::aligned(workspace.data);
-    const hb::chunk_pass<Ref<P, T>> pass(on, cache, longest, start + hb::admission_bytes(cache, batch.count));
-    const auto source = hb::tensor_source(k, v, extras.scores);
-    pass.decide(batch, source);
-    const Batch admitted = hb::admit(cache, batch, status, start, [&](std::int32_t i, std::int32_t h) {
-        return pass.rows_after(batch, i, h);
-    });
-    pass.attend(admitted, q, k, v, out, extras.lse);
-    pass.commit(admitted, source);
-    hb::clear_refused(cache, batch, admitted, out, extras.lse);
+    std::byte* const begin = hb::aligned(workspace.data);
+    if constexpr (P::observed) {
+        hb::observed_tokens(on, cache, batch, longest, true, {q, k, v, out, given.lse}, begin, status);
+    } else {
+        const CacheExtras extras = hb::with_scores(on, cache, batch, longest, given, begin);
+        hb::prefill_scored(on, cache, batch, longest, q, k, v, out,
+                           begin + hb::hidden_bytes(on, cache, batch.count, longest), status, extras);
+    }
 }
 
 }  // namespace kvpolicy

@@ -3,6 +3,7 @@
 
 #include <kvpolicy/caches/ref.hpp>
 #include <kvpolicy/host/check.hpp>
+#include <kvpolicy/host/scorers/hidden.hpp>
 #include <kvpolicy/policies/ranking.hpp>
 #include <kvpolicy/scorers/concept.hpp>
 
@@ -22,6 +23,11 @@ void check_cache_call(const Cache& cache, const Batch& batch, std::int32_t longe
     check_rows("v", v, batch.count, cache.kv_heads, longest, cache.dim_v);
     check_rows("out", out, batch.count, cache.kv_heads * cache.group, longest, cache.dim_v);
     check_lse(extras.lse, batch.count, cache.kv_heads * cache.group, longest);
+    if constexpr (P::ranked && P::scorer_type::when == score_time::from_hidden) {
+        if (longest != 0) {
+            check_hidden("extras.hidden", extras.hidden, batch.count, longest, cache.scorer.hidden_width());
+        }
+    }
     if constexpr (P::ranked && P::scorer_type::when == score_time::given) {
         const plane_view<const float> scores = extras.scores;
         detail::require(static_cast<bool>(scores) || longest == 0, "extras.scores", "null",

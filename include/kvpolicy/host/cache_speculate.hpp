@@ -50,14 +50,19 @@ auto spare_source(const Cache& cache, const Batch& batch) {
 template <class P, Storage T, template <class, class> class Ref>
 requires CacheRef<Ref<P, T>>
 void propose(const host& on, const Ref<P, T>& cache, const Batch& batch, input_rows<T> q, input_rows<T> k,
-             input_rows<T> v, output_rows<T> out, workspace_view workspace, const CacheExtras& extras) {
+             input_rows<T> v, output_rows<T> out, workspace_view workspace, const CacheExtras& given) {
     namespace hb = host_backend;
+    static_assert(!P::observed,
+                  "kvpolicy: propose takes a policy whose scores do not change with every query");
     const std::int32_t longest =
         hb::check_batch(batch, cache.slots, cache.proposals, "the cache's proposals, CacheShape::proposals");
-    hb::check_cache_call(cache, batch, longest, q, k, v, out, extras);
+    hb::check_cache_call(cache, batch, longest, q, k, v, out, given);
     hb::check_longest(cache, batch);
     hb::check_workspace(workspace, cache_workspace_bytes<P, T>(on, cache, batch.count, longest));
-    const hb::chunk_pass<Ref<P, T>> pass(on, cache, longest, hb::aligned(workspace.data));
+    std::byte* const begin = hb::aligned(workspace.data);
+    const CacheExtras extras = hb::with_scores(on, cache, batch, longest, given, begin);
+    const hb::chunk_pass<Ref<P, T>> pass(on, cache, longest,
+                                         begin + hb::hidden_bytes(on, cache, batch.count, longest));
     pass.decide(batch, hb::tensor_source(k, v, extras.scores));
     pass.attend(batch, q, k, v, out, extras.lse);
     pass.for_each_head(batch, [&](std::int32_t i, std::int32_t h) {
@@ -80,6 +85,8 @@ requires CacheRef<Ref<P, T>>
 void commit(const host& on, const Ref<P, T>& cache, const Batch& batch, workspace_view workspace,
             std::uint32_t* status) {
     namespace hb = host_backend;
+    static_assert(!P::observed,
+                  "kvpolicy: commit takes a policy whose scores do not change with every query");
     const std::int32_t longest =
         hb::check_batch(batch, cache.slots, cache.proposals, "the cache's proposals, CacheShape::proposals");
     hb::check_proposed(cache, batch);

@@ -58,7 +58,8 @@ struct mass_scratch {
 /// -inf. A row whose weights are no numbers (logits that overflow) contributes nothing, like one that sees nothing.
 template <class Kernels, Storage T, class Seen>
 void add_mass_rows(const attention_shape& shape, group_aggregate aggregate, const mass_queries<T>& queries,
-                   const T* const* key, const Seen& seen, double* mass, std::byte* memory, std::int64_t capacity) {
+                   const T* const* key, const Seen& seen, double* mass, std::byte* memory,
+                   std::int64_t capacity) {
     using real = compute_t<T>;
     constexpr real nothing = -std::numeric_limits<real>::infinity();
     constexpr real most = std::numeric_limits<real>::max();
@@ -132,7 +133,8 @@ void add_mass_rows(const attention_shape& shape, group_aggregate aggregate, cons
             blocks_of([&](const real* p, std::int32_t first, std::int32_t n) {
                 real* best = scratch.best + first;
                 for (std::int32_t j = 0; j < n; ++j) {
-                    const real mine_now = weight > 0.0 ? static_cast<real>(static_cast<double>(p[j]) * weight) : real(0);
+                    const real mine_now =
+                        weight > 0.0 ? static_cast<real>(static_cast<double>(p[j]) * weight) : real(0);
                     best[j] = g == 0 || mine_now > best[j] ? mine_now : best[j];
                     if (g == group - 1) {
                         mass[first + j] += static_cast<double>(best[j]);
@@ -145,8 +147,9 @@ void add_mass_rows(const attention_shape& shape, group_aggregate aggregate, cons
 
 /// Adds to mass[0 .. capacity) what the queries give; `memory` has mass_scratch(capacity).bytes.
 template <Storage T, class Seen>
-void add_mass(isa set, const attention_shape& shape, group_aggregate aggregate, const mass_queries<T>& queries,
-              const T* const* key, const Seen& seen, double* mass, std::byte* memory, std::int64_t capacity) {
+void add_mass(isa set, const attention_shape& shape, group_aggregate aggregate,
+              const mass_queries<T>& queries, const T* const* key, const Seen& seen, double* mass,
+              std::byte* memory, std::int64_t capacity) {
     with_kernels<T>(set, [&](auto kernels) {
         add_mass_rows<decltype(kernels)>(shape, aggregate, queries, key, seen, mass, memory, capacity);
     });

@@ -108,7 +108,8 @@ class observed_list {
         const std::int32_t reach = seen.pool / 2;
         for (std::int32_t n = 0; n < competing; ++n) {
             const std::int32_t begin = std::max(n - reach, 0);
-            const auto end = static_cast<std::int32_t>(std::min<std::int64_t>(std::int64_t{n} + reach + 1, competing));
+            const auto end =
+                static_cast<std::int32_t>(std::min<std::int64_t>(std::int64_t{n} + reach + 1, competing));
             double sum = 0.0, largest = 0.0;
             for (std::int32_t j = begin; j < end; ++j) {
                 const double one = static_cast<double>(score[order_[j]]);
@@ -149,10 +150,14 @@ struct observed_head {
     std::byte* scratch = nullptr;
     std::int32_t excluded = -1;  // the row that lost its place when the block began; -1: none
 
-    static std::size_t bytes(std::int32_t dim, std::int64_t keys) { return lay_out(nullptr, nullptr, dim, keys); }
+    static std::size_t bytes(std::int32_t dim, std::int64_t keys) {
+        return lay_out(nullptr, nullptr, dim, keys);
+    }
     static observed_head& at(std::byte* memory) { return *reinterpret_cast<observed_head*>(memory); }
     /// Makes an empty one in the bytes(dim, keys) of memory that begin at `head`, aligned.
-    static void make(observed_head* head, std::int32_t dim, std::int64_t keys) { lay_out(head, head, dim, keys); }
+    static void make(observed_head* head, std::int32_t dim, std::int64_t keys) {
+        lay_out(head, head, dim, keys);
+    }
 
   private:
     static std::size_t lay_out(void* memory, observed_head* head, std::int32_t dim, std::int64_t keys) {
@@ -175,7 +180,8 @@ void observe(isa set, const attention_shape& shape, const Observation& seen, con
     const std::int32_t counted = seen.queries == 0 ? rule.window : seen.queries;
     queries.begin = counted < queries.end ? queries.end - counted : 0;
     std::fill_n(list.mass, list.count, 0.0);
-    add_mass(set, shape, seen.aggregate, queries, list.key, sees_prefix{list.own}, list.mass, scratch, capacity);
+    add_mass(set, shape, seen.aggregate, queries, list.key, sees_prefix{list.own}, list.mass, scratch,
+             capacity);
 }
 
 /// The mean of the masses of heads whose lists hold the same keys in the same order; list(h) is that of head h.
@@ -203,8 +209,9 @@ void check_same_rules(const Observation& seen, std::int32_t heads, RuleOf&& rule
         detail::refuse(
             detail::text("sinks, window and budget of head ", h).c_str(),
             detail::text(b.sinks, ", ", b.window, ", ", b.budget),
-            detail::text("those of head 0 (", a.sinks, ", ", a.window, ", ", a.budget,
-                         "), since a policy that averages over a layer keeps the same keys in all its heads"));
+            detail::text(
+                "those of head 0 (", a.sinks, ", ", a.window, ", ", a.budget,
+                "), since a policy that averages over a layer keeps the same keys in all its heads"));
     }
 }
 

@@ -2,41 +2,16 @@
 #pragma once
 
 #include <kvpolicy/host/check.hpp>
+#include <kvpolicy/host/finite_rows.hpp>
 #include <kvpolicy/host/future_mass.hpp>
 #include <kvpolicy/host/observed_list.hpp>
 #include <kvpolicy/masks/observed.hpp>
 
 #include <algorithm>
-#include <cmath>
 
 namespace kvpolicy {
 
 namespace host_backend {
-
-/// Refuses numbers of rows [b][h][t] that are not finite: decisions hang on them.
-template <class T>
-void check_finite_rows(const host& on, const char* name, const rows_view<const T>& rows,
-                       const std::int32_t* lengths, std::int32_t length) {
-    check_in_parallel(on, std::int64_t{rows.batch} * rows.heads, [&](std::int64_t task, bool refuse) {
-        const std::int64_t b = task / rows.heads, h = task % rows.heads;
-        const std::int32_t mine = lengths != nullptr ? lengths[b] : length;
-        for (std::int32_t t = 0; t < mine; ++t) {
-            const T* row = rows.row(b, h, t);
-            for (std::int32_t d = 0; d < rows.dim; ++d) {
-                const auto x = static_cast<compute_t<T>>(row[d]);
-                if (std::isfinite(x)) [[likely]] {
-                    continue;
-                }
-                if (refuse) {
-                    detail::refuse(detail::text(name, "[", b, "][", h, "][", t, "]").c_str(), x,
-                                   "finite numbers, since this policy decides by the attention that keys receive");
-                }
-                return false;
-            }
-        }
-        return true;
-    });
-}
 
 /// The block that begins with token a: chunks within the prompt, single tokens behind it.
 inline std::int32_t observed_block_end(const Observation& seen, std::int32_t a, std::int32_t prompt,
@@ -54,7 +29,8 @@ template <Storage T, AnyPolicy P>
 std::size_t build_observed_mask_workspace_bytes(const host&, const P&, rows_view<const T> q,
                                                 rows_view<const T> k) {
     const std::size_t tasks = static_cast<std::size_t>(q.batch) * static_cast<std::size_t>(k.heads);
-    return tasks * host_backend::observed_head<T>::bytes(q.dim, std::max(q.length, 0)) + host_backend::alignment;
+    return tasks * host_backend::observed_head<T>::bytes(q.dim, std::max(q.length, 0)) +
+           host_backend::alignment;
 }
 
 template <AnyPolicy P, Storage T>
@@ -62,8 +38,9 @@ void build_observed_mask(const host& on, const P& policy, const Attention& atten
                          rows_view<const T> k, const Sequences& sequences, plane_view<expiry_t> expiry,
                          workspace_view workspace, const ObservedMaskOptions& options) {
     namespace hb = host_backend;
-    static_assert(P::observed, "kvpolicy: build_observed_mask takes a policy whose scorer is an ObservedScorer; "
-                               "build_mask takes the others");
+    static_assert(P::observed,
+                  "kvpolicy: build_observed_mask takes a policy whose scorer is an ObservedScorer; "
+                  "build_mask takes the others");
     const Observation seen = policy.scorer().observation();
     const std::int32_t heads = k.heads;
     hb::check_attention(attention);
@@ -76,8 +53,9 @@ void build_observed_mask(const host& on, const P& policy, const Attention& atten
     const auto rule_of = [&](std::int32_t h) { return policy.rule(options.layer, h); };
     hb::check_same_rules(seen, heads, rule_of);
     hb::check_workspace(workspace, build_observed_mask_workspace_bytes<T>(on, policy, q, k));
-    hb::check_finite_rows(on, "q", q, sequences.lengths, sequences.length);
-    hb::check_finite_rows(on, "k", k, sequences.lengths, sequences.length);
+    const auto tokens = [&](std::int64_t b) { return sequences.length_of(b); };
+    hb::check_finite_rows(on, "q", q, tokens);
+    hb::check_finite_rows(on, "k", k, tokens);
 
     const hb::attention_shape shape = hb::valueless_shape(attention, q.dim);
     const std::int32_t group = q.heads / heads;
@@ -118,10 +96,12 @@ void build_observed_mask(const host& on, const P& policy, const Attention& atten
                 queries.head_stride = q.head_stride;
                 queries.end = end - a;
                 queries.group = group;
-                hb::observe(on.instructions(), shape, seen, rule_of(h), queries, list, one(h).scratch, q.length);
+                hb::observe(on.instructions(), shape, seen, rule_of(h), queries, list, one(h).scratch,
+                            q.length);
             }
             if (seen.whole_layer) {
-                hb::average_masses(heads, [&](std::int32_t h) -> auto& { return one(h).list; });
+                hb::average_masses(
+                    heads, [&](std::int32_t h) -> auto& { return one(h).list; });
             }
             for (std::int32_t h = begin; h < stop; ++h) {
                 hb::observed_list<T>& list = one(h).list;

@@ -176,6 +176,12 @@ class Policy {
         return std::apply([&](const auto&... part) { return (false || ... || part_keeps(part, t)); }, parts_);
     }
 
+    /// Calls visit(part) for every part, in the order of the type.
+    template <class Visit>
+    constexpr void for_each_part(Visit&& visit) const {
+        std::apply([&](const auto&... part) { (visit(part), ...); }, parts_);
+    }
+
     /// Refuses numbers that no policy can have, naming layer and head, and arrays that do not cover the heads.
     void check(std::int32_t layers, std::int32_t heads) const {
         std::apply([&](const auto&... part) { (check_values(part, layers, heads), ...); }, parts_);

@@ -51,7 +51,8 @@ TEST_CASE("no call of a cache allocates") {
     test::Plane<float> scores(count, 2, 4), lse(count, 2, 4);
     test::fill_scores(scores, test::Scores::random, generator);
     test::Plane<expiry_t> expiry(count, 2, 4);
-    std::vector<std::int32_t> indptr(count * 2 + 1), pages(count * 2 * 12), last(count * 2);
+    constexpr std::size_t heads = std::size_t{count} * 2;
+    std::vector<std::int32_t> indptr(heads + 1), pages(heads * 12), last(heads);
     const HeadPages exported{indptr.data(), pages.data(), last.data(),
                              static_cast<std::int64_t>(pages.size())};
     for (const int threads : {1, 2}) {
@@ -107,7 +108,8 @@ TEST_CASE("no call of a cache with a pool allocates, growing included") {
                                                   std::vector<unsigned char>(under_test.cache.slab_bytes()));
     const auto ref = under_test.cache.ref(0);
     test::Workspace workspace(cache_workspace_bytes(on, ref, count, 4));
-    std::vector<std::int32_t> indptr(count * 2 + 1), pages(count * 2 * 12), last(count * 2);
+    constexpr std::size_t heads = std::size_t{count} * 2;
+    std::vector<std::int32_t> indptr(heads + 1), pages(heads * 12), last(heads);
     std::vector<std::uint32_t> status(count);
     const HeadPages exported{indptr.data(), pages.data(), last.data(),
                              static_cast<std::int64_t>(pages.size())};

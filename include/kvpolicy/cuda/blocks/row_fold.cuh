@@ -89,16 +89,10 @@ struct row_state {
     }
 
     /// Folds a tile in. `bias` [columns], shared memory, at the thread's first column (a mass's); `first` is that column less
-    /// the thread's first row. Share: of 8 exponents, how many by polynomial. The logits are left alone: ptxas makes wgmmas
-    /// wait for each other where other instructions write registers that are accumulators.
+    /// the thread's first row. Share: of 8 exponents, how many by polynomial. The logits are used up.
     template <bool Masked, int Share, int N>
-    __device__ void absorb(const float (&logits)[N], const float* bias, const row_constants& c,
-                           std::int32_t first, std::int32_t low, std::uint32_t span) {
-        float s[N];
-#pragma unroll
-        for (int i = 0; i < N; ++i) {
-            s[i] = logits[i];
-        }
+    __device__ void absorb(float (&s)[N], const float* bias, const row_constants& c, std::int32_t first,
+                           std::int32_t low, std::uint32_t span) {
         prepare(s, c);
         const auto seen = [&](int i) {
             const std::int32_t apart = first + 8 * (i / 4) + i % 2 - 8 * (i / 2 % 2);
