@@ -54,7 +54,7 @@ def kernels_of_library():
     names = set()
     for path in glob.glob(os.path.join(include, "**", "*.cuh"), recursive=True):
         with open(path) as file:
-            names.update(re.findall(r"__global__\s+void\s+(?:__launch_bounds__\([^)]*\)\s*)?(\w+)\s*\(", file.read()))
+            names.update(re.findall(r"__global__\s+void\s+(?:__launch_bounds__\((?:[^()]|\([^()]*\))*\)\s*)?(\w+)\s*\(", file.read()))
     return names
 
 

@@ -36,3 +36,14 @@ mask/1M x 8/random*     | 1.3 | 0.9  | 1M x 8
 sanitized[metrics]="
 gpu.metrics.metrics | $all_checks | *
 "
+
+# ---- attention -------------------------------------------------------------------------------------------------------
+
+profiled[attention]='(future mass|causal lse)/16k/'
+sanitized[attention]="
+gpu.attention.future_mass | $all_checks | small future masses*
+"
+targets[attention]="
+future mass/16k | 2.1 | 1.7 | FlexAttention future mass 16k
+future mass/32k | 8.2 | 6.8 | FlexAttention future mass 32k
+"

@@ -29,7 +29,7 @@ namespace {
 struct Options {
     std::string model = KVPOLICY_BYTE_MODEL;
     std::string prompt;
-    std::string policy = "streaming";
+    std::string policy;  // empty: by the other options
     examples::PolicyOptions numbers;
     std::int32_t tokens = 512;
     std::int32_t threads = 0;
@@ -46,6 +46,7 @@ constexpr const char* usage =
     "  --window W         most recent tokens that stay (default: 64)\n"
     "  --density F        fraction of the other keys that stays, from 0 to 1 (default: 0.25)\n"
     "  --gamma G          decay of scores with every token, above 0 to 1 (default: 1, none)\n"
+    "  --scorers FILE     trained scorers; chooses the policy kvpop unless another is named\n"
     "  --tokens N         the most tokens to write (default: 512)\n"
     "  --temperature T    0 takes the likeliest token (default: 0.7)\n"
     "  --seed N           of the sampling, and of the policy random (default: 1)\n"
@@ -54,11 +55,10 @@ constexpr const char* usage =
     "policies, and the options that each uses:\n";
 
 /// The options that belong to some policies only.
-constexpr std::pair<std::string_view, unsigned> policy_options[] = {{"--budget", examples::uses_budget},
-                                                                    {"--sinks", examples::uses_sinks},
-                                                                    {"--window", examples::uses_window},
-                                                                    {"--density", examples::uses_density},
-                                                                    {"--gamma", examples::uses_gamma}};
+constexpr std::pair<std::string_view, unsigned> policy_options[] = {
+    {"--budget", examples::uses_budget}, {"--sinks", examples::uses_sinks},
+    {"--window", examples::uses_window}, {"--density", examples::uses_density},
+    {"--gamma", examples::uses_gamma},   {"--scorers", examples::uses_scorers}};
 
 void print_help() {
     fmt::print("{}", usage);
@@ -137,6 +137,7 @@ Options parse(int argc, char** argv) {
             options.model = value();
         } else if (argument == "--policy") {
             options.policy = value();
+            examples::generation_policy(options.policy);  // refuses an unknown one
         } else if (argument == "--budget") {
             read_number(argument, value(), options.numbers.budget, 1);
         } else if (argument == "--sinks") {
@@ -147,6 +148,8 @@ Options parse(int argc, char** argv) {
             read_number(argument, value(), options.numbers.density, 0.0, 1.0);
         } else if (argument == "--gamma") {
             read_number(argument, value(), options.numbers.gamma, 1e-6, 1.0);
+        } else if (argument == "--scorers") {
+            options.numbers.scorers = value();
         } else if (argument == "--tokens") {
             read_number(argument, value(), options.tokens, 1);
         } else if (argument == "--threads") {
@@ -162,6 +165,9 @@ Options parse(int argc, char** argv) {
         } else {
             llama::fail("{}: is no option; see generate --help", llama::printable(argument));
         }
+    }
+    if (options.policy.empty()) {
+        options.policy = options.numbers.scorers.empty() ? "streaming" : "kvpop";
     }
     check_policy_options(options, given);
     if (!has_prompt) {
@@ -192,7 +198,7 @@ int run(int argc, char** argv) {
                     options.tokens, tokens.size(), most);
     }
     const auto longest = static_cast<std::int32_t>(tokens.size()) + options.tokens;
-    examples::PolicySetting setting{on, model, tokens, longest, options.numbers, {}};
+    examples::PolicySetting setting{on, model, tokens, longest, options.numbers};
     const auto attention = examples::generation_policy(options.policy).make(setting);
 
     llama::Engine engine(model);

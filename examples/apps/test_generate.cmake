@@ -1,4 +1,4 @@
-# cmake -D GENERATE=<program> -P test_generate.cmake
+# cmake -D GENERATE=<program> [-D TRAIN_SCORER=<program> -D TEXT=<file> -D FOLDER=<folder>] -P test_generate.cmake
 # What generate writes with every policy, and the sentence that every bad flag gets.
 
 cmake_minimum_required(VERSION 3.25)
@@ -82,7 +82,7 @@ function(refused sentence)
     endif()
 endfunction()
 
-set(names "dense, streaming, keynorm, random, stride, gated, capped")
+set(names "dense, streaming, keynorm, kvpop, random, stride, gated, capped")
 refused("--policy: needs a value; see generate --help" --policy)
 refused("policy: \"oracle\" is not allowed; it must be one of ${names}" --policy oracle x)
 refused("policy: \" \" is not allowed; it must be one of ${names}" --policy " " x)
@@ -104,8 +104,10 @@ refused("--density: \"1.5\" is not allowed; it must be a number from 0 to 1" --p
 refused("--density: \"nan\" is not allowed; it must be a number from 0 to 1" --policy gated --density nan x)
 refused("--gamma: \"0\" is not allowed; it must be a number from 1e-06 to 1" --policy keynorm --gamma 0 x)
 refused("--density: the policy streaming does not use it; these do: stride, gated, capped" --density 0.5 x)
-refused("--budget: the policy dense does not use it; these do: streaming, keynorm, random, capped"
+refused("--budget: the policy dense does not use it; these do: streaming, keynorm, kvpop, random, capped"
     --policy dense --budget 9 x)
+refused("--scorers: the policy keynorm does not use it; these do: kvpop" --policy keynorm --scorers file x)
+refused("--scorers: is missing; the policy kvpop needs a file of trained scorers (docs/training.md)" --policy kvpop x)
 refused("--gamma: the policy random does not use it; these do: keynorm" --policy random --gamma 0.9 x)
 refused("budget: 4 is not allowed; it must be more than the sinks, 4" --budget 4 x)
 foreach(policy IN ITEMS keynorm random capped)
@@ -113,3 +115,27 @@ foreach(policy IN ITEMS keynorm random capped)
 endforeach()
 refused("--tokens: 2147483647 is not allowed; with the 1 of the prompt it must be 2147483647 at most"
     --tokens 2147483647 x)
+
+# Trained scorers: two steps' worth. The default policy where they are given.
+if(TRAIN_SCORER)
+    set(scorers ${FOLDER}/generate_scorers.safetensors)
+    foreach(scorer IN ITEMS mlp mlstm)
+        execute_process(COMMAND ${TRAIN_SCORER} --text ${TEXT} --scorer ${scorer} --length 256 --sequences 1
+                --held-out-sequences 0 --budgets 96 --steps 2 --out ${scorers}
+            RESULT_VARIABLE result OUTPUT_QUIET ERROR_VARIABLE error)
+        if(NOT result EQUAL 0)
+            message(FATAL_ERROR "train_scorer --scorer ${scorer}: ${error}")
+        endif()
+        generate(text rows --scorers ${scorers} --budget 4096)
+        expect("${rows} EQUAL ${full_rows}")
+        if(NOT text STREQUAL full)
+            message(FATAL_ERROR "kvpop: writes \"${text}\", where a full cache writes \"${full}\"")
+        endif()
+        generate(text rows --policy kvpop --scorers ${scorers} --budget 96)
+        expect("${rows} EQUAL 96")
+        refused("total budget: 67 is not allowed; it must be at least sinks + window = 68"
+            --scorers ${scorers} --budget 67 x)
+    endforeach()
+    refused("window: 32 is not allowed; these scorers read keys after 64 tokens, so it must be 64"
+        --scorers ${scorers} --window 32 x)
+endif()

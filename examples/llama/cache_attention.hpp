@@ -12,6 +12,7 @@
 
 #include <algorithm>
 #include <cstdint>
+#include <limits>
 #include <memory>
 #include <span>
 #include <stdexcept>
@@ -73,13 +74,19 @@ class CacheAttention final : public KvAttention {
         };
         kvpolicy::CacheExtras extras;
         if (!scores_.empty()) {
+            const std::int64_t first = cache_.length(0);
+            if (first + tokens > score_length_) {
+                throw std::invalid_argument(fmt::format(
+                    "positions: {} to {} are not allowed; they must be below {}, the tokens that have scores",
+                    first, first + tokens - 1, score_length_));
+            }
             const auto heads = static_cast<std::size_t>(config_.kv_heads);
             const auto length = static_cast<std::size_t>(score_length_);
             extras.scores =
                 kvpolicy::view_bhs(scores_.data() + static_cast<std::size_t>(layer) * heads * length, 1,
                                    config_.kv_heads, static_cast<std::int32_t>(score_length_));
-            extras.scores.data += positions[0];
-            extras.scores.length -= static_cast<std::int32_t>(positions[0]);
+            extras.scores.data += first;
+            extras.scores.length -= static_cast<std::int32_t>(first);
         }
         const T* query = stored(q, q_);
         const T* key = stored(k, k_);
@@ -116,6 +123,15 @@ class CacheAttention final : public KvAttention {
     }
 
     void give_scores(std::span<const float> scores, std::int64_t length) override {
+        const auto heads =
+            static_cast<std::size_t>(config_.layers) * static_cast<std::size_t>(config_.kv_heads);
+        if (length < 0 || length > std::numeric_limits<std::int32_t>::max() ||
+            scores.size() != heads * static_cast<std::size_t>(length)) {
+            throw std::invalid_argument(
+                fmt::format("scores: {} numbers for {} tokens are not allowed; they must be one for each of "
+                            "{} layers x {} KV heads and each token",
+                            scores.size(), length, config_.layers, config_.kv_heads));
+        }
         scores_.assign(scores.begin(), scores.end());
         score_length_ = length;
     }

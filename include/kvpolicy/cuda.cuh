@@ -3,6 +3,8 @@
 // the others call (docs/cuda.md has the recipe).
 #pragma once
 
+#include <kvpolicy/cuda/attend.cuh>
+#include <kvpolicy/cuda/attend_backward.cuh>
 #include <kvpolicy/cuda/build_mask.cuh>
 #include <kvpolicy/cuda/future_mass.cuh>
 #include <kvpolicy/cuda/log_bias.cuh>

@@ -12,7 +12,7 @@
 //
 // Selection composes with Admission and Eviction (wgkv.txt's taxonomy) in one type; every part says its own piece:
 //
-//     kvpolicy::Policy<kvpolicy::Window<256>, kvpolicy::ThresholdGate<kvpolicy::at_least>, kvpolicy::WriteGate<128>,   // admit
+//     kvpolicy::Policy<kvpolicy::Window<256>, kvpolicy::ThresholdGate<kvpolicy::at_least>, kvpolicy::WriteGateScorer<128>,   // admit
 //                      kvpolicy::SnapKVEviction,                                                                      // evict
 //                      kvpolicy::QuestPages<16>>                                                                      // select
 #pragma once

@@ -77,6 +77,26 @@ TEST_CASE("positions must go on where the cache stands") {
     feed(*attention, config, {0});
 }
 
+TEST_CASE("scores must be as many as the tokens that come") {
+    const kvpolicy::host on(1);
+    const llama::Config config = small();
+    const auto attention = made(on, config, {.name = "given", .budget = 8, .sinks = 1, .window = 2});
+    CHECK(refusal_of([&] { attention->give_scores(std::vector<float>(9, 1.0f), 5); }) ==
+          "scores: 9 numbers for 5 tokens are not allowed; they must be one for each of 2 layers x 1 KV "
+          "heads and "
+          "each token");
+    CHECK(refusal_of([&] { attention->give_scores({}, -1); }).find("scores: 0 numbers for -1 tokens") == 0);
+    attention->give_scores(std::vector<float>(10, 1.0f), 5);
+    feed(*attention, config, {0, 1, 2, 3});
+    CHECK(refusal_of([&] {
+              feed(*attention, config, {4, 5});
+          }) == "positions: 4 to 5 are not allowed; they must be below 5, the tokens that have scores");
+    CHECK(refusal_of([&] { feed(*attention, config, {}); }).empty());
+    feed(*attention, config, {4});
+    CHECK(refusal_of([&] { feed(*attention, config, {5}); }).find("positions: 5 to 5") == 0);
+    CHECK(attention->length() == 5);
+}
+
 TEST_CASE("a streaming cache takes any budget above its sinks") {
     const kvpolicy::host on(1);
     const llama::Config config = small();

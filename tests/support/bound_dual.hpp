@@ -21,8 +21,9 @@ struct BoundDual {
 
     BoundDual(const kvpolicy::host& on, const kvpolicy::CacheShape& shape, const kvpolicy::PoolShape& pool,
               const P& policy = P{}, const typename P::scorer_type* scorers = nullptr,
-              kvpolicy::position_t rebase_limit = kvpolicy::rebase_limit)
-        : cache(shape, pool, policy, scorers), memory(cache.bytes().total(), poison) {
+              kvpolicy::position_t rebase_limit = kvpolicy::rebase_limit,
+              const kvpolicy::Attention& attention = {})
+        : cache(shape, pool, policy, scorers, attention), memory(cache.bytes().total(), poison) {
         cache.rebase_limit(rebase_limit);
         cache.bind(on, memory.data(), memory.size());
     }

@@ -7,6 +7,7 @@
 #include <kvpolicy/wgkv.hpp>
 
 #include "policies.hpp"
+#include "trained.hpp"
 
 #include <fmt/format.h>
 #include <llama/dense_attention.hpp>
@@ -180,12 +181,27 @@ std::unique_ptr<llama::KvAttention> capped(PolicySetting& setting) {
                                    gate<kvpolicy::above>(setting), TopKBudget<>{k}, key_norms(setting)});
 }
 
+std::unique_ptr<llama::KvAttention> kvpop(PolicySetting& setting) {
+    const PolicyOptions& options = setting.options;
+    const llama::Config& config = setting.model.config;
+    if (options.scorers.empty()) {
+        llama::fail(
+            "--scorers: is missing; the policy kvpop needs a file of trained scorers (docs/training.md)");
+    }
+    setting.scorers = load_scorers(options.scorers);
+    check_fits(*setting.scorers, config.layers, config.kv_heads, config.head_dim, options.scorers);
+    return make_trained(setting.on, config, *setting.scorers,
+                        {"", options.budget, options.sinks, options.window});
+}
+
 constexpr NamedPolicy table[] = {
     {"dense", "every key", 0, dense},
     {"streaming", "StreamingLLM: sinks and a window, together the budget", uses_budget | uses_sinks,
      streaming},
     {"keynorm", "KVpop's rule: of the keys out of the window, those with the smallest norms",
      uses_budget | uses_sinks | uses_window | uses_gamma, keynorm},
+    {"kvpop", "KVpop: of the keys out of the window, those that trained scorers rank highest",
+     uses_budget | uses_sinks | uses_window | uses_scorers, kvpop},
     {"random", "the same budget, a uniform sample of the keys out of the window",
      uses_budget | uses_sinks | uses_window, random},
     {"stride", "of the keys out of the window, every (1 / density)-th",

@@ -3,11 +3,14 @@
 
 #include <kvpolicy/core/context.hpp>
 
+#include "scorers.hpp"
+
 #include <llama/cache_attention.hpp>
 #include <llama/model.hpp>
 
 #include <cstdint>
 #include <memory>
+#include <optional>
 #include <span>
 #include <string>
 #include <string_view>
@@ -23,6 +26,7 @@ struct PolicyOptions {
     double density = 0.25;  ///< of the keys out of the window, the fraction that is kept
     double gamma = 1.0;     ///< by which scores decay with every token, in (0, 1]
     std::uint64_t seed = 1;
+    std::string scorers;  ///< file of trained scorers (docs/training.md)
 };
 
 /// Flags of PolicyOptions, to say which a policy uses.
@@ -32,6 +36,7 @@ enum policy_flag : unsigned {
     uses_window = 1u << 2,
     uses_density = 1u << 3,
     uses_gamma = 1u << 4,
+    uses_scorers = 1u << 5,
 };
 
 /// What a policy is made from, and what it refers to once it is made: it must outlive the attention.
@@ -41,7 +46,8 @@ struct PolicySetting {
     std::span<const std::int32_t> prompt;  ///< thresholds are set so that `density` of its keys pass
     std::int32_t longest = 0;              ///< tokens of prompt and text together
     PolicyOptions options;
-    std::vector<float> thresholds;  ///< [layers, kv_heads], of a gate
+    std::vector<float> thresholds{};          ///< [layers, kv_heads], of a gate
+    std::optional<TrainedScorers> scorers{};  ///< what options.scorers names
 };
 
 struct NamedPolicy {

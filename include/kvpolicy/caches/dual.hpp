@@ -50,7 +50,7 @@ struct DualRef : LayerRef<P, T> {
         return capacity_of(this->rules[head], longest);
     }
     KVPOLICY_HOST_DEVICE static constexpr std::int64_t capacity_of(const HeadRule& rule, position_t longest) {
-        if (P::has_keep || rule.budget == unlimited) {
+        if (P::has_keep || P::grows || rule.budget == unlimited) {
             return longest;
         }
         const std::int64_t bound = std::int64_t{rule.sinks} + rule.window + rule.budget;

@@ -36,6 +36,10 @@ class FixedBudgetCache : public CacheOwner<FixedBudgetCache<P, T>, P, T> {
                   "kvpolicy: a FixedBudgetCache has a budget for every head; an eviction part, which counts "
                   "all heads together, "
                   "needs a DualCache");
+    static_assert(!P::grows,
+                  "kvpolicy: a FixedBudgetCache cannot hold a policy that keeps what is decoded (SnapKV), "
+                  "since nothing "
+                  "bounds it; a DualCache can");
     using base = CacheOwner<FixedBudgetCache<P, T>, P, T>;
 
   public:

@@ -119,8 +119,9 @@ class CacheOwner {
     struct common_plan {
         std::size_t kept, pinned, victim, proposed, state, queries, spare_queries;
     };
-    /// Hands out parts of the buffer: an offset for so many bytes.
+    /// Hands out parts of the buffer: an offset for so many bytes. Refuses what no address space holds.
     struct layout {
+        const char* name = "bytes of the cache";
         std::size_t at = 0;
         std::size_t take(std::size_t bytes);
     };

@@ -33,6 +33,26 @@ static_assert(select_mask_tuning(90).longest_block_sort == 16384);
 /// Keys a block of the expiry kernel decides, one a thread; cutoffs are found beforehand at every multiple of it.
 inline constexpr std::int32_t mask_chunk = 512;
 
+/// Sizes of attend's Hopper kernels, for a head_dim of at most `dim`.
+struct attend_hopper_tuning {
+    int consumers;  ///< warpgroups of 64 rows
+    int keys;       ///< a block
+    int slots;      ///< tiles of keys or values in the ring
+    int consumer_registers;
+    int producer_registers;
+};
+
+/// Three warpgroups share what is gathered best; two have the registers that softcap and biases, or a head_dim of 256, take.
+constexpr attend_hopper_tuning select_attend_hopper_tuning(int dim, bool general) {
+    if (dim > 128) {
+        return {2, 64, 4, 216, 72};
+    }
+    if (general) {
+        return {2, 128, dim > 64 ? 5 : 8, 216, 72};
+    }
+    return {3, 128, dim > 64 ? 5 : 8, 160, 32};
+}
+
 }  // namespace cuda_backend
 }  // namespace KVPOLICY_HIDDEN
 }  // namespace kvpolicy

@@ -79,6 +79,9 @@ void check_scores(const P& policy, plane_view<const float> scores, const Sequenc
 template <class P>
 void check_mask_call(const P& policy, plane_view<const float> scores, const Sequences& sequences,
                      std::int32_t batch, std::int32_t heads, std::int32_t length, std::int32_t layer) {
+    static_assert(!P::observed,
+                  "kvpolicy: build_mask needs scores that do not change with every query; "
+                  "build_observed_mask takes policies that rank keys by the attention they receive");
     policy.check_layer(layer, heads);
     check_sequences(sequences, batch, length);
     if constexpr (P::ranked) {

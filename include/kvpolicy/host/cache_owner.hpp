@@ -65,6 +65,8 @@ CacheOwner<Derived, P, T>::CacheOwner(const CacheShape& shape, const P& policy, 
 template <class Derived, AnyPolicy P, Storage T>
 std::size_t CacheOwner<Derived, P, T>::layout::take(std::size_t bytes) {
     const std::size_t here = at;
+    detail::require(here <= host_backend::most_bytes && bytes <= host_backend::most_bytes - here, name,
+                    "2^62 or more", "less: layers, slots, heads, rows and head_dim multiply");
     at += host_backend::aligned_size(bytes);
     return here;
 }
@@ -81,7 +83,7 @@ typename CacheOwner<Derived, P, T>::common_plan CacheOwner<Derived, P, T>::plan_
     const auto slots = static_cast<std::size_t>(shape_.slots);
     const std::size_t heads = slots * static_cast<std::size_t>(shape_.kv_heads);
     const std::size_t state_bytes =
-        heads * static_cast<std::size_t>(host_backend::state_floats<P>(scorer_of(layer))) * sizeof(float);
+        host_backend::product_of(heads, host_backend::state_floats<P>(scorer_of(layer)), sizeof(float));
     common_plan plan{};
     plan.state = memory.take(state_bytes);
     plan.kept = memory.take(heads * sizeof(std::int32_t));
@@ -89,10 +91,10 @@ typename CacheOwner<Derived, P, T>::common_plan CacheOwner<Derived, P, T>::plan_
     plan.victim = memory.take(heads * sizeof(std::int32_t));
     plan.proposed = memory.take(slots * sizeof(std::int32_t));
     if constexpr (P::has_eviction) {
-        const std::size_t query = static_cast<std::size_t>(shape_.query_heads / shape_.kv_heads) *
-                                  static_cast<std::size_t>(shape_.dim_k) * sizeof(T);
-        plan.queries = memory.take(heads * static_cast<std::size_t>(policy_.eviction().observing) * query);
-        plan.spare_queries = memory.take(heads * static_cast<std::size_t>(shape_.proposals) * query);
+        const std::size_t query =
+            host_backend::product_of(shape_.query_heads / shape_.kv_heads, shape_.dim_k, sizeof(T));
+        plan.queries = memory.take(host_backend::product_of(heads, policy_.eviction().observing, query));
+        plan.spare_queries = memory.take(host_backend::product_of(heads, shape_.proposals, query));
     }
     bytes_.scorer_state += state_bytes;
     return plan;

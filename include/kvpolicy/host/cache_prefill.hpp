@@ -5,6 +5,7 @@
 #include <kvpolicy/host/cache_admit.hpp>
 #include <kvpolicy/host/cache_attend.hpp>
 #include <kvpolicy/host/cache_hidden.hpp>
+#include <kvpolicy/host/cache_observed.hpp>
 #include <kvpolicy/host/cache_rows.hpp>
 #include <kvpolicy/host/score_step.hpp>
 #include <kvpolicy/host/scorer_input.hpp>
@@ -419,15 +420,45 @@ requires CacheRef<Ref<P, T>> std::size_t cache_workspace_bytes(const host& on, c
     namespace hb = host_backend;
     detail::require(count >= 0, "count", count, "0 or more");
     detail::require(tokens >= 0, "tokens", tokens, "0 or more");
-    const std::size_t heads = static_cast<std::size_t>(count) * static_cast<std::size_t>(cache.kv_heads);
-    const std::size_t step_bytes =
-        heads * hb::step_task_bytes(cache) +
-        std::max(static_cast<std::size_t>(on.threads()) * hb::scorer_thread_bytes(cache),
-                 hb::decode_bytes(on, cache, count));
-    const std::size_t chunk_bytes = hb::chunk_pass<Ref<P, T>>::bytes(on, cache, count, tokens);
-    return hb::hidden_bytes(on, cache, count, std::max(tokens, 1)) + hb::admission_bytes(cache, count) +
-           std::max(step_bytes, chunk_bytes) + hb::alignment;
+    if constexpr (P::observed) {
+        return hb::observed_workspace_bytes(on, cache, count, tokens);
+    } else {
+        const std::size_t heads = static_cast<std::size_t>(count) * static_cast<std::size_t>(cache.kv_heads);
+        const std::size_t step_bytes =
+            heads * hb::step_task_bytes(cache) +
+            std::max(static_cast<std::size_t>(on.threads()) * hb::scorer_thread_bytes(cache),
+                     hb::decode_bytes(on, cache, count));
+        const std::size_t chunk_bytes = hb::chunk_pass<Ref<P, T>>::bytes(on, cache, count, tokens);
+        return hb::hidden_bytes(on, cache, count, std::max(tokens, 1)) + hb::admission_bytes(cache, count) +
+               std::max(step_bytes, chunk_bytes) + hb::alignment;
+    }
 }
+
+namespace host_backend {
+
+/// The body of prefill for policies whose scores stand when a key competes.
+template <class Cache, class T>
+void prefill_scored(const host& on, const Cache& cache, const Batch& batch, std::int32_t longest,
+                    rows_view<const T> q, rows_view<const T> k, rows_view<const T> v, rows_view<T> out,
+                    std::byte* start, std::uint32_t* status, const CacheExtras& extras) {
+    const chunk_pass<Cache> pass(on, cache, longest, start + admission_bytes(cache, batch.count));
+    const auto source = tensor_source(k, v, extras.scores);
+    pass.decide(batch, source);
+    const Batch admitted = admit(cache, batch, status, start, [&](std::int32_t i, std::int32_t h) {
+        return pass.rows_after(batch, i, h);
+    });
+    pass.attend(admitted, q, k, v, out, extras.lse);
+    pass.commit(admitted, source);
+    if constexpr (Cache::policy_type::has_eviction) {
+        pass.for_each_head(admitted, [&](std::int32_t i, std::int32_t h) {
+            const std::int32_t slot = batch.slot(i);
+            remember_queries(cache, slot, h, cache.length[slot], batch.tokens(i), q, i);
+        });
+    }
+    clear_refused(cache, batch, admitted, out, extras.lse);
+}
+
+}  // namespace host_backend
 
 template <class P, Storage T, template <class, class> class Ref>
 requires CacheRef<Ref<P, T>>
@@ -440,23 +471,13 @@ void prefill(const host& on, const Ref<P, T>& cache, const Batch& batch, input_r
     hb::check_longest(cache, batch);
     hb::check_workspace(workspace, cache_workspace_bytes<P, T>(on, cache, batch.count, longest));
     std::byte* const begin = hb::aligned(workspace.data);
-    const CacheExtras extras = hb::with_scores(on, cache, batch, longest, given, begin);
-    std::byte* const start = begin + hb::hidden_bytes(on, cache, batch.count, longest);
-    const hb::chunk_pass<Ref<P, T>> pass(on, cache, longest, start + hb::admission_bytes(cache, batch.count));
-    const auto source = hb::tensor_source(k, v, extras.scores);
-    pass.decide(batch, source);
-    const Batch admitted = hb::admit(cache, batch, status, start, [&](std::int32_t i, std::int32_t h) {
-        return pass.rows_after(batch, i, h);
-    });
-    pass.attend(admitted, q, k, v, out, extras.lse);
-    pass.commit(admitted, source);
-    if constexpr (P::has_eviction) {
-        pass.for_each_head(admitted, [&](std::int32_t i, std::int32_t h) {
-            const std::int32_t slot = batch.slot(i);
-            hb::remember_queries(cache, slot, h, cache.length[slot], batch.tokens(i), q, i);
-        });
+    if constexpr (P::observed) {
+        hb::observed_tokens(on, cache, batch, longest, true, {q, k, v, out, given.lse}, begin, status);
+    } else {
+        const CacheExtras extras = hb::with_scores(on, cache, batch, longest, given, begin);
+        hb::prefill_scored(on, cache, batch, longest, q, k, v, out,
+                           begin + hb::hidden_bytes(on, cache, batch.count, longest), status, extras);
     }
-    hb::clear_refused(cache, batch, admitted, out, extras.lse);
 }
 
 }  // namespace kvpolicy

@@ -169,7 +169,7 @@ bool read_past_layer(const Cache& cache, position_t length, blob_reader& blob, s
             }
             pinned += r >= layout.place(0) && cache.keep.keeps(t) ? 1 : 0;
         }
-        if (rule.budget != unlimited && kept - pinned > rule.budget) {
+        if (!Cache::policy_type::grows && rule.budget != unlimited && kept - pinned > rule.budget) {
             return false;
         }
         using T = typename Cache::value_type;
@@ -271,6 +271,14 @@ std::uint64_t CacheOwner<Derived, P, T>::fingerprint() const {
     for (std::int32_t layer = 0; layer < shape_.layers; ++layer) {
         const scorer_type scorer = scorer_of(layer);
         sum.number(host_backend::state_floats<P>(scorer));
+        if constexpr (P::observed) {
+            const Observation seen = scorer.observation();
+            for (const std::int32_t number :
+                 {seen.queries, seen.accumulate ? 1 : 0, static_cast<int>(seen.aggregate),
+                  seen.whole_layer ? 1 : 0, seen.pool, seen.pool_largest ? 1 : 0}) {
+                sum.number(number);
+            }
+        }
         if constexpr (requires { scorer.fingerprint(); }) {
             sum.number(static_cast<std::uint64_t>(scorer.fingerprint()));
         }

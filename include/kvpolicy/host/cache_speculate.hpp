@@ -52,6 +52,8 @@ requires CacheRef<Ref<P, T>>
 void propose(const host& on, const Ref<P, T>& cache, const Batch& batch, input_rows<T> q, input_rows<T> k,
              input_rows<T> v, output_rows<T> out, workspace_view workspace, const CacheExtras& given) {
     namespace hb = host_backend;
+    static_assert(!P::observed,
+                  "kvpolicy: propose takes a policy whose scores do not change with every query");
     const std::int32_t longest =
         hb::check_batch(batch, cache.slots, cache.proposals, "the cache's proposals, CacheShape::proposals");
     hb::check_cache_call(cache, batch, longest, q, k, v, out, given);
@@ -89,6 +91,8 @@ requires CacheRef<Ref<P, T>>
 void commit(const host& on, const Ref<P, T>& cache, const Batch& batch, workspace_view workspace,
             std::uint32_t* status) {
     namespace hb = host_backend;
+    static_assert(!P::observed,
+                  "kvpolicy: commit takes a policy whose scores do not change with every query");
     const std::int32_t longest =
         hb::check_batch(batch, cache.slots, cache.proposals, "the cache's proposals, CacheShape::proposals");
     hb::check_proposed(cache, batch);

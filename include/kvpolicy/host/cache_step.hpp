@@ -5,6 +5,7 @@
 #include <kvpolicy/host/cache_admit.hpp>
 #include <kvpolicy/host/cache_attend.hpp>
 #include <kvpolicy/host/cache_hidden.hpp>
+#include <kvpolicy/host/cache_observed.hpp>
 #include <kvpolicy/host/cache_rows.hpp>
 #include <kvpolicy/host/score_step.hpp>
 
@@ -13,25 +14,19 @@
 
 namespace kvpolicy {
 
-template <class P, Storage T, template <class, class> class Ref>
-requires CacheRef<Ref<P, T>>
-void step(const host& on, const Ref<P, T>& cache, const Batch& batch, input_rows<T> q, input_rows<T> k,
-          input_rows<T> v, output_rows<T> out, workspace_view workspace, std::uint32_t* status,
-          const CacheExtras& given) {
-    namespace hb = host_backend;
-    const std::int32_t longest =
-        hb::check_batch(batch, cache.slots, 1, "a step takes one token; prefill takes chunks");
-    hb::check_cache_call(cache, batch, longest, q, k, v, out, given);
-    hb::check_longest(cache, batch);
-    hb::check_workspace(workspace, cache_workspace_bytes<P, T>(on, cache, batch.count, 1));
-    std::byte* const begin = hb::aligned(workspace.data);
-    const CacheExtras extras = hb::with_scores(on, cache, batch, longest, given, begin);
-    std::byte* const start = begin + hb::hidden_bytes(on, cache, batch.count, longest);
-    std::byte* const memory = start + hb::admission_bytes(cache, batch.count);
+namespace host_backend {
+
+/// The body of step for policies whose scores stand when a key competes.
+template <class Cache, class T>
+void step_scored(const host& on, const Cache& cache, const Batch& batch, rows_view<const T> q,
+                 rows_view<const T> k, rows_view<const T> v, rows_view<T> out, std::byte* start,
+                 std::uint32_t* status, const CacheExtras& extras) {
+    using P = typename Cache::policy_type;
+    std::byte* const memory = start + admission_bytes(cache, batch.count);
     const std::int64_t tasks = std::int64_t{batch.count} * cache.kv_heads;
-    const std::size_t score_bytes = hb::step_task_bytes(cache);
+    const std::size_t score_bytes = step_task_bytes(cache);
     const auto memory_of = [&](std::int64_t task) {
-        return hb::step_task_at(cache, memory + static_cast<std::size_t>(task) * score_bytes);
+        return step_task_at(cache, memory + static_cast<std::size_t>(task) * score_bytes);
     };
     const auto entry_of = [&](std::int64_t task) { return static_cast<std::int32_t>(task / cache.kv_heads); };
     const auto head_of = [&](std::int64_t task) { return static_cast<std::int32_t>(task % cache.kv_heads); };
@@ -39,15 +34,15 @@ void step(const host& on, const Ref<P, T>& cache, const Batch& batch, input_rows
 
     // Phase one only reads the cache, so that a NaN score is refused, and a step without pages given up, with nothing changed.
     if constexpr (P::ranked) {
-        const std::size_t thread_bytes = hb::scorer_thread_bytes(cache);
+        const std::size_t thread_bytes = scorer_thread_bytes(cache);
         on.parallel_for(tasks, [&](std::int64_t task, int thread) {
             const std::int32_t i = entry_of(task), h = head_of(task);
             if (batch.tokens(i) == 0) {
                 return;
             }
-            const float* score = extras.scores ? extras.scores.head(i, h) : nullptr;
-            hb::score_step(on.instructions(), cache, batch.slot(i), h, k.row(i, h, 0), v.row(i, h, 0), score,
-                           memory_of(task), rest + static_cast<std::size_t>(thread) * thread_bytes);
+            const float* given = extras.scores ? extras.scores.head(i, h) : nullptr;
+            score_step(on.instructions(), cache, batch.slot(i), h, k.row(i, h, 0), v.row(i, h, 0), given,
+                       memory_of(task), rest + static_cast<std::size_t>(thread) * thread_bytes);
         });
         // Refused from here and not from a task: without exceptions a handler may jump out of the call.
         for (std::int64_t task = 0; task < tasks; ++task) {
@@ -56,16 +51,16 @@ void step(const host& on, const Ref<P, T>& cache, const Batch& batch, input_rows
                 continue;
             }
             if (const position_t bad = memory_of(task).found->bad; bad >= 0) {
-                hb::refuse_computed_score(i, h, bad);
+                refuse_computed_score(i, h, bad);
             }
         }
     }
-    const Batch admitted = hb::admit(cache, batch, status, start, [&](std::int32_t i, std::int32_t h) {
+    const Batch admitted = admit(cache, batch, status, start, [&](std::int32_t i, std::int32_t h) {
         const std::int32_t slot = batch.slot(i);
-        const hb::head_state<Ref<P, T>> rows(cache, slot, h);
+        const head_state<Cache> rows(cache, slot, h);
         const position_t u = cache.length[slot] - rows.rule.window;
         bool grows = false;
-        if constexpr (hb::retains<P>) {
+        if constexpr (retains<P>) {
             const float score =
                 P::ranked ? memory_of(std::int64_t{i} * cache.kv_heads + h).found->leaving : 0.0f;
             grows = u >= rows.rule.sinks && rows.takes_new_place(u, score);
@@ -79,11 +74,11 @@ void step(const host& on, const Ref<P, T>& cache, const Batch& batch, input_rows
             return;
         }
         const std::int32_t slot = admitted.slot(i);
-        const hb::head_state<Ref<P, T>> rows(cache, slot, h);
+        const head_state<Cache> rows(cache, slot, h);
         const position_t position = cache.length[slot];
-        hb::step_scores scores{};
+        step_scores scores{};
         if constexpr (P::ranked) {
-            const hb::step_task mine = memory_of(task);
+            const step_task mine = memory_of(task);
             scores = *mine.found;
             if constexpr (StatefulScorer<typename P::scorer_type>) {
                 std::copy_n(mine.state, cache.state_size, cache.state + rows.index * cache.state_size);
@@ -95,7 +90,7 @@ void step(const host& on, const Ref<P, T>& cache, const Batch& batch, input_rows
         }
         const position_t u = position - rows.rule.window;
         std::int32_t promoted = -1;
-        if constexpr (hb::retains<P>) {
+        if constexpr (retains<P>) {
             if (u >= rows.rule.sinks) {
                 promoted = rows.leave(rows.layout.recent(u), scores.leaving, position);
             }
@@ -103,17 +98,40 @@ void step(const host& on, const Ref<P, T>& cache, const Batch& batch, input_rows
         const std::int32_t newest = rows.layout.recent(position);
         rows.put(newest, k.row(i, h, 0), v.row(i, h, 0), position, scores.arriving);
         const std::int32_t used = rows.layout.used(position + 1, cache.kept[rows.index]);
-        hb::refresh_bounds(cache, rows.rows, newest, newest + 1, used);
+        refresh_bounds(cache, rows.rows, newest, newest + 1, used);
         if (promoted >= 0) {
-            hb::refresh_bounds(cache, rows.rows, promoted, promoted + 1, used);
+            refresh_bounds(cache, rows.rows, promoted, promoted + 1, used);
         }
-        hb::remember_queries(cache, slot, h, position, 1, q, i);
+        remember_queries(cache, slot, h, position, 1, q, i);
         if (h == 0) {
             cache.proposed[slot] = 0;
         }
     });
-    hb::attend_rows(on, cache, admitted, q, out, extras.lse, 1, rest);
-    hb::clear_refused(cache, batch, admitted, out, extras.lse);
+    attend_rows(on, cache, admitted, q, out, extras.lse, 1, rest);
+    clear_refused(cache, batch, admitted, out, extras.lse);
+}
+
+}  // namespace host_backend
+
+template <class P, Storage T, template <class, class> class Ref>
+requires CacheRef<Ref<P, T>>
+void step(const host& on, const Ref<P, T>& cache, const Batch& batch, input_rows<T> q, input_rows<T> k,
+          input_rows<T> v, output_rows<T> out, workspace_view workspace, std::uint32_t* status,
+          const CacheExtras& given) {
+    namespace hb = host_backend;
+    const std::int32_t longest =
+        hb::check_batch(batch, cache.slots, 1, "a step takes one token; prefill takes chunks");
+    hb::check_cache_call(cache, batch, longest, q, k, v, out, given);
+    hb::check_longest(cache, batch);
+    hb::check_workspace(workspace, cache_workspace_bytes<P, T>(on, cache, batch.count, 1));
+    std::byte* const begin = hb::aligned(workspace.data);
+    if constexpr (P::observed) {
+        hb::observed_tokens(on, cache, batch, longest, false, {q, k, v, out, given.lse}, begin, status);
+    } else {
+        const CacheExtras extras = hb::with_scores(on, cache, batch, longest, given, begin);
+        hb::step_scored(on, cache, batch, q, k, v, out,
+                        begin + hb::hidden_bytes(on, cache, batch.count, longest), status, extras);
+    }
 }
 
 template <class P, Storage T, template <class, class> class Ref>

@@ -19,7 +19,7 @@ DualCache<P, T>::DualCache(const CacheShape& shape, const PoolShape& pool, const
     detail::require(pool.slab_pages >= 1, "slab_pages", pool.slab_pages, "1 or more");
     detail::require(pool.most_slabs >= 1, "most_slabs", pool.most_slabs, "1 or more");
     detail::require(pool.longest >= 1 && pool.longest <= most - shape.page_rows, "longest", pool.longest,
-                    "1 to 2^31 less a page");
+                    [&] { return detail::text("1 to ", most - shape.page_rows, ", 2^31 - 1 less a page"); });
     const std::int64_t pages = std::int64_t{pool.slab_pages} * pool.most_slabs;
     detail::require(pages <= most, "slab_pages * most_slabs", pages, "below 2^31, as page ids are 32 bits");
     for (std::int32_t layer = 0; layer < shape.layers; ++layer) {
@@ -31,9 +31,10 @@ DualCache<P, T>::DualCache(const CacheShape& shape, const PoolShape& pool, const
             detail::require(
                 recent <= most - shape.page_rows,
                 [&] { return detail::text("sinks + window of layer ", layer, ", head ", head); }, recent,
-                "below 2^31");
+                [&] { return detail::text(most - shape.page_rows, " at most, 2^31 - 1 less a page"); });
             const std::int64_t rows = ref_type::capacity_of(rule, pool.longest);
-            limited = limited || P::has_keep || rule.budget == unlimited || rows < recent + rule.budget;
+            limited =
+                limited || P::has_keep || P::grows || rule.budget == unlimited || rows < recent + rule.budget;
             table_offset_.push_back(table);
             table += (rows + shape.page_rows - 1) / shape.page_rows;
         }
@@ -59,16 +60,16 @@ void DualCache<P, T>::plan() {
     free_at_ = memory.take(pages * sizeof(std::int32_t));
     count_at_ = memory.take(sizeof(std::int32_t));
     names_at_ = memory.take(pages * sizeof(std::int32_t));
-    const std::size_t spare = heads * static_cast<std::size_t>(shape.proposals);
+    const std::size_t spare = host_backend::product_of(heads, shape.proposals);
     for (std::int32_t layer = 0; layer < shape.layers; ++layer) {
         const auto table = static_cast<std::size_t>(table_offset_[offset_index(layer, shape.kv_heads)]);
         layer_plan plan{};
-        plan.table = memory.take(slots * table * sizeof(std::int32_t));
+        plan.table = memory.take(host_backend::product_of(slots, table, sizeof(std::int32_t)));
         plan.held = memory.take(heads * sizeof(std::int32_t));
-        plan.spare_k = memory.take(spare * k_row);
-        plan.spare_v = memory.take(spare * v_row);
-        plan.spare_position = memory.take(spare * sizeof(position_t));
-        plan.spare_score = memory.take(spare * sizeof(float));
+        plan.spare_k = memory.take(host_backend::product_of(spare, k_row));
+        plan.spare_v = memory.take(host_backend::product_of(spare, v_row));
+        plan.spare_position = memory.take(host_backend::product_of(spare, sizeof(position_t)));
+        plan.spare_score = memory.take(host_backend::product_of(spare, sizeof(float)));
         plan.common = this->plan_layer(memory, layer);
         plan_.push_back(plan);
         this->bytes_.keys_and_values += spare * (k_row + v_row);
@@ -76,13 +77,12 @@ void DualCache<P, T>::plan() {
     this->bytes_.bookkeeping =
         memory.at + host_backend::alignment - this->bytes_.keys_and_values - this->bytes_.scorer_state;
 
-    const std::size_t rows =
-        static_cast<std::size_t>(pool_.slab_pages) * static_cast<std::size_t>(shape.page_rows);
-    typename base::layout slab;
-    slab.take(rows * k_row);
-    slab.take(rows * v_row);
-    slab.take(rows * sizeof(position_t));
-    slab.take(rows * sizeof(float));
+    const std::size_t rows = host_backend::product_of(pool_.slab_pages, shape.page_rows);
+    typename base::layout slab{.name = "bytes of a slab"};
+    slab.take(host_backend::product_of(rows, k_row));
+    slab.take(host_backend::product_of(rows, v_row));
+    slab.take(host_backend::product_of(rows, sizeof(position_t)));
+    slab.take(host_backend::product_of(rows, sizeof(float)));
     slab.take(bounds_bytes(rows));
     slab_bytes_ = slab.at + host_backend::alignment;
 }

@@ -21,9 +21,10 @@ FixedBudgetCache<P, T>::FixedBudgetCache(const CacheShape& shape, const P& polic
                             "a number, since a FixedBudgetCache is bounded");
             const std::int64_t needed =
                 std::int64_t{rule.sinks} + rule.window + rule.budget + shape.proposals;
+            const std::int32_t most = std::numeric_limits<std::int32_t>::max() - shape.page_rows;
             detail::require(
-                needed <= std::numeric_limits<std::int32_t>::max() - shape.page_rows,
-                [&] { return detail::text("sinks + window + ", name()); }, needed, "below 2^31");
+                needed <= most, [&] { return detail::text("sinks + window + proposals + ", name()); }, needed,
+                [&] { return detail::text(most, " at most, 2^31 - 1 less a page"); });
             row_offset_.push_back(rows);
             rows += (needed + shape.page_rows - 1) / shape.page_rows * shape.page_rows;
         }
@@ -38,18 +39,18 @@ void FixedBudgetCache<P, T>::plan() {
     this->plan_common(memory);
     offsets_at_ = memory.take(row_offset_.size() * sizeof(std::int64_t));
     for (std::int32_t layer = 0; layer < this->shape_.layers; ++layer) {
-        const std::size_t rows =
-            static_cast<std::size_t>(this->shape_.slots) * static_cast<std::size_t>(this->rows(layer));
-        const std::size_t k_bytes = rows * static_cast<std::size_t>(this->shape_.dim_k) * sizeof(T);
-        const std::size_t v_bytes = rows * static_cast<std::size_t>(this->shape_.dim_v) * sizeof(T);
+        const std::size_t rows = host_backend::product_of(this->shape_.slots, this->rows(layer));
+        const std::size_t k_bytes = host_backend::product_of(rows, this->shape_.dim_k, sizeof(T));
+        const std::size_t v_bytes = host_backend::product_of(rows, this->shape_.dim_v, sizeof(T));
         layer_plan plan{};
         plan.k = memory.take(k_bytes);
         plan.v = memory.take(v_bytes);
-        plan.position = memory.take(rows * sizeof(position_t));
-        plan.score = memory.take(rows * sizeof(float));
+        plan.position = memory.take(host_backend::product_of(rows, sizeof(position_t)));
+        plan.score = memory.take(host_backend::product_of(rows, sizeof(float)));
         plan.bounds = memory.take(
-            P::has_selection ? rows / static_cast<std::size_t>(this->policy_.selection().page_rows()) * 2 *
-                                   static_cast<std::size_t>(this->shape_.dim_k) * sizeof(T)
+            P::has_selection ? host_backend::product_of(
+                                   rows / static_cast<std::size_t>(this->policy_.selection().page_rows()),
+                                   2 * static_cast<std::size_t>(this->shape_.dim_k) * sizeof(T))
                              : 0);
         plan.common = this->plan_layer(memory, layer);
         plan_.push_back(plan);

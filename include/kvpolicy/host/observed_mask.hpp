@@ -2,42 +2,16 @@
 #pragma once
 
 #include <kvpolicy/host/check.hpp>
+#include <kvpolicy/host/finite_rows.hpp>
 #include <kvpolicy/host/future_mass.hpp>
 #include <kvpolicy/host/observed_list.hpp>
 #include <kvpolicy/masks/observed.hpp>
 
 #include <algorithm>
-#include <cmath>
 
 namespace kvpolicy {
 
 namespace host_backend {
-
-/// Refuses numbers of rows [b][h][t] that are not finite: decisions hang on them.
-template <class T>
-void check_finite_rows(const host& on, const char* name, const rows_view<const T>& rows,
-                       const std::int32_t* lengths, std::int32_t length) {
-    check_in_parallel(on, std::int64_t{rows.batch} * rows.heads, [&](std::int64_t task, bool refuse) {
-        const std::int64_t b = task / rows.heads, h = task % rows.heads;
-        const std::int32_t mine = lengths != nullptr ? lengths[b] : length;
-        for (std::int32_t t = 0; t < mine; ++t) {
-            const T* row = rows.row(b, h, t);
-            for (std::int32_t d = 0; d < rows.dim; ++d) {
-                const auto x = static_cast<compute_t<T>>(row[d]);
-                if (std::isfinite(x)) [[likely]] {
-                    continue;
-                }
-                if (refuse) {
-                    detail::refuse(
-                        detail::text(name, "[", b, "][", h, "][", t, "]").c_str(), x,
-                        "finite numbers, since this policy decides by the attention that keys receive");
-                }
-                return false;
-            }
-        }
-        return true;
-    });
-}
 
 /// The block that begins with token a: chunks within the prompt, single tokens behind it.
 inline std::int32_t observed_block_end(const Observation& seen, std::int32_t a, std::int32_t prompt,
@@ -52,10 +26,13 @@ inline std::int32_t observed_block_end(const Observation& seen, std::int32_t a, 
 }  // namespace host_backend
 
 template <Storage T, AnyPolicy P>
-std::size_t build_observed_mask_workspace_bytes(const host&, const P&, rows_view<const T> q,
+std::size_t build_observed_mask_workspace_bytes(const host& on, const P&, rows_view<const T> q,
                                                 rows_view<const T> k) {
+    const std::int32_t keys = std::max(q.length, 0);
     const std::size_t tasks = static_cast<std::size_t>(q.batch) * static_cast<std::size_t>(k.heads);
-    return tasks * host_backend::observed_head<T>::bytes(q.dim, std::max(q.length, 0)) +
+    return tasks * host_backend::observed_head<T>::bytes(keys) +
+           static_cast<std::size_t>(on.threads()) *
+               host_backend::mass_scratch<T>(nullptr, q.dim, keys).bytes +
            host_backend::alignment;
 }
 
@@ -79,16 +56,20 @@ void build_observed_mask(const host& on, const P& policy, const Attention& atten
     const auto rule_of = [&](std::int32_t h) { return policy.rule(options.layer, h); };
     hb::check_same_rules(seen, heads, rule_of);
     hb::check_workspace(workspace, build_observed_mask_workspace_bytes<T>(on, policy, q, k));
-    hb::check_finite_rows(on, "q", q, sequences.lengths, sequences.length);
-    hb::check_finite_rows(on, "k", k, sequences.lengths, sequences.length);
+    const auto tokens = [&](std::int64_t b) { return sequences.length_of(b); };
+    hb::check_finite_rows(on, "q", q, tokens);
+    hb::check_finite_rows(on, "k", k, tokens);
 
     const hb::attention_shape shape = hb::valueless_shape(attention, q.dim);
     const std::int32_t group = q.heads / heads;
-    const std::size_t each = hb::observed_head<T>::bytes(q.dim, q.length);
+    const std::size_t each = hb::observed_head<T>::bytes(q.length);
+    const std::size_t scratch_bytes = hb::mass_scratch<T>(nullptr, q.dim, q.length).bytes;
     std::byte* const memory = hb::aligned(workspace.data);
+    std::byte* const scratch =
+        memory + static_cast<std::size_t>(q.batch) * static_cast<std::size_t>(heads) * each;
     // Heads that are averaged go side by side, the others on their own.
     const std::int32_t together = seen.whole_layer ? heads : 1;
-    on.parallel_for(std::int64_t{q.batch} * heads / together, [&](std::int64_t task) {
+    on.parallel_for(std::int64_t{q.batch} * heads / together, [&](std::int64_t task, int thread) {
         const std::int64_t first = task * together, b = first / heads;
         const auto begin = static_cast<std::int32_t>(first % heads), stop = begin + together;
         const std::int32_t length = sequences.length_of(b);
@@ -96,7 +77,7 @@ void build_observed_mask(const host& on, const P& policy, const Attention& atten
             return hb::observed_head<T>::at(memory + static_cast<std::size_t>(first + h - begin) * each);
         };
         for (std::int32_t h = begin; h < stop; ++h) {
-            hb::observed_head<T>::make(&one(h), q.dim, q.length);
+            hb::observed_head<T>::make(&one(h), q.length);
             std::fill_n(expiry.head(b, h), length, never);
         }
         for (std::int32_t a = 0, end = 0; a < length; a = end) {
@@ -121,8 +102,8 @@ void build_observed_mask(const host& on, const P& policy, const Attention& atten
                 queries.head_stride = q.head_stride;
                 queries.end = end - a;
                 queries.group = group;
-                hb::observe(on.instructions(), shape, seen, rule_of(h), queries, list, one(h).scratch,
-                            q.length);
+                hb::observe(on.instructions(), shape, seen, rule_of(h), queries, list,
+                            scratch + static_cast<std::size_t>(thread) * scratch_bytes, q.length);
             }
             if (seen.whole_layer) {
                 hb::average_masses(

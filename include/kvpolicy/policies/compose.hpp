@@ -152,8 +152,10 @@ class Policy {
     static_assert(
         ((Parts::kind != part_kind::selection || SelectionPart<Parts>)&&...),
         "kvpolicy: a selection part needs `page_rows()`, `pages` by layer and head, and `aggregate`");
-    static_assert(!observed || !has_eviction,
-                  "kvpolicy: a policy that ranks keys by the attention they receive evicts already");
+    static_assert(!observed || (!has_eviction && !has_selection),
+                  "kvpolicy: a policy that ranks keys by the attention they receive evicts already, and must "
+                  "read all keys: no "
+                  "eviction and no selection part");
     static_assert(((Parts::kind != part_kind::keep || KeepPart<Parts>)&&...),
                   "kvpolicy: a keep part needs `bool keeps(position_t) const`");
     static_assert(
@@ -217,6 +219,12 @@ class Policy {
     /// Whether a keep part holds position t for good.
     constexpr bool keeps(position_t t) const {
         return std::apply([&](const auto&... part) { return (false || ... || part_keeps(part, t)); }, parts_);
+    }
+
+    /// Calls visit(part) for every part, in the order of the type.
+    template <class Visit>
+    constexpr void for_each_part(Visit&& visit) const {
+        std::apply([&](const auto&... part) { (visit(part), ...); }, parts_);
     }
 
     /// Refuses numbers that no policy can have, naming layer and head, and arrays that do not cover the heads.

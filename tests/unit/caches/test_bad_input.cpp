@@ -71,8 +71,16 @@ TEST_CASE("a cache for numbers that no policy can have, by layer and head") {
                   "budget k of layer 0, head 0: -1 is not allowed; it must be 0 or more");
     CHECK_REFUSED(Cache(good, policy(1, 3, unlimited)),
                   "budget k of layer 0, head 0: unlimited is not allowed");
-    CHECK_REFUSED(Cache(good, policy(2000000000, 3, 2000000000)),
-                  "4000000003 is not allowed; it must be below 2^31");
+    CHECK_REFUSED(
+        Cache(good, policy(2000000000, 3, 2000000000)),
+        "sinks + window + proposals + budget k of layer 0, head 0: 4000000003 is not allowed; it must be "
+        "2147483646 at most, 2^31 - 1 less a page");
+    CHECK_REFUSED(Cache(good, policy(1, 3, std::numeric_limits<std::int32_t>::max() - 4)),
+                  "2147483647 is not");
+    CHECK_REFUSED(Cache(with(&CacheShape::page_rows, std::numeric_limits<std::int32_t>::max()), policy()),
+                  "head 0: 8 is not allowed; it must be 0 at most");
+    CHECK_REFUSED(Cache(with(&CacheShape::proposals, std::numeric_limits<std::int32_t>::max()), policy()),
+                  "head 0: 2147483655 is not allowed");
 
     const std::int32_t budgets[] = {4, 4, 4, -7};  // [2 layers, 2 heads]
     CHECK_REFUSED(Cache(good, P{Sink<>{1}, Window<>{3}, TopKBudget<>{per_head(budgets, 2, 2)}}),
@@ -100,6 +108,22 @@ TEST_CASE("a cache for numbers that no policy can have, by layer and head") {
     using G = Policy<Window<3>, ThresholdGate<above>, TopKBudget<4>>;
     using Gated = FixedBudgetCache<G, float>;
     CHECK_REFUSED(Gated(good, G{{}, ThresholdGate<above>{std::nanf("")}, {}}), "tau of layer 0, head 0: ");
+}
+
+TEST_CASE("sizes whose product no address space holds do not wrap to small ones") {
+    const std::string text =
+        " is not allowed; it must be less: layers, slots, heads, rows and head_dim multiply";
+    // 2^21 slots x 2 heads x 2^31 rows x 16 numbers x 4 bytes = 2^59, and with 2^24 slots 2^62.
+    const P large = policy(0, 1, std::numeric_limits<std::int32_t>::max() - 3);
+    using Cache = FixedBudgetCache<P, float>;
+    const Cache fits(with(&CacheShape::slots, 1 << 20), large);
+    CHECK(fits.bytes().total() > std::size_t{1} << 58);
+    CHECK_REFUSED(Cache(with(&CacheShape::slots, 1 << 24), large), "bytes of the cache: 2^62 or more" + text);
+    constexpr std::int32_t huge = 1 << 30;
+    CHECK(host_backend::product_of(std::int64_t{huge}, huge, 4) == host_backend::most_bytes + 1);
+    CHECK(host_backend::product_of(std::size_t{huge}, huge, 3) == (std::size_t{3} << 60));
+    CHECK(host_backend::product_of(std::size_t{huge}, huge, huge, 0) == 0);
+    CHECK(host_backend::product_of(7) == 7);
 }
 
 TEST_CASE("memory: unbound, null, too small by a byte") {

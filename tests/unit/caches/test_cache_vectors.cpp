@@ -33,7 +33,7 @@ std::int32_t case_count() { return static_cast<std::int32_t>(file().get<std::int
 
 LifetimeCase rule_of(std::int32_t index, std::int32_t head) {
     return LifetimeCase::from(file().get<std::int32_t>("rules").row(index) + head * LifetimeCase::columns,
-                              file().get<float>("levels").row(index) + head * 2);
+                              file().get<float>("levels").row(index) + std::int64_t{head} * 2);
 }
 
 /// Calls body(policy) with the policy of a case; its arrays live during the call. Keep parts have no bounded cache. What a
@@ -94,14 +94,14 @@ test::Tensor<T> tensor(const char* name) {
 bool held(std::int32_t index, std::int32_t head, std::int32_t step, std::int32_t t) {
     const std::int32_t words = (length() + 31) / 32;
     const std::int32_t* bits =
-        file().get<std::int32_t>("retained").row(index) + (head * length() + step) * words;
+        file().get<std::int32_t>("retained").row(index) + (std::int64_t{head} * length() + step) * words;
     return (static_cast<std::uint32_t>(bits[t / 32]) >> (t % 32) & 1u) != 0;
 }
 
 double live_keys(std::int32_t index, std::int32_t head, std::int32_t step) {
     const std::int32_t words = (length() + 31) / 32;
     const std::int32_t* bits =
-        file().get<std::int32_t>("retained").row(index) + (head * length() + step) * words;
+        file().get<std::int32_t>("retained").row(index) + (std::int64_t{head} * length() + step) * words;
     double count = 0.0;
     for (std::int32_t word = 0; word < words; ++word) {
         count += std::popcount(static_cast<std::uint32_t>(bits[word]));

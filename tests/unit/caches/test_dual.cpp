@@ -550,7 +550,9 @@ TEST_CASE("a pool and slabs that cannot be") {
     CHECK_REFUSED(Cache(small, {.slab_pages = 4, .most_slabs = 0, .longest = 9}, p),
                   "most_slabs: 0 is not allowed; it must be 1 or more");
     CHECK_REFUSED(Cache(small, {.slab_pages = 4, .most_slabs = 1, .longest = 0}, p),
-                  "longest: 0 is not allowed; it must be 1 to 2^31 less a page");
+                  "longest: 0 is not allowed; it must be 1 to " +
+                      std::to_string(std::numeric_limits<std::int32_t>::max() - small.page_rows) +
+                      ", 2^31 - 1 less a page");
     CHECK_REFUSED(Cache(small, {.slab_pages = 4, .most_slabs = 1, .longest = position_t{1} << 31}, p),
                   "longest: 2147483648");
     CHECK_REFUSED(Cache(small, {.slab_pages = 1 << 16, .most_slabs = 1 << 16, .longest = 9}, p),
@@ -558,7 +560,17 @@ TEST_CASE("a pool and slabs that cannot be") {
     CHECK_REFUSED(
         Cache(small, {.slab_pages = 4, .most_slabs = 1, .longest = 9}, gated(2000000000, 2000000000)),
         "sinks + window of layer 0, head 0: 4000000000");
+    constexpr std::int32_t most = std::numeric_limits<std::int32_t>::max();
     CacheShape odd = small;
+    odd.page_rows = most - 9;
+    CHECK_REFUSED(Cache(odd, {.slab_pages = most, .most_slabs = 1, .longest = 9}, p),
+                  "bytes of a slab: 2^62 or more is not allowed; it must be less");
+    odd = small;
+    odd.proposals = most;
+    odd.slots = 1 << 24;
+    CHECK_REFUSED(Cache(odd, {.slab_pages = 4, .most_slabs = 1, .longest = 9}, p),
+                  "bytes of the cache: 2^62 or more is not allowed; it must be less");
+    odd = small;
     odd.page_rows = 0;
     CHECK_REFUSED(Cache(odd, {.slab_pages = 4, .most_slabs = 1, .longest = 9}, p), "page_rows: 0");
     odd = small;

@@ -143,14 +143,15 @@ TEST_CASE("3, 9: a page of 4 rows, 13 tokens, NaN in the tail, pages in any orde
     CHECK(last[0] == 1);
     std::vector<float> pool(static_cast<std::size_t>(ref.rows * 8), std::numeric_limits<float>::quiet_NaN());
     const std::int32_t moved_to[] = {2, 0, 3, 1};
+    constexpr std::int64_t page_size = std::int64_t{4} * 8;
     for (std::int32_t page = 0; page < 4; ++page) {
-        std::copy_n(ref.k + indices[page] * 4 * 8, 4 * 8, pool.begin() + moved_to[page] * 4 * 8);
+        std::copy_n(ref.k + indices[page] * page_size, page_size, pool.begin() + moved_to[page] * page_size);
         indices[page] = moved_to[page];
     }
     std::vector<position_t> found;
     for (std::int32_t at = 0; at < indptr[1]; ++at) {
         for (std::int32_t r = 0; r < (at + 1 < indptr[1] ? 4 : last[0]); ++r) {
-            const float* row = pool.data() + (indices[at] * 4 + r) * 8;
+            const float* row = pool.data() + indices[at] * page_size + std::int64_t{r} * 8;
             for (std::int32_t t = 0; t < 13; ++t) {
                 if (std::equal(row, row + 8, k.view().row(0, 0, t))) {
                     found.push_back(t);

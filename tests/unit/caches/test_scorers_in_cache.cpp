@@ -33,7 +33,8 @@ struct Journal {
 /// Small integers of everything that a stateful scorer sees. Positions come in the first place of a value.
 float mixed(std::int32_t head, std::int32_t factor, float count, float sum, float key, float value) {
     const auto all = static_cast<std::int64_t>(count) * 13 + static_cast<std::int64_t>(sum) * 5 +
-                     static_cast<std::int64_t>(key) * 3 + static_cast<std::int64_t>(value) * 11 + head * 7;
+                     static_cast<std::int64_t>(key) * 3 + static_cast<std::int64_t>(value) * 11 +
+                     std::int64_t{head} * 7;
     return static_cast<float>((all * factor % 23 + 23) % 23);
 }
 
@@ -284,7 +285,7 @@ TEST_CASE(
         }
         CHECK(sets);
         // Slot 1 has seen nothing.
-        CHECK(under_test.cache.ref(1).state[kv_heads * 2] == fresh);
+        CHECK(under_test.cache.ref(1).state[std::int64_t{kv_heads} * 2] == fresh);
         CHECK(under_test.cache.length(1) == 0);
         CHECK(under_test.cache.ref(0).state[0] == fresh + static_cast<float>(length));
         under_test.cache.clear(on, 0);

@@ -98,7 +98,9 @@ void check(std::int32_t slots, std::int32_t window, std::int32_t budget, std::in
         const Run<T> many = run<T>(host(threads), slots, window, budget, length, shape);
         CHECK(many.content == one.content);
         CHECK(many.sums == one.sums);
-        CHECK(std::memcmp(many.outputs.data(), one.outputs.data(), one.outputs.size() * sizeof(T)) == 0);
+        const bool same_bits =
+            std::memcmp(many.outputs.data(), one.outputs.data(), one.outputs.size() * sizeof(T)) == 0;
+        CHECK(same_bits);
     }
     const Run<T> portable = run<T>(host(2, isa::portable), slots, window, budget, length, shape);
     CHECK(portable.content == one.content);

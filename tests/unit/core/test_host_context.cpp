@@ -233,7 +233,7 @@ TEST_CASE("a caller that fails does not disturb another") {
                 try {
                     on.parallel_for(6, [&](std::int64_t i) {
                         if (caller == 0 && i == 3) {
-                            throw caller;
+                            throw int{caller};
                         }
                     });
                     wrong += caller == 0 ? 1 : 0;

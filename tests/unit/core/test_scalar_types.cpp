@@ -161,7 +161,7 @@ TEST_CASE("conversions are constant expressions, and the types are what kernels 
     static_assert(std::is_trivial_v<bf16> && std::is_trivial_v<fp16>);
     static_assert(std::is_standard_layout_v<bf16> && std::is_standard_layout_v<fp16>);
     static_assert(std::is_same_v<compute_t<bf16>, float> && std::is_same_v<compute_t<fp16>, float> &&
-                  std::is_same_v<compute_t<float>, float> && std::is_same_v<compute_t<double>, double>);
+                  std::is_same_v<float, compute_t<float>> && std::is_same_v<double, compute_t<double>>);
     static_assert(!Storage<int> && !Storage<long double>);
     CHECK(true);
 }

@@ -64,7 +64,7 @@ TEST_CASE("strides are 64 bits wide") {
 TEST_CASE("planes, batches and sequences by default and by array") {
     float data[2 * 3 * 4];
     const auto plane = view_bhs(data, 2, 3, 4);
-    CHECK(plane.head(1, 2) == data + (1 * 3 + 2) * 4);
+    CHECK(plane.head(1, 2) == data + std::int64_t{1 * 3 + 2} * 4);
     CHECK(static_cast<bool>(plane));
     CHECK_FALSE(static_cast<bool>(plane_view<float>{}));
 

@@ -23,6 +23,8 @@ struct key_rows {
     rows_view<const T> self_k;  // [B, Hkv, S, Dk]; data null: one segment
     rows_view<const T> self_v;  // [B, Hkv, S, Dv]
 
+    /// An address that may be named where nothing is read.
+    __device__ const T* none() const { return k.data != nullptr ? k.data : self_k.data; }
     __device__ const T* key(std::int64_t b, std::int64_t h, std::int32_t row) const {
         return row < k.length ? k.row(b, h, row) : self_k.row(b, h, row - k.length);
     }

@@ -42,7 +42,9 @@ struct key_frames {
     }
 };
 
-/// When row number `row` of a head is seen by queries of a frame, and its bias.
+__device__ inline float minus_infinity() { return __int_as_float(static_cast<int>(0xff800000u)); }
+
+/// When a row is seen by the queries of a frame.
 struct row_time {
     std::int32_t born;  // clamped to [0, span]: the first query that sees it
     std::int32_t dies;  // clamped to [0, span]: the first that no longer does
@@ -65,7 +67,7 @@ class head_frame {
         return x < past_ ? x : frames_.past.rows + (x - past_);
     }
 
-    /// The life of row x among `span` queries of which the first has position `base`.
+    /// The life of row x among `span` queries of which the first has position `base`. A bias of -inf ends it.
     [[nodiscard]] __device__ row_time time_of(std::int32_t x, std::int64_t base, std::int32_t span) const {
         const bool own = x >= past_;
         const segment_frame& segment = own ? frames_.self : frames_.past;
@@ -75,10 +77,10 @@ class head_frame {
         if (segment.expiry) {
             const expiry_t expiry = segment.expiry.head(b_, h_)[t];
             time.dies = expiry == never ? span : clamped(expiry - base, span);
-            // A key whose expiry is not after its own position is never seen, even where both lie before the frame.
-            if (expiry != never && expiry - base <= born) {
-                time.dies = 0;
-            }
+        }
+        if (segment.log_bias && segment.log_bias.head(b_, h_)[t] == minus_infinity()) {
+            const std::int32_t hidden = clamped(born + age(segment), span);
+            time.dies = hidden < time.dies ? hidden : time.dies;
         }
         if (frames_.edges != nullptr) {
             const std::int32_t end = clamped(segment_end(t) - base, span);
@@ -97,12 +99,14 @@ class head_frame {
             from = span;
             return 0.0f;
         }
-        const std::int32_t age = segment.bias_from != nullptr ? segment.bias_from[h_] : 0;
-        from = clamped(position(segment, own, t) + age - base, span);
+        from = clamped(position(segment, own, t) + age(segment) - base, span);
         return segment.log_bias.head(b_, h_)[t];
     }
 
   private:
+    [[nodiscard]] __device__ std::int32_t age(const segment_frame& segment) const {
+        return segment.bias_from != nullptr ? segment.bias_from[h_] : 0;
+    }
     [[nodiscard]] __device__ std::int32_t counted(const segment_frame& segment) const {
         if (segment.lengths == nullptr) {
             return segment.rows;
@@ -135,6 +139,46 @@ class head_frame {
     std::int64_t start_;
     std::int32_t past_;
     std::int32_t self_;
+};
+
+/// The same for one segment without positions, biases or packed edges, in 32 bits: what a plan has most rows of.
+class plain_frame {
+  public:
+    static __host__ bool fits(const key_frames& frames) {
+        return frames.self.rows == 0 && !frames.past.position && !frames.past.log_bias && frames.edges == nullptr;
+    }
+    __device__ plain_frame(const key_frames& frames, std::int32_t b, std::int32_t h, std::int64_t base,
+                           std::int32_t span)
+        : expiry_(frames.past.expiry ? frames.past.expiry.head(b, h) : nullptr),
+          span_(span),
+          first_(in_32_bits(base)),
+          end_(in_32_bits(base + span)),
+          shift_(in_32_bits(base - frames.past.first)) {}
+
+    [[nodiscard]] __device__ row_time time_of(std::int32_t t) const {
+        row_time time{0, span_};
+        if (t > shift_) {
+            const std::uint32_t later = static_cast<std::uint32_t>(t) - static_cast<std::uint32_t>(shift_);
+            time.born = later < static_cast<std::uint32_t>(span_) ? static_cast<std::int32_t>(later) : span_;
+        }
+        if (expiry_ != nullptr) {
+            const expiry_t expiry = expiry_[t];
+            if (expiry < end_) {  // so it is not `never`
+                time.dies = expiry > first_ ? expiry - first_ : 0;
+            }
+        }
+        return time;
+    }
+
+  private:
+    [[nodiscard]] __device__ static std::int32_t in_32_bits(std::int64_t x) {
+        return x > never ? never : x < -never ? -never : static_cast<std::int32_t>(x);
+    }
+
+    const expiry_t* expiry_;
+    std::int32_t span_;
+    std::int32_t first_, end_;  // positions of the first query and after the last
+    std::int32_t shift_;        // the row that has the position of the first query
 };
 
 }  // namespace cuda_backend

@@ -28,10 +28,10 @@ inline std::size_t plan_shared_bytes(const attention_plan& plan) {
 }
 
 /// Calls body(x, time) for this warp's share of the rows, in order, 32 at a time, with a time that is never (dies = 0) for
-/// lanes past the end. All lanes call it together.
-template <class Body>
-__device__ inline void for_rows_of_warp(const head_frame& head, std::int32_t rows, std::int64_t base,
-                                        std::int32_t span, std::int32_t queries, Body body) {
+/// lanes past the end. All lanes call it together. time_of(x) says when row x lives.
+template <class TimeOf, class Body>
+__device__ inline void for_rows_of_warp(const TimeOf& time_of, std::int32_t rows, std::int32_t queries,
+                                        Body body) {
     constexpr std::int32_t ahead = 4;  // loads under way at once
     constexpr std::int32_t step = 32 * ahead;
     const std::int32_t share = (rows + plan_warps * step - 1) / (plan_warps * step) * step;
@@ -42,7 +42,7 @@ __device__ inline void for_rows_of_warp(const head_frame& head, std::int32_t row
 #pragma unroll
         for (std::int32_t i = 0; i < ahead; ++i) {
             const std::int32_t x = first + 32 * i + lane_id();
-            time[i] = x < end ? head.time_of(x, base, span) : row_time{0, 0};
+            time[i] = x < end ? time_of(x) : row_time{0, 0};
             if (time[i].born >= queries) {
                 time[i].dies = 0;  // born after the last query
             }
@@ -54,11 +54,11 @@ __device__ inline void for_rows_of_warp(const head_frame& head, std::int32_t row
     }
 }
 
-/// One block a list; the last super-tiles, which have most rows, first.
-template <class Frames>
+/// One block a list; the last super-tiles, which have most rows, first. `Plain` where plain_frame fits.
+template <bool Plain, class Frames>
 __global__ void __launch_bounds__(plan_threads)
-    attention_plan_kernel(const Frames frames, const attention_plan plan, const std::int32_t kv_heads,
-                          const std::int32_t heads) {
+    attention_plan_kernel(const __grid_constant__ Frames frames, const __grid_constant__ attention_plan plan,
+                          const std::int32_t kv_heads, const std::int32_t heads) {
     __shared__ std::int32_t totals[plan_warps];
     auto* const counts = reinterpret_cast<std::int32_t*>(dynamic_shared());  // [bin][warp]
     const auto block = static_cast<std::int32_t>(blockIdx.x);
@@ -76,6 +76,14 @@ __global__ void __launch_bounds__(plan_threads)
     if (plan.triangular && rows > first_query + super_q) {
         rows = static_cast<std::int32_t>(first_query + super_q);
     }
+    const plain_frame plain(frames, b, head_number % kv_heads, base, super_q);
+    const auto time_of = [&](std::int32_t x) {
+        if constexpr (Plain) {
+            return plain.time_of(x);
+        } else {
+            return head.time_of(x, base, super_q);
+        }
+    };
     const std::int32_t warp = warp_id();
     const auto thread = static_cast<std::int32_t>(threadIdx.x);
     const std::int32_t slots = 2 * super_q * plan_warps;
@@ -85,7 +93,7 @@ __global__ void __launch_bounds__(plan_threads)
     }
     __syncthreads();
     std::int32_t through = 0;  // of bin 0, which most rows are in
-    for_rows_of_warp(head, rows, base, super_q, queries, [&](std::int32_t, const row_time& time) {
+    for_rows_of_warp(time_of, rows, queries, [&](std::int32_t, const row_time& time) {
         const bool seen = time.born < time.dies;
         const bool lasts = seen && time.born == 0 && time.dies == super_q;
         through += __popc(__ballot_sync(all_lanes, lasts));
@@ -140,7 +148,7 @@ __global__ void __launch_bounds__(plan_threads)
     const std::int64_t offset = plan.offset(head_number, j);
     std::int32_t next_through = counts[warp];
     __syncwarp();
-    for_rows_of_warp(head, rows, base, super_q, queries, [&](std::int32_t x, const row_time& time) {
+    for_rows_of_warp(time_of, rows, queries, [&](std::int32_t x, const row_time& time) {
         const bool seen = time.born < time.dies;
         if (__ballot_sync(all_lanes, seen) == 0) {
             return;
@@ -162,10 +170,10 @@ __global__ void __launch_bounds__(plan_threads)
             __syncwarp(others);
         }
         if (seen) {
-            plan.row[offset + place] = head.row_of(x);
+            plan.row[offset + place] = Plain ? x : head.row_of(x);
             plan.life[offset + place] = {static_cast<std::uint16_t>(time.born),
                                          static_cast<std::uint16_t>(time.dies)};
-            if (plan.bias != nullptr) {
+            if (!Plain && plan.bias != nullptr) {
                 std::int32_t from = 0;
                 plan.bias[offset + place] = head.bias_of(x, base, super_q, from);
                 plan.bias_from[offset + place] = static_cast<std::uint16_t>(from);
@@ -221,8 +229,10 @@ inline attention_plan plan_round(const attention_plan& whole, std::int64_t heads
 inline void launch_plan(const cuda& on, const key_frames& frames, const attention_plan& round, std::int32_t batch,
                         std::int32_t kv_heads) {
     const std::int32_t heads = batch * kv_heads;
-    launch("attention_plan_kernel", attention_plan_kernel<key_frames>, std::int64_t{heads} * round.supers,
-           plan_threads, plan_shared_bytes(round), on, frames, round, kv_heads, heads);
+    const bool plain = plain_frame::fits(frames) && round.bias == nullptr;
+    launch("attention_plan_kernel",
+           plain ? attention_plan_kernel<true, key_frames> : attention_plan_kernel<false, key_frames>,
+           std::int64_t{heads} * round.supers, plan_threads, plan_shared_bytes(round), on, frames, round, kv_heads, heads);
 }
 
 }  // namespace cuda_backend

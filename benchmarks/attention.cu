@@ -1,0 +1,303 @@
+// Attention on CUDA for prefill and training: the forward and backward pass through lifetimes, soft gates, and the
+// future-attention target. Tensors and scores are those of benchmarks/baselines/attention.py, bit for bit; lifetimes come from
+// build_mask of the scores. Beside every time stand exact live-pair FLOPs (4 D a pair forward, 10 D backward, 2 D without
+// values), the rate that they make, and the bytes that a call needs beyond its tensors.
+#include <kvpolicy/cuda.cuh>
+#include <kvpolicy/policies/compose.hpp>
+#include <kvpolicy/policies/sink.hpp>
+#include <kvpolicy/policies/threshold_gate.hpp>
+#include <kvpolicy/policies/topk_budget.hpp>
+#include <kvpolicy/policies/window.hpp>
+
+#include "cold.cuh"
+
+#include <cstdint>
+#include <limits>
+#include <string>
+#include <vector>
+
+namespace kvp = kvpolicy;
+
+namespace {
+
+using namespace bench;
+using kvp::bf16;
+using Dims = kvp::head_dims<64, 128>;
+
+struct shape {
+    std::int32_t batch, length, dim;
+    static constexpr std::int32_t heads = 8, group = 4;
+    [[nodiscard]] std::int32_t query_heads() const { return heads * group; }
+    [[nodiscard]] std::int64_t keys() const { return std::int64_t{batch} * heads * length; }
+    [[nodiscard]] std::int64_t queries() const { return keys() * group; }
+};
+
+__global__ void fill_normal(bf16* to, std::int64_t count, std::uint32_t seed) {
+    const std::int64_t i = std::int64_t{blockIdx.x} * blockDim.x + threadIdx.x;
+    if (i < count) {
+        to[i] = bf16(0.433f * hashed(static_cast<std::uint32_t>(i) + seed));  // variance 1
+    }
+}
+
+__global__ void fill_scores(float* to, std::int64_t count) {
+    const std::int64_t i = std::int64_t{blockIdx.x} * blockDim.x + threadIdx.x;
+    if (i < count) {
+        to[i] = hashed(static_cast<std::uint32_t>(i));
+    }
+}
+
+/// Log-biases of soft gates: the log-sigmoid of a score.
+__global__ void fill_biases(float* to, std::int64_t count) {
+    const std::int64_t i = std::int64_t{blockIdx.x} * blockDim.x + threadIdx.x;
+    if (i < count) {
+        to[i] = -log1pf(expf(-hashed(static_cast<std::uint32_t>(i))));
+    }
+}
+
+unsigned blocks_of(std::int64_t count) { return static_cast<unsigned>((count + 255) / 256); }
+
+/// Numbers that a baseline makes too: each tensor has a seed.
+struct rows {
+    buffer<bf16> memory;
+    shape of;
+    std::int32_t heads;
+
+    rows(const shape& s, std::int32_t head_count, std::uint32_t seed)
+        : memory(std::int64_t{s.batch} * head_count * s.length * s.dim), of(s), heads(head_count) {
+        fill_normal<<<blocks_of(memory.count()), 256>>>(memory.data(), memory.count(), seed);
+        ok(cudaGetLastError());
+        ok(cudaDeviceSynchronize());
+    }
+    [[nodiscard]] kvp::rows_view<bf16> view() const {
+        return kvp::view_bhsd(memory.data(), of.batch, heads, of.length, of.dim);
+    }
+    [[nodiscard]] kvp::rows_view<const bf16> read() const { return view(); }
+};
+
+/// `elements` of bf16: the tensors that the call reads and writes.
+void report(benchmark::State& state, double pairs, double flops_a_pair, std::int64_t elements) {
+    state.counters["tensor_bytes"] = 2.0 * static_cast<double>(elements);
+    state.counters["live_pairs"] = pairs;
+    const double flops = pairs * flops_a_pair;
+    state.counters["flops"] = flops;
+    state.counters["tflops"] = flops / state.counters["median_ms"] * 1e-9;
+}
+
+/// Runs `call(on, workspace)`, timed, with as much workspace as it needs.
+template <class Call>
+void measure_with_workspace(benchmark::State& state, std::size_t bytes, const Call& call) {
+    const stream_of_calls calls;
+    const kvp::cuda on{calls.stream};
+    const buffer<unsigned char> memory(static_cast<std::int64_t>(bytes));
+    const kvp::workspace_view workspace{memory.data(), bytes};
+    measure(
+        state, calls.stream, [&] { call(on, workspace); }, bytes);
+}
+
+// ---- the future-attention target -------------------------------------------------------------------------------------
+
+constexpr std::int32_t window = 256;
+
+void causal_lse(benchmark::State& state, const shape& s) {
+    const rows q(s, s.query_heads(), 1), k(s, s.heads, 2);
+    const buffer<float> lse(s.queries());
+    const kvp::Sequences sequences{s.batch, s.length};
+    measure_with_workspace(state, kvp::future_mass_workspace_bytes<bf16>(kvp::cuda{}, q.read(), k.read()),
+                           [&](const kvp::cuda& on, kvp::workspace_view workspace) {
+                               kvp::causal_lse<bf16, Dims>(
+                                   on, {}, q.read(), k.read(), sequences,
+                                   kvp::view_bhs(lse.data(), s.batch, s.query_heads(), s.length), workspace);
+                           });
+    const double n = s.length;
+    report(state, n * (n + 1) / 2 * s.batch * s.query_heads(), 2.0 * s.dim, (s.queries() + s.keys()) * s.dim);
+}
+
+void future_mass(benchmark::State& state, const shape& s, const kvp::FutureMassOptions& options) {
+    const rows q(s, s.query_heads(), 1), k(s, s.heads, 2);
+    const buffer<float> lse(s.queries()), target(s.keys());
+    const kvp::Sequences sequences{s.batch, s.length};
+    const auto of_queries = kvp::view_bhs(lse.data(), s.batch, s.query_heads(), s.length);
+    const std::size_t bytes = kvp::future_mass_workspace_bytes<bf16>(kvp::cuda{}, q.read(), k.read());
+    {
+        const buffer<unsigned char> memory(static_cast<std::int64_t>(bytes));
+        kvp::causal_lse<bf16, Dims>(kvp::cuda{}, {}, q.read(), k.read(), sequences, of_queries,
+                                    {memory.data(), bytes});
+        ok(cudaDeviceSynchronize());
+    }
+    measure_with_workspace(state, bytes, [&](const kvp::cuda& on, kvp::workspace_view workspace) {
+        kvp::future_mass<bf16, Dims>(on, {}, q.read(), k.read(), of_queries, sequences, options,
+                                     kvp::view_bhs(target.data(), s.batch, s.heads, s.length), workspace);
+    });
+    const double n = s.length - window;
+    report(state, n * (n + 1) / 2 * s.batch * s.query_heads(), 2.0 * s.dim, (s.queries() + s.keys()) * s.dim);
+}
+
+void add_future_mass() {
+    constexpr float infinity = std::numeric_limits<float>::infinity();
+    const struct {
+        const char* name;
+        shape of;
+        float beta;
+    } cases[] = {{"16k", {1, 1 << 14, 128}, 1.0f},
+                 {"32k", {1, 1 << 15, 128}, 1.0f},
+                 {"16k, beta 2", {1, 1 << 14, 128}, 2.0f},
+                 {"16k, beta 7.5", {1, 1 << 14, 128}, 7.5f},
+                 {"16k, beta infinite", {1, 1 << 14, 128}, infinity},
+                 {"16k, d 64", {1, 1 << 14, 64}, 1.0f},
+                 {"8 x 4k", {8, 1 << 12, 128}, 1.0f},
+                 {"32 x 2k", {32, 1 << 11, 128}, 1.0f}};
+    for (const auto& c : cases) {
+        kvp::FutureMassOptions options;
+        options.window = window;
+        options.beta = c.beta;
+        const shape s = c.of;
+        add(
+            std::string("future mass/") + c.name,
+            [=](benchmark::State& state) { future_mass(state, s, options); }, 15);
+        if (c.beta == 1.0f) {
+            add(
+                std::string("causal lse/") + c.name, [=](benchmark::State& state) { causal_lse(state, s); },
+                15);
+        }
+    }
+}
+
+// ---- through lifetimes -----------------------------------------------------------------------------------------------
+
+/// Lifetimes that a policy gives the scores, and how many pairs of a query and a key they leave, counted exactly.
+struct lifetimes {
+    buffer<kvp::expiry_t> expiry;
+    double pairs = 0.0;
+
+    template <class P>
+    lifetimes(const shape& s, const P& policy) : expiry(s.keys()) {
+        const buffer<float> scores(s.keys());
+        fill_scores<<<blocks_of(s.keys()), 256>>>(scores.data(), s.keys());
+        ok(cudaGetLastError());
+        const kvp::cuda on{};
+        const kvp::Sequences sequences{s.batch, s.length};
+        const std::size_t bytes = kvp::build_mask_workspace_bytes(on, policy, sequences, s.heads);
+        const buffer<unsigned char> memory(static_cast<std::int64_t>(bytes));
+        kvp::build_mask(on, policy, kvp::view_bhs<const float>(scores.data(), s.batch, s.heads, s.length),
+                        sequences, kvp::view_bhs(expiry.data(), s.batch, s.heads, s.length),
+                        {memory.data(), bytes});
+        const buffer<std::int32_t> live(s.keys());
+        kvp::live_keys(on, kvp::view_bhs<const kvp::expiry_t>(expiry.data(), s.batch, s.heads, s.length),
+                       sequences, kvp::view_bhs(live.data(), s.batch, s.heads, s.length));
+        std::vector<std::int32_t> counts(static_cast<std::size_t>(s.keys()));
+        ok(cudaMemcpy(counts.data(), live.data(), counts.size() * sizeof(counts[0]), cudaMemcpyDeviceToHost));
+        for (const std::int32_t of_query : counts) {
+            pairs += static_cast<double>(of_query) * shape::group;
+        }
+    }
+};
+
+/// Everything that a forward call, and a backward one where it is wanted, works on.
+struct attention_tensors {
+    shape s;
+    rows q, k, v;
+    lifetimes life;
+    buffer<bf16> out;
+    buffer<float> lse;
+    buffer<float> bias;
+    buffer<std::int32_t> bias_from;
+    bool is_soft;
+
+    template <class P>
+    attention_tensors(const shape& of, const P& policy, bool soft)
+        : s(of),
+          q(s, s.query_heads(), 1),
+          k(s, s.heads, 2),
+          v(s, s.heads, 3),
+          life(s, policy),
+          out(s.queries() * s.dim),
+          lse(s.queries()),
+          bias(soft ? s.keys() : 0),
+          bias_from(s.heads),
+          is_soft(soft) {
+        if (soft) {
+            fill_biases<<<blocks_of(s.keys()), 256>>>(bias.data(), s.keys());
+            ok(cudaGetLastError());
+        }
+        const std::vector<std::int32_t> from(shape::heads, window);
+        ok(cudaMemcpy(bias_from.data(), from.data(), from.size() * sizeof(from[0]), cudaMemcpyHostToDevice));
+    }
+
+    [[nodiscard]] kvp::keys<bf16> keys() const {
+        kvp::keys<bf16> all{k.read(), v.read()};
+        all.mask.expiry = kvp::view_bhs<const kvp::expiry_t>(life.expiry.data(), s.batch, s.heads, s.length);
+        if (is_soft) {
+            all.mask.log_bias = kvp::view_bhs<const float>(bias.data(), s.batch, s.heads, s.length);
+            all.mask.bias_from = bias_from.data();
+        }
+        return all;
+    }
+    [[nodiscard]] kvp::Sequences sequences() const { return {s.batch, s.length}; }
+    [[nodiscard]] kvp::rows_view<bf16> out_view() const {
+        return kvp::view_bhsd(out.data(), s.batch, s.query_heads(), s.length, s.dim);
+    }
+    [[nodiscard]] kvp::plane_view<float> lse_view() const {
+        return kvp::view_bhs(lse.data(), s.batch, s.query_heads(), s.length);
+    }
+    void forward(const kvp::cuda& on, kvp::workspace_view workspace) const {
+        kvp::attend<bf16, Dims>(on, {}, q.read(), keys(), sequences(), out_view(), lse_view(), workspace);
+    }
+    [[nodiscard]] std::size_t forward_bytes() const {
+        return kvp::attend_workspace_bytes<bf16, Dims>(kvp::cuda{}, {}, q.read(), keys(), sequences());
+    }
+};
+
+template <class P>
+void forward(benchmark::State& state, const shape& s, const P& policy) {
+    const attention_tensors tensors(s, policy, false);
+    measure_with_workspace(
+        state, tensors.forward_bytes(),
+        [&](const kvp::cuda& on, kvp::workspace_view workspace) { tensors.forward(on, workspace); });
+    report(state, tensors.life.pairs, 4.0 * s.dim, 2 * (s.queries() + s.keys()) * s.dim);
+}
+
+using Budget = kvp::Policy<kvp::Sink<4>, kvp::Window<window>, kvp::TopKBudget<3836>>;
+using Gates = kvp::Policy<kvp::Window<window>, kvp::ThresholdGate<kvp::at_least>>;
+
+/// Scores are even in [-4, 4): a threshold of 4 - 8 p opens a share p of the gates.
+Gates gates(double share) {
+    return Gates(kvp::Window<window>{},
+                 kvp::ThresholdGate<kvp::at_least>(static_cast<float>(4.0 - 8.0 * share)));
+}
+
+constexpr shape shape_of(std::int32_t batch, std::int32_t length, std::int32_t dim = 128) {
+    return {batch, length, dim};
+}
+
+void add_forward() {
+    const struct {
+        const char* name;
+        shape of;
+    } budgets[] = {{"16k", shape_of(1, 1 << 14)},           {"32k", shape_of(1, 1 << 15)},
+                   {"64k", shape_of(1, 1 << 16)},           {"128k", shape_of(1, 1 << 17)},
+                   {"16k, d 64", shape_of(1, 1 << 14, 64)}, {"8 x 4k", shape_of(8, 1 << 12)},
+                   {"32 x 2k", shape_of(32, 1 << 11)}};
+    for (const auto& [name, of] : budgets) {
+        const shape s = of;
+        add(
+            std::string("forward/") + name, [=](benchmark::State& state) { forward(state, s, Budget{}); },
+            10);
+    }
+    for (const int percent : {0, 1, 5, 10, 25, 50, 75, 100}) {
+        add(
+            "forward/32k, gates " + std::to_string(percent) + "%",
+            [=](benchmark::State& state) { forward(state, shape_of(1, 1 << 15), gates(percent / 100.0)); },
+            10);
+    }
+    add(
+        "forward/200k, gates 25%",
+        [=](benchmark::State& state) { forward(state, shape_of(1, 200000), gates(0.25)); }, 5);
+}
+
+}  // namespace
+
+int main(int argc, char** argv) {
+    add_forward();
+    add_future_mass();
+    return run(argc, argv);
+}

@@ -1,0 +1,232 @@
+#!/usr/bin/env python3
+"""What a PyTorch user does for the calls of benchmarks/attention.cu: FlexAttention, compiled, with a mask_mod that reads
+lifetimes (and the time to make its block mask), and dense causal attention by cuDNN. Tensors and lifetimes are those of the
+C++ benchmark, bit for bit.
+
+Caches are cold: 256 MB are written before every timed call. "extra_bytes" is the peak of memory beyond inputs and results.
+Prints one JSON object; --out writes it to a file too, and --check compares FlexAttention's numbers with a plain formula.
+"""
+import argparse
+import json
+import math
+import os
+import statistics
+import sys
+import time
+
+import torch
+import torch.nn.functional as F
+from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.nn.attention.flex_attention import create_block_mask, flex_attention
+
+sys.path.insert(0, os.path.dirname(os.path.abspath(__file__)))
+import masks  # the same lifetimes, from the same scores
+
+HEADS, GROUP, WINDOW = 8, 4, masks.WINDOW
+QUERY_HEADS = HEADS * GROUP
+
+# One compilation a shape and mask: each is a function of its own.
+torch._dynamo.config.cache_size_limit = 256
+flex = torch.compile(flex_attention, dynamic=False)
+block_mask_of = torch.compile(create_block_mask, dynamic=False)
+
+
+def hashed(first, count):
+    """The C++ benchmark's numbers in [-4, 4) for indices first .. first + count - 1."""
+    mask = 0xFFFFFFFF
+    i = torch.arange(first, first + count, device="cuda", dtype=torch.int64)
+    x = (i * 2654435761 + 12345) & mask
+    x = x ^ (x >> 16)
+    x = (x * 0x85EBCA6B) & mask
+    x = x ^ (x >> 13)
+    x = (x * 0xC2B2AE35) & mask
+    x = x ^ (x >> 16)
+    return (x >> 8).to(torch.float32) * 2.0**-21 - 4.0
+
+
+def tensor(batch, heads, length, dim, seed):
+    out = torch.empty(batch * heads * length * dim, device="cuda", dtype=torch.bfloat16)
+    piece = 1 << 26
+    for first in range(0, out.numel(), piece):
+        count = min(piece, out.numel() - first)
+        out[first:first + count] = (hashed(first + seed, count) * 0.433).to(torch.bfloat16)
+    return out.reshape(batch, heads, length, dim)
+
+
+def budget_lifetimes(length):
+    return masks.mask_of(masks.scores_of(HEADS, length))
+
+
+def gate_lifetimes(length, threshold):
+    t = torch.arange(length, device="cuda", dtype=torch.int32)
+    return torch.where(masks.scores_of(HEADS, length) >= threshold, 2147483647, t + WINDOW).to(torch.int32)
+
+
+def lifetime_mask(expiry):
+    def visible(b, h, q, t):
+        return (t <= q) & (q < expiry[h // GROUP, t])
+    return visible
+
+
+class Timer:
+    """Rows of the result, written down as they come: whoever has no more time still has those."""
+
+    def __init__(self, quick, path):
+        self.quick = quick
+        self.path = path
+        self.begin = time.monotonic()
+        self.flushed = torch.empty(256 << 20, dtype=torch.uint8, device="cuda")
+        self.rows = []
+
+    def ms(self, call, seconds):
+        """Median of as many calls as fit, and the peak of memory while one ran."""
+        call()  # compiles
+        torch.cuda.synchronize()
+        before = torch.cuda.memory_allocated()
+        torch.cuda.reset_peak_memory_stats()
+        kept = call()
+        torch.cuda.synchronize()
+        del kept
+        extra = torch.cuda.max_memory_allocated() - before
+        times = []
+        while len(times) < 3 or (sum(times) < 1000 * seconds and len(times) < 15):
+            self.flushed.fill_(1)
+            begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+            begin.record()
+            call()
+            end.record()
+            torch.cuda.synchronize()
+            times.append(begin.elapsed_time(end))
+        return statistics.median(times), extra
+
+    def row(self, name, call, **more):
+        try:
+            median, extra = self.ms(call, 0.1 if self.quick else 0.5)
+            entry = {"name": name, "median_ms": median, "extra_bytes": extra, **more}
+        except Exception as error:  # one baseline that this version of PyTorch cannot run does not cost the others
+            entry = {"name": name, "median_ms": None, "error": f"{type(error).__name__}: {str(error)[:200]}"}
+        self.rows.append(entry)
+        print(f"[{time.monotonic() - self.begin:.0f} s] {json.dumps(entry)}", file=sys.stderr, flush=True)
+        self.write()
+
+    def write(self):
+        text = json.dumps({"card": torch.cuda.get_device_name(), "torch": torch.__version__, "caches": "cold",
+                           "rows": self.rows}, indent=1)
+        if self.path:
+            with open(self.path, "w") as file:
+                file.write(text + "\n")
+        return text
+
+
+def forward_and_backward(call, inputs, gradient):
+    def both():
+        for x in inputs:
+            x.grad = None
+        call().backward(gradient)
+    return both
+
+
+def dense(q, k, v):
+    with sdpa_kernel(SDPBackend.CUDNN_ATTENTION):
+        return F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)
+
+
+def time_dense(timer, name, batch, length, dim, backward):
+    q = tensor(batch, QUERY_HEADS, length, dim, 1)
+    k, v = (tensor(batch, HEADS, length, dim, seed) for seed in (2, 3))
+    timer.row(f"cuDNN dense forward {name}", lambda: dense(q, k, v))
+    if backward:
+        gradient = tensor(batch, QUERY_HEADS, length, dim, 4)
+        inputs = [x.requires_grad_() for x in (q, k, v)]
+        timer.row(f"cuDNN dense forward + backward {name}",
+                  forward_and_backward(lambda: dense(*inputs), inputs, gradient))
+
+
+def time_flex(timer, name, batch, length, dim, expiry, backward):
+    q = tensor(batch, QUERY_HEADS, length, dim, 1)
+    k, v = (tensor(batch, HEADS, length, dim, seed) for seed in (2, 3))
+    visible = lifetime_mask(expiry)
+    make = lambda: block_mask_of(visible, None, QUERY_HEADS, length, length, device="cuda")
+    timer.row(f"FlexAttention block mask {name}", make)
+    block = make()
+    timer.row(f"FlexAttention forward {name}", lambda: flex(q, k, v, block_mask=block, enable_gqa=True),
+              block_mask_density=1 - block.sparsity() / 100)
+    if backward:
+        gradient = tensor(batch, QUERY_HEADS, length, dim, 4)
+        inputs = [x.requires_grad_() for x in (q, k, v)]
+        timer.row(f"FlexAttention forward + backward {name}",
+                  forward_and_backward(lambda: flex(*inputs, block_mask=block, enable_gqa=True), inputs, gradient))
+
+
+def mass_by_flex(q, k, lse, block):
+    """kvpop.txt, D.2: keys take the part of queries, -lse that of a bias; the log-sum-exp is the log of the mass."""
+    def bias(score, b, h, t, d):
+        return score - lse[b, h, d]
+    keys = k.repeat_interleave(GROUP, dim=1)
+    _, log_mass = flex(keys, q, q[..., :16], score_mod=bias, block_mask=block, return_lse=True)
+    count = (q.shape[2] - torch.arange(q.shape[2], device="cuda") - WINDOW).clamp(min=1)
+    mass = torch.exp(log_mass) / count
+    return torch.log(1e-8 + mass.unflatten(1, (HEADS, GROUP)).amax(2))
+
+
+def time_mass(timer, name, length, dim):
+    q, k = tensor(1, QUERY_HEADS, length, dim, 1), tensor(1, HEADS, length, dim, 2)
+    causal = block_mask_of(lambda b, h, d, t: t <= d, None, None, length, length, device="cuda")
+    _, lse = flex(q, k, k, block_mask=causal, enable_gqa=True, return_lse=True)
+    later = block_mask_of(lambda b, h, t, d: d >= t + WINDOW, None, None, length, length, device="cuda")
+    timer.row(f"FlexAttention future mass {name}", lambda: mass_by_flex(q, k, lse, later))
+    return mass_by_flex(q, k, lse, later), lse
+
+
+def check():
+    """FlexAttention's lifetimes and future mass against plain formulas at a small size."""
+    length, dim = 512, 64
+    q = tensor(1, QUERY_HEADS, length, dim, 1)
+    k, v = (tensor(1, HEADS, length, dim, seed) for seed in (2, 3))
+    expiry = gate_lifetimes(length, 2.0)
+    expiry = torch.where(torch.arange(length, device="cuda") % 3 == 0, expiry, torch.minimum(expiry, torch.arange(
+        length, device="cuda", dtype=torch.int32) + 40)).to(torch.int32)
+    block = create_block_mask(lifetime_mask(expiry), None, QUERY_HEADS, length, length, device="cuda")
+    got = flex(q, k, v, block_mask=block, enable_gqa=True).float()
+    at = torch.arange(length, device="cuda")
+    seen = (at[None, None, :] <= at[None, :, None]) & (at[None, :, None] < expiry[:, None, :])
+    logits = (q.double().unflatten(1, (HEADS, GROUP)) @ k.double()[:, :, None].transpose(-1, -2)) / math.sqrt(dim)
+    weights = logits.masked_fill(~seen[None, :, None], -math.inf).softmax(-1)
+    wanted = (weights @ v.double()[:, :, None]).flatten(1, 2)
+    if (got - wanted).norm() / wanted.norm() > 8e-3:
+        sys.exit("FlexAttention with lifetimes is not the formula")
+
+
+def main():
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--out", help="also write the JSON here")
+    parser.add_argument("--quick", action="store_true", help="fewer repetitions")
+    parser.add_argument("--check", action="store_true", help="check the baselines themselves, nothing else")
+    parser.add_argument("--only", default="", help="a word that a group's name has: dense, flex, mass, gates")
+    arguments = parser.parse_args()
+    if arguments.check:
+        check()
+        return
+    timer = Timer(arguments.quick, arguments.out)
+    sizes = (("16k", 1 << 14), ("32k", 1 << 15), ("64k", 1 << 16), ("128k", 1 << 17))
+    with torch.no_grad():
+        if arguments.only in "mass":
+            for name, length in sizes[:2]:
+                time_mass(timer, name, length, 128)
+    if arguments.only in "dense":
+        for name, length in sizes:
+            time_dense(timer, name, 1, length, 128, length <= 1 << 15)
+        time_dense(timer, "16k, d 64", 1, 1 << 14, 64, True)
+        time_dense(timer, "8 x 4k", 8, 1 << 12, 128, True)
+        time_dense(timer, "32 x 2k", 32, 1 << 11, 128, True)
+    if arguments.only in "gates":
+        time_dense(timer, "200k", 1, 200000, 128, False)
+    if arguments.only in "flex":
+        for name, length in sizes:
+            time_flex(timer, name, 1, length, 128, budget_lifetimes(length), length <= 1 << 15)
+            torch.cuda.empty_cache()
+    print(timer.write())
+
+
+if __name__ == "__main__":
+    main()

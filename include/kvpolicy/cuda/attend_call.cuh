@@ -1,0 +1,155 @@
+// What the dispatches of attention calls share: checks, and a call's numbers as kernels take them.
+#pragma once
+
+#include <kvpolicy/attention/keys.hpp>
+#include <kvpolicy/core/cuda_context.hpp>
+#include <kvpolicy/core/error.hpp>
+#include <kvpolicy/cuda/blocks/attention_problem.cuh>
+#include <kvpolicy/cuda/blocks/key_frame.cuh>
+#include <kvpolicy/cuda/config.cuh>
+#include <kvpolicy/cuda/kernels/prepare.cuh>
+#include <kvpolicy/cuda/launch.cuh>
+#include <kvpolicy/host/attend_check.hpp>
+
+#include <cmath>
+#include <cstdint>
+#include <type_traits>
+
+namespace kvpolicy {
+inline namespace KVPOLICY_CUDA_NAMESPACE KVPOLICY_HIDDEN {
+namespace cuda_backend {
+
+/// Storage types that the tensor cores take.
+template <class T>
+inline constexpr bool is_half = std::is_same_v<T, bf16> || std::is_same_v<T, fp16>;
+
+/// The same keys without what only the device may read.
+template <class T>
+keys<T> without_device_memory(keys<T> all) {
+    all.lengths = nullptr;
+    all.mask.bias_from = nullptr;
+    return all;
+}
+
+/// What the host's attend refuses, as far as no device memory must be read.
+template <class T>
+void check_attend(const Attention& attention, const rows_view<const T>& q, const keys<T>& past,
+                  const keys<T>* self, const Sequences& sequences) {
+    Sequences plain = sequences;
+    plain.lengths = nullptr;
+    plain.starts = nullptr;
+    plain.cu_seqlens = nullptr;
+    const keys<T> bare_past = without_device_memory(past);
+    const keys<T> bare_self = self != nullptr ? without_device_memory(*self) : keys<T>{};
+    host_backend::check_attend(attention, q, bare_past, self != nullptr ? &bare_self : nullptr, plain);
+    if (self != nullptr) {
+        detail::require(self->lengths == nullptr, "self.lengths", "given",
+                        "null, since sequences.lengths says it");
+    }
+    if (sequences.cu_seqlens != nullptr) {
+        detail::require(sequences.segments >= 1, "sequences.segments", sequences.segments,
+                        "1 or more where cu_seqlens is given");
+        detail::require(self == nullptr, "sequences.cu_seqlens", "given",
+                        "null where there are two segments of keys");
+        detail::require(sequences.starts == nullptr, "sequences.starts", "given",
+                        "null where cu_seqlens is given");
+        detail::require(!past.position, "keys.position", "given", "empty where cu_seqlens is given");
+        detail::require(past.first == 0, "keys.first", past.first, "0 where cu_seqlens is given");
+        detail::require(past.lengths == nullptr, "keys.lengths", "given", "null where cu_seqlens is given");
+        detail::require(past.k.length >= sequences.length, "keys.k.length", past.k.length,
+                        "sequences.length or more where cu_seqlens is given");
+    }
+}
+
+/// Rows of 16-bit elements are copied 16 bytes at a time.
+template <class T>
+void check_aligned(const char* name, const rows_view<T>& view) {
+    if constexpr (is_half<std::remove_const_t<T>>) {
+        const auto even = [](std::int64_t stride, std::int32_t count) { return count <= 1 || stride % 8 == 0; };
+        const bool aligned = reinterpret_cast<std::uintptr_t>(view.data) % 16 == 0 &&
+                             even(view.batch_stride, view.batch) && even(view.head_stride, view.heads) &&
+                             even(view.row_stride, view.length);
+        detail::require(aligned, name, "a view whose rows are not aligned",
+                        "aligned to 16 bytes, with strides that are multiples of 8 elements");
+    }
+}
+
+template <class T>
+void check_keys_aligned(const char* k_name, const char* v_name, const keys<T>& all) {
+    check_aligned(k_name, all.k);
+    check_aligned(v_name, all.v);
+}
+
+template <class T>
+segment_frame frame_of(const keys<T>& all) {
+    segment_frame frame;
+    frame.position = all.position;
+    frame.expiry = all.mask.expiry;
+    frame.log_bias = all.mask.log_bias;
+    frame.bias_from = all.mask.bias_from;
+    frame.lengths = all.lengths;
+    frame.rows = all.k.length;
+    frame.first = all.first;
+    return frame;
+}
+
+/// `edges`: device memory for checked edges where the call is packed (edges_needed), filled by launch_edges.
+template <class T>
+key_frames frames_of(const keys<T>& past, const keys<T>* self, const Sequences& sequences, std::int32_t* edges) {
+    key_frames frames;
+    frames.past = frame_of(past);
+    if (self != nullptr) {
+        frames.self = frame_of(*self);
+    }
+    frames.lengths = sequences.lengths;
+    frames.starts = sequences.starts;
+    frames.length = sequences.length;
+    if (sequences.cu_seqlens != nullptr) {
+        frames.edges = edges;
+        frames.segments = sequences.segments;
+    }
+    return frames;
+}
+
+inline std::int64_t edges_needed(const Sequences& sequences) {
+    return sequences.cu_seqlens != nullptr ? std::int64_t{sequences.segments} + 1 : 0;
+}
+inline void launch_edges(const cuda& on, const Sequences& sequences, std::int32_t* edges,
+                         std::uint32_t* status) {
+    if (sequences.cu_seqlens != nullptr) {
+        launch("check_edges_kernel", check_edges_kernel<std::int32_t>, 1, 256, 0, on, sequences.cu_seqlens,
+               sequences.segments, sequences.length, edges, status, sequences.batch);
+    }
+}
+
+/// Row numbers are positions: no positions, no starts, one segment that begins at 0. So a super-tile needs no row beyond its
+/// last query.
+template <class T>
+bool is_plain_frame(const keys<T>& past, const keys<T>* self, const Sequences& sequences) {
+    return self == nullptr && !past.position && past.first == 0 && sequences.starts == nullptr;
+}
+
+template <class T>
+attention_problem<T> problem_of(const Attention& attention, const rows_view<const T>& q, const keys<T>& past,
+                                const keys<T>* self, const Sequences& sequences) {
+    attention_problem<T> problem;
+    problem.q = q;
+    problem.rows.k = past.k;
+    problem.rows.v = past.v;
+    if (self != nullptr) {
+        problem.rows.self_k = self->k;
+        problem.rows.self_v = self->v;
+    }
+    problem.batch = q.batch;
+    problem.kv_heads = past.k.heads;
+    problem.group = q.heads / past.k.heads;
+    problem.length = sequences.length;
+    problem.lengths = sequences.lengths;
+    problem.scale = attention.scale != 0.0f ? attention.scale : 1.0f / std::sqrt(static_cast<float>(q.dim));
+    problem.softcap = attention.softcap;
+    return problem;
+}
+
+}  // namespace cuda_backend
+}  // namespace KVPOLICY_HIDDEN
+}  // namespace kvpolicy

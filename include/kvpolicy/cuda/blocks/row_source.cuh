@@ -1,0 +1,142 @@
+// The rows that a tile of queries sees, from the plan's lists or by looking at every row. Both say the same thing:
+//
+//   full                          rows [0, full) are seen by every query of the tile;
+//   row(call, x)                  the number of such a row
+//   candidates                    rows [full, full + candidates) may be seen by some
+//   candidate(call, x)            the number and the life of one of them
+//   bias(call, x, from)           a row's log-bias, and from which query on it counts
+//   begin, end                    the tile's queries, in the frame in which lives are given
+#pragma once
+
+#include <kvpolicy/cuda/blocks/attend_problem.cuh>
+#include <kvpolicy/cuda/config.cuh>
+
+#include <cstdint>
+
+namespace kvpolicy {
+inline namespace KVPOLICY_CUDA_NAMESPACE KVPOLICY_HIDDEN {
+namespace cuda_backend {
+
+struct timed_row {
+    std::int32_t row;
+    row_time time;
+};
+
+/// Rows from the plan's list of the super-tile.
+struct listed_rows {
+    std::int32_t full, candidates, begin, end;
+    std::int64_t offset;
+    std::int32_t dying, young;  // old rows; what to add to the number of a young candidate
+
+    listed_rows() = default;
+    template <class T>
+    __device__ listed_rows(const attend_launch<T>& call, const tile_place& place) {
+        const attention_plan& plan = call.plan;
+        const std::int64_t head = std::int64_t{place.b} * call.problem.kv_heads + place.h;
+        const std::int32_t super = place.first_query / plan.super_q;
+        const std::int64_t list = head * plan.supers + (super - plan.first);
+        offset = plan.offset(head, super - plan.first);
+        begin = place.first_query - super * plan.super_q;
+        end = begin + plan.tile_q;
+        const std::int64_t boundary = list * plan.boundaries + begin / plan.tile_q;
+        full = plan.through[boundary + 1];
+        dying = plan.through[boundary];
+        young = plan.old[list] - dying;
+        candidates = dying - full + plan.known[boundary + 1];
+    }
+
+    template <class T>
+    [[nodiscard]] __device__ std::int32_t row(const attend_launch<T>& call, std::int32_t x) const {
+        return call.plan.row[offset + x];
+    }
+    template <class T>
+    [[nodiscard]] __device__ timed_row candidate(const attend_launch<T>& call, std::int32_t x) const {
+        const std::int64_t at = entry(x);
+        const row_life life = call.plan.life[at];
+        return {call.plan.row[at], {life.born, life.dies}};
+    }
+    template <class T>
+    [[nodiscard]] __device__ float bias(const attend_launch<T>& call, std::int32_t x, std::int32_t& from) const {
+        const std::int64_t at = entry(x);
+        if (call.plan.bias == nullptr) {
+            return 0.0f;
+        }
+        from = call.plan.bias_from[at];
+        return call.plan.bias[at];
+    }
+
+  private:
+    [[nodiscard]] __device__ std::int64_t entry(std::int32_t x) const {
+        return offset + x + (x < dying ? 0 : young);
+    }
+};
+
+/// All rows of the head that are not in the future, in order. Lives are given in the frame of the tile.
+struct scanned_rows {
+    std::int32_t full, candidates, begin, end;
+    std::int32_t b, h, first_query;
+    std::int32_t past, past_full, past_end, self_full;  // rows: of the first segment, and how far each goes
+
+    scanned_rows() = default;
+    template <class T>
+    __device__ scanned_rows(const attend_launch<T>& call, const tile_place& place)
+        : begin(0), end(call.tile_q), b(place.b), h(place.h), first_query(place.first_query) {
+        const head_frame head(call.frames, b, h);
+        const segment_frame& first = call.frames.past;
+        const std::int64_t base = head.start() + first_query;
+        past = head.past();
+        const std::int32_t self = head.count() - past;
+        past_end = past;
+        std::int32_t self_end = self;
+        if (!first.position) {
+            past_end = counted(base + end - first.first, past);
+        }
+        if (!call.frames.self.position) {
+            self_end = counted(std::int64_t{first_query} + end, self);
+        }
+        past_full = call.causal_rows ? counted(base + 1 - first.first, past) : 0;
+        self_full = call.causal_rows ? counted(std::int64_t{first_query} + 1, self) : 0;
+        full = past_full + self_full;
+        candidates = past_end + self_end - full;
+    }
+
+    template <class T>
+    [[nodiscard]] __device__ std::int32_t row(const attend_launch<T>& call, std::int32_t x) const {
+        const std::int32_t i = index(x);
+        return i < past ? i : call.frames.past.rows + (i - past);
+    }
+    template <class T>
+    [[nodiscard]] __device__ timed_row candidate(const attend_launch<T>& call, std::int32_t x) const {
+        const head_frame head(call.frames, b, h);
+        const std::int32_t i = index(x);
+        return {head.row_of(i), head.time_of(i, head.start() + first_query, end)};
+    }
+    template <class T>
+    [[nodiscard]] __device__ float bias(const attend_launch<T>& call, std::int32_t x, std::int32_t& from) const {
+        const head_frame head(call.frames, b, h);
+        return head.bias_of(index(x), head.start() + first_query, end, from);
+    }
+
+  private:
+    [[nodiscard]] __device__ static std::int32_t counted(std::int64_t rows, std::int32_t most) {
+        return rows <= 0 ? 0 : rows < most ? static_cast<std::int32_t>(rows) : most;
+    }
+    /// Full rows of both segments first, then the rest of both.
+    [[nodiscard]] __device__ std::int32_t index(std::int32_t x) const {
+        if (x < full) {
+            return x < past_full ? x : past + (x - past_full);
+        }
+        x -= self_full;
+        return x < past_end ? x : past + self_full + (x - past_end);
+    }
+};
+
+/// Room for either.
+union any_rows {
+    listed_rows listed;
+    scanned_rows scanned;
+};
+
+}  // namespace cuda_backend
+}  // namespace KVPOLICY_HIDDEN
+}  // namespace kvpolicy

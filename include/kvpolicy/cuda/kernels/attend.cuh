@@ -1,0 +1,72 @@
+// Entry points of the forward pass.
+#pragma once
+
+#include <kvpolicy/core/status.hpp>
+#include <kvpolicy/cuda/blocks/attend_block.cuh>
+#include <kvpolicy/cuda/blocks/attend_plain.cuh>
+#include <kvpolicy/cuda/blocks/attend_problem.cuh>
+#include <kvpolicy/cuda/blocks/attend_warpgroups.cuh>
+#include <kvpolicy/cuda/config.cuh>
+#include <kvpolicy/cuda/hopper.cuh>
+#include <kvpolicy/cuda/launch.cuh>
+
+#include <cstdint>
+
+namespace kvpolicy {
+inline namespace KVPOLICY_CUDA_NAMESPACE KVPOLICY_HIDDEN {
+namespace cuda_backend {
+
+/// One block a tile.
+template <class S>
+__global__ void __launch_bounds__(S::threads)
+    attend_kernel(const __grid_constant__ attend_launch<typename S::T> call) {
+    attend_block<S>(call, dynamic_shared()).run(blockIdx.x);
+}
+
+/// As many blocks as fit; each takes tiles from `next`, which is 0 at first.
+template <class S>
+__global__ void __launch_bounds__(KVPOLICY_HOPPER_THREADS(S::threads))
+    attend_hopper_kernel(const __grid_constant__ attend_launch<typename S::T> call, std::uint32_t* const next) {
+#if KVPOLICY_HOPPER_CODE
+    attend_warpgroups<S>(call, dynamic_shared(), next).run();
+#endif
+}
+
+/// One warp a query of a head.
+template <class T>
+__global__ void __launch_bounds__(32 * plain_warps)
+    attend_plain_kernel(const __grid_constant__ attend_launch<T> call, const double scale, const double softcap) {
+    const attention_problem<T>& problem = call.problem;
+    const std::int64_t number = static_cast<std::int64_t>(blockIdx.x) * plain_warps + warp_id();
+    const auto query = static_cast<std::int32_t>(number % problem.length);
+    const auto head = static_cast<std::int32_t>(number / problem.length);
+    const std::int32_t query_heads = problem.kv_heads * problem.group;
+    if (head >= problem.batch * query_heads || query >= problem.length_of(head / query_heads)) {
+        return;
+    }
+    attend_plain<T>(call, static_cast<T>(scale), static_cast<T>(softcap), head / query_heads,
+                    head % query_heads, query);
+}
+
+/// Says which sequences have lengths that cannot be (they count as empty), and sets the tile counters of the launches to 0.
+template <class Frames>
+__global__ void attend_begin_kernel(const __grid_constant__ Frames frames, const std::int32_t batch,
+                                    std::uint32_t* const status, std::uint32_t* const counters,
+                                    const std::int32_t count) {
+    for (auto i = static_cast<std::int32_t>(threadIdx.x); i < count; i += static_cast<std::int32_t>(blockDim.x)) {
+        counters[i] = 0;
+    }
+    for (auto b = static_cast<std::int32_t>(threadIdx.x); status != nullptr && b < batch;
+         b += static_cast<std::int32_t>(blockDim.x)) {
+        const auto bad = [b](const std::int32_t* lengths, std::int32_t most) {
+            return lengths != nullptr && (lengths[b] < 0 || lengths[b] > most);
+        };
+        if (bad(frames.lengths, frames.length) || bad(frames.past.lengths, frames.past.rows)) {
+            atomicOr(status + b, static_cast<std::uint32_t>(status_bad_length));
+        }
+    }
+}
+
+}  // namespace cuda_backend
+}  // namespace KVPOLICY_HIDDEN
+}  // namespace kvpolicy

@@ -1,0 +1,33 @@
+// A gate of opposite sign: the score says that a key is to go (DMS).
+#pragma once
+
+#include <kvpolicy/policies/threshold_gate.hpp>
+
+namespace kvpolicy {
+
+/// Closed where alpha = sigmoid(score) > tau: such a key expires when it leaves the window, t + w; the others never do.
+/// The threshold is a logit on raw scores; probability(0.5) converts once on the host. A NaN score is closed.
+struct EvictionGate {
+    static constexpr part_kind kind = part_kind::gate;
+    HeadValues<float> threshold;
+
+    constexpr EvictionGate() = default;
+    /// `logits` are thresholds on raw scores, by layer and head or one for all.
+    constexpr explicit EvictionGate(HeadValues<float> logits) : threshold(logits) {}
+    /// The gate for a threshold on sigmoid(score).
+    static EvictionGate probability(double tau) { return EvictionGate(HeadValues<float>(logit_of(tau))); }
+
+    KVPOLICY_HOST_DEVICE constexpr void write(HeadRule& rule, std::int32_t layer, std::int32_t head) const {
+        rule.threshold = threshold.at(layer, head);
+    }
+    void check_values(std::int32_t layers, std::int32_t heads) const {
+        threshold.check("array of thresholds", layers, heads);
+    }
+    KVPOLICY_HOST_DEVICE constexpr bool open(float score, const HeadRule& rule) const {
+        return score <= rule.threshold;
+    }
+};
+
+static_assert(Gate<EvictionGate>);
+
+}  // namespace kvpolicy
