@@ -8,6 +8,7 @@
 #include "support/oracle.hpp"
 #include "support/policies.hpp"
 #include "support/progress.hpp"
+#include "support/trained.hpp"
 
 #include <fmt/format.h>
 #include <llama/engine.hpp>
@@ -15,12 +16,15 @@
 #include <llama/sampler.hpp>
 #include <llama/tokenizer.hpp>
 
+#include <algorithm>
 #include <chrono>
 #include <cstdio>
 #include <cstdlib>
+#include <filesystem>
 #include <limits>
 #include <map>
 #include <string>
+#include <vector>
 
 namespace {
 
@@ -61,12 +65,15 @@ Options parse(int argc, char** argv) {
 
 struct Row {
     std::string name;
-    std::string policy;  // for make_attention
-    float beta = 0.0f;   // of the oracle's scores; 0: none
+    std::string policy;      // for make_attention; "trained": the scorers of `file`
+    float beta = 0.0f;       // of the oracle's scores; 0: none
+    std::string file = {};   // beside the model
 };
 
-const Row rows[] = {
+const Row all_rows[] = {
     {"StreamingLLM", "streaming"},
+    {"KVpop-mlp, trained", "trained", 0.0f, "scorers/kvpop-mlp.safetensors"},
+    {"KVpop, trained", "trained", 0.0f, "scorers/kvpop.safetensors"},
     {"KVpop rule, oracle, beta 1", "given", 1.0f},
     {"KVpop rule, oracle, beta 2", "given", 2.0f},
 };
@@ -117,6 +124,20 @@ int run(int argc, char** argv) {
     examples::Score dense_score;
     std::pair<double, double> dense_speed_and_mib;
 
+    // Models of one's own have no scorers until train_scorer has made them.
+    std::vector<Row> rows;
+    std::map<std::string, examples::TrainedScorers> trained;
+    for (const Row& row : all_rows) {
+        const std::filesystem::path file = std::filesystem::path(options.model) / row.file;
+        if (row.policy == "trained") {
+            if (!std::filesystem::exists(file)) {
+                continue;
+            }
+            trained.emplace(row.name, examples::load_scorers(file));
+        }
+        rows.push_back(row);
+    }
+
     examples::Progress progress;
     llama::Engine engine(model);
     const auto mib = [](std::size_t bytes) { return static_cast<double>(bytes) / (1 << 20); };
@@ -138,7 +159,7 @@ int run(int argc, char** argv) {
             }
         }
         std::map<float, std::vector<float>> oracle_scores;
-        for (std::size_t r = 0; r < std::size(rows); ++r) {
+        for (std::size_t r = 0; r < rows.size(); ++r) {
             const Row& row = rows[r];
             if (row.beta != 0.0f && !oracle_scores.contains(row.beta)) {
                 progress.show(of + fmt::format("future attention, beta {}", row.beta));
@@ -149,8 +170,11 @@ int run(int argc, char** argv) {
             }
             for (std::size_t b = 0; b < std::size(budgets); ++b) {
                 progress.show(of + row.name + " at " + budgets[b].first);
-                auto attention = examples::make_attention<Storage>(
-                    on, model.config, {.name = row.policy, .budget = budgets[b].second}, data.length);
+                const examples::PolicyChoice choice{.name = row.policy, .budget = budgets[b].second};
+                auto attention =
+                    row.policy == "trained"
+                        ? examples::make_trained(on, model.config, trained.at(row.name), choice)
+                        : examples::make_attention<Storage>(on, model.config, choice, data.length);
                 if (row.beta != 0.0f) {
                     attention->give_scores(oracle_scores[row.beta], data.length);
                 }
@@ -190,7 +214,7 @@ int run(int argc, char** argv) {
     };
     line("dense", "-", dense_score, dense_speed_and_mib);
     for (std::size_t b = 0; b < std::size(budgets); ++b) {
-        for (std::size_t r = 0; r < std::size(rows); ++r) {
+        for (std::size_t r = 0; r < rows.size(); ++r) {
             line(rows[r].name, budgets[b].first, scores[{r, b}], speed_and_mib[{r, b}]);
         }
     }
@@ -201,10 +225,17 @@ int run(int argc, char** argv) {
     const std::chrono::duration<double> time = std::chrono::steady_clock::now() - start;
     fmt::print("({:.0f} s)\n", time.count());
     if (options.check) {
-        // At the smallest budget: rows are StreamingLLM and the oracle with beta 1 and 2.
+        // At the smallest budget.
         const std::size_t smallest = std::size(budgets) - 1;
-        const double dense = dense_score.recall(), streaming = scores[{0, smallest}].recall(),
-                     oracle = scores[{2, smallest}].recall();
+        const auto recall = [&](const std::string& name, std::size_t budget) {
+            const auto row = std::ranges::find(rows, name, &Row::name);
+            if (row == rows.end()) {
+                llama::fail("--check: the table has no row \"{}\"; are the scorers beside the model?", name);
+            }
+            return scores[{static_cast<std::size_t>(row - rows.begin()), budget}].recall();
+        };
+        const double dense = dense_score.recall(), streaming = recall("StreamingLLM", smallest),
+                     oracle = recall("KVpop rule, oracle, beta 2", smallest);
         if (dense < 0.95 || oracle < 0.9 * dense || streaming > 0.1) {
             llama::fail(
                 "the table should show dense recall of 0.95 or more, the oracle (beta 2) at 0.9 of it and "

@@ -61,6 +61,7 @@ void Trainer<S>::save_checkpoint(const std::string& file) const {
     spec.training = run_settings();
     auto metadata = examples::to_metadata(spec);
     metadata["checkpoint"] = std::to_string(step_);
+    metadata["steps_taken"] = std::to_string(optimizer_.steps_taken);
     examples::SafetensorsWriter writer(file, std::move(plan), metadata);
     for (const AdamW::Array& array : optimizer_.arrays) {
         writer.write({array.parameters, array.gradient.size()});
@@ -85,14 +86,19 @@ void Trainer<S>::resume(const std::string& file) {
                         found == spec.training.end() ? "no" : found->second, value);
         }
     }
-    const auto step = saved.metadata().find("checkpoint");
-    std::int64_t at = -1;
-    if (step != saved.metadata().end()) {
-        std::from_chars(step->second.data(), step->second.data() + step->second.size(), at);
-    }
-    if (at < 0 || at > options_.steps) {
-        llama::fail("{}: is no checkpoint; train_scorer --checkpoint writes them", file);
-    }
+    const auto number = [&](const char* key) {
+        const auto found = saved.metadata().find(key);
+        std::int64_t value = -1;
+        if (found != saved.metadata().end()) {
+            std::from_chars(found->second.data(), found->second.data() + found->second.size(), value);
+        }
+        if (value < 0 || value > options_.steps) {
+            llama::fail("{}: is no checkpoint: \"{}\" is missing or not 0 to {}; train_scorer --checkpoint writes them",
+                        file, key, options_.steps);
+        }
+        return value;
+    };
+    const std::int64_t at = number("checkpoint"), taken = number("steps_taken");
     for (AdamW::Array& array : optimizer_.arrays) {
         for (std::size_t which = 0; which < std::size(suffixes); ++which) {
             const std::string name = array.name + suffixes[which];
@@ -105,7 +111,7 @@ void Trainer<S>::resume(const std::string& file) {
                                                 : std::span(*moments(array, which)));
         }
     }
-    optimizer_.steps_taken = at;
+    optimizer_.steps_taken = taken;
     step_ = at;
 }
 

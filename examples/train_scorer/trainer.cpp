@@ -64,9 +64,7 @@ Trainer<S>::Trainer(const kvpolicy::host& on, const Options& options, QkvSource&
         }
     }
     stack_.initialize(options.seed);
-    if constexpr (std::is_same_v<S, examples::Mlp>) {
-        standardize_inputs();
-    }
+    standardize_inputs();
     if (options.decay) {
         alpha_.assign(static_cast<std::size_t>(shape.layers) * static_cast<std::size_t>(shape.kv_heads),
                       alpha_start);
@@ -95,35 +93,45 @@ Trainer<S>::Trainer(const kvpolicy::host& on, const Options& options, QkvSource&
     }
 }
 
-/// The same network on inputs with mean 0 and variance 1, written into its first layer: keys differ in size by dimension, and
-/// one rate has to do for all.
+/// The same network on inputs with variance 1 (and mean 0, for an MLP), written into the matrices that read them: keys and
+/// values differ in size by layer and dimension, and one rate has to do for all; and an mLSTM's features, a softmax, start
+/// soft. The first sequence says what the sizes are.
 template <class S>
 void Trainer<S>::standardize_inputs() {
-    if constexpr (std::is_same_v<S, examples::Mlp>) {
-        const Example& example = source_.get(0);
-        const QkvShape& shape = source_.shape();
-        const std::int32_t inputs = shape.dim_k + shape.dim_v;
-        for (std::int32_t l = 0; l < shape.layers; ++l) {
-            for (std::int32_t h = 0; h < shape.kv_heads; ++h) {
-                for (std::int32_t i = 0; i < inputs; ++i) {
-                    const bool key = i < shape.dim_k;
-                    const auto rows = key ? example.keys(shape, l) : example.values(shape, l);
-                    double sum = 0.0, squares = 0.0;
-                    for (std::int32_t t = 0; t < example.length; ++t) {
-                        const auto x = static_cast<double>(rows.row(0, h, t)[key ? i : i - shape.dim_k]);
-                        sum += x;
-                        squares += x * x;
-                    }
-                    const double mean = sum / example.length;
-                    const double deviation = std::sqrt(std::max(squares / example.length - mean * mean, 0.0));
-                    const auto& p = stack_.parameters[static_cast<std::size_t>(l)];
-                    for (std::int32_t j = 0; j < options_.spec.hidden; ++j) {
-                        const std::int64_t row = std::int64_t{h} * options_.spec.hidden + j;
-                        float& w = p.w1[row * inputs + i];
-                        w = static_cast<float>(static_cast<double>(w) / (deviation + 1e-3));
-                        p.b1[row] -= static_cast<float>(static_cast<double>(w) * mean);
-                    }
+    const Example& example = source_.get(0);
+    const QkvShape& shape = source_.shape();
+    const std::int32_t inputs = shape.dim_k + shape.dim_v;
+    for (std::int32_t l = 0; l < shape.layers; ++l) {
+        const S& scorer = stack_.scorers[static_cast<std::size_t>(l)];
+        auto& parameters = stack_.parameters[static_cast<std::size_t>(l)];
+        for (std::int32_t h = 0; h < shape.kv_heads; ++h) {
+            for (std::int32_t i = 0; i < inputs; ++i) {
+                const bool key = i < shape.dim_k;
+                const auto rows = key ? example.keys(shape, l) : example.values(shape, l);
+                double sum = 0.0, squares = 0.0;
+                for (std::int32_t t = 0; t < example.length; ++t) {
+                    const auto x = static_cast<double>(rows.row(0, h, t)[key ? i : i - shape.dim_k]);
+                    sum += x;
+                    squares += x * x;
                 }
+                const double mean = sum / example.length;
+                const double deviation = std::sqrt(std::max(squares / example.length - mean * mean, 0.0)) + 1e-3;
+                for_each_parameter(
+                    scorer, parameters, [&](const char* name, float*& array, std::size_t count, bool) {
+                        if (array == nullptr || !examples::reads_inputs(name)) {
+                            return;
+                        }
+                        const std::size_t width = static_cast<std::size_t>(inputs);
+                        const std::size_t lines = count / width / static_cast<std::size_t>(shape.kv_heads);
+                        for (std::size_t j = 0; j < lines; ++j) {
+                            const std::size_t line = static_cast<std::size_t>(h) * lines + j;
+                            float& w = array[line * width + static_cast<std::size_t>(i)];
+                            w = static_cast<float>(static_cast<double>(w) / deviation);
+                            if constexpr (std::is_same_v<S, examples::Mlp>) {
+                                parameters.b1[line] -= static_cast<float>(static_cast<double>(w) * mean);
+                            }
+                        }
+                    });
             }
         }
     }
@@ -232,6 +240,11 @@ LossSums Trainer<S>::step() {
                                                                options_.spec.gamma_max));
             }
         }
+    }
+    if (sums.count == 0) {  // nothing was learned, so nothing decays either
+        gradient_norm_ = 0.0;
+        ++step_;
+        return sums;
     }
     gradient_norm_ = optimizer_.step(schedule_.at(step_));
     if (!std::isfinite(gradient_norm_)) {

@@ -1,11 +1,12 @@
 // LTE (learned token eviction): sinks, a window, and the keys with r > 0.5, at most b of them for each head.
 //
-//     using LTE = kvpolicy::LTE<4, 768, 512>;                         // s, w, and the cap b, which counts the sinks
+//     using LTE = kvpolicy::LTE<4, 768, 512, kvpolicy::ConvScorer<128>>;  // s, w, the cap b, which counts the sinks, the scorer
 //     // the same, spelled out:
 //     using Same = kvpolicy::Policy<kvpolicy::Sink<4>, kvpolicy::Window<768>, kvpolicy::ThresholdGate<kvpolicy::above>,
-//                                   kvpolicy::TopKBudget<508>, kvpolicy::GivenScores>;
-//     kvpolicy::FixedBudgetCache<LTE, kvpolicy::bf16> all{shape};     // the capped layout, all of it at once
-//     kvpolicy::DualCache<LTE, kvpolicy::bf16> grown{shape, {.slab_pages = 4096, .most_slabs = 8, .longest = 131072}};
+//                                   kvpolicy::TopKBudget<508>, kvpolicy::ConvScorer<128>>;
+//     kvpolicy::ConvScorer<128> scorers[layers];                      // sizes, weights, and how keys are rotated
+//     kvpolicy::FixedBudgetCache<LTE, kvpolicy::bf16> all{shape, LTE{}, scorers};  // the capped layout, all of it at once
+//     kvpolicy::DualCache<LTE, kvpolicy::bf16> grown{shape, pool, LTE{}, scorers};
 //
 // visible(q, t) <=> t <= q and (t < s or q - t < w or r_t > 0.5 and t among the best) (lte.txt, eq. 5; the window is w keys
 // here, as in the paper's cache, where eq. 5 shows w + 1). The number of keys out of the window, sinks included, is capped at b
@@ -13,7 +14,9 @@
 // too. r = sigmoid(score), so the gate's 0.5 is a logit of 0, the default of ThresholdGate. Heads differ much in how many
 // keys they keep (about half the cap on average), which is what a DualCache saves.
 //
-// The paper's scorer is a small convolution over neighbouring keys; without it the scores come from the caller.
+// The scorer (scorers/conv.hpp) is a convolution over a key's 6 neighbours on either side, on [k before RoPE; v]: it reads the
+// stored key and undoes the rotation, and runs over all keys that it can score at once, as late as the window allows (w >= 13).
+// LTE<s, w, b, GivenScores> takes scores from the caller instead.
 #pragma once
 
 #include <kvpolicy/attention/sparse.hpp>
@@ -26,6 +29,7 @@
 #include <kvpolicy/policies/topk_budget.hpp>
 #include <kvpolicy/policies/window.hpp>
 #include <kvpolicy/scorers/concept.hpp>
+#include <kvpolicy/scorers/conv.hpp>
 
 namespace kvpolicy {
 
@@ -37,9 +41,9 @@ constexpr std::int32_t lte_budget(std::int32_t sinks, std::int32_t cap) {
 }  // namespace detail
 
 /// LTE's composition, with the cap b counting the sinks (b >= s). With `dynamic` numbers (the default) the budget is given as
-/// k = b - s: LTE<>{Sink<>{s}, Window<>{w}, ThresholdGate<above>{}, TopKBudget<>{b - s}, GivenScores{}}.
+/// k = b - s: LTE<>{Sink<>{s}, Window<>{w}, ThresholdGate<above>{}, TopKBudget<>{b - s}, scorer}.
 template <std::int32_t Sinks = dynamic, std::int32_t Width = dynamic, std::int32_t Cap = dynamic,
-          class ScorerType = GivenScores>
+          class ScorerType = ConvScorer<>>
 using LTE = Policy<Sink<Sinks>, Window<Width>, ThresholdGate<above>,
                    TopKBudget<detail::lte_budget(Sinks, Cap)>, ScorerType>;
 

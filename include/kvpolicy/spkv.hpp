@@ -11,8 +11,15 @@
 // window is never written to the long-term part. u = sigmoid(score), so tau is turned into a logit once: a gate for
 // another threshold is ThresholdGate<at_least>::probability(0.1), by layer and head ThresholdGate<at_least>{per_head(logits,
 // layers, heads)}. Heads that stay global or local (the paper's hybrid layouts, section 4) are thresholds of -infinity and
-// +infinity. The utility is predicted from the hidden state, so it comes with the token: CacheExtras::scores for a cache,
-// the scores of build_mask for prefill and training. Sinks are optional (appendix A.2 adds 4).
+// +infinity. Sinks are optional (appendix A.2 adds 4).
+//
+// The utility is predicted from the hidden state, by a SiLU layer that all heads of a layer share (listing 1):
+//
+//     using SPKV = kvpolicy::SPKV<128, kvpolicy::UtilityPredictor>;
+//     kvpolicy::step(on, cache.ref(layer), batch, q, k, v, out, workspace, status, {.hidden = states});   // [count, 1, n, d_model]
+//
+// and score_hidden (scorers/hidden.hpp) gives the scores of sequences for build_mask. Whoever has the utilities already takes
+// GivenScores, the default, and brings them as CacheExtras::scores.
 //
 // Memory grows with the density of each head, so the cache is a DualCache (caches/dual.hpp); with a TopKBudget beside the gate
 // a FixedBudgetCache holds it too.
@@ -26,6 +33,8 @@
 #include <kvpolicy/policies/threshold_gate.hpp>
 #include <kvpolicy/policies/window.hpp>
 #include <kvpolicy/scorers/concept.hpp>
+#include <kvpolicy/scorers/hidden.hpp>
+#include <kvpolicy/scorers/mlp.hpp>
 
 namespace kvpolicy {
 

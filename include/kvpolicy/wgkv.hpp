@@ -13,6 +13,12 @@
 // lengths are ragged, each (sequence, KV head) has a page table, and DualCache's rows [ring | global] are one row space over
 // it. g = sigmoid(score): scores are raw logits, and tau is turned into one once. (The paper's own code compares with >.)
 //
+// The gate is an MLP on the key alone (3.2), so a cache computes it when the key comes. It needs the key before and after RoPE;
+// the scorer undoes the rotation of the stored one:
+//
+//     using WGKV = kvpolicy::WGKV<256, kvpolicy::WriteGateScorer<128>>;
+//     gate.input.rope = {kvpolicy::rope_layout::half_split, 500000.0f};
+//
 // The paper's taxonomy: this is Admission. Eviction after the write and Selection at the read compose with it; a cap on the
 // global part is a TopKBudget beside the gate.
 #pragma once
@@ -25,6 +31,7 @@
 #include <kvpolicy/policies/threshold_gate.hpp>
 #include <kvpolicy/policies/window.hpp>
 #include <kvpolicy/scorers/concept.hpp>
+#include <kvpolicy/scorers/mlp.hpp>
 
 namespace kvpolicy {
 

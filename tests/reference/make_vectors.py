@@ -50,9 +50,11 @@ import baselines
 import cache
 import conv
 import cutoff
+import inputs
 import lifetimes
 import metrics
 import scorers
+import selection
 import vectors
 from lifetimes import REBASE_LIMIT, UNLIMITED, Rule
 
@@ -331,6 +333,8 @@ def make():
         "cache.kvpv": cache_file(patterns, np.random.RandomState(15)),
         "scorers.kvpv": scorers.make(),
         "conv.kvpv": conv.make(),
+        "inputs.kvpv": inputs.make(),
+        "selection.kvpv": selection.make(),
         "attention.kvpv": attention.make(),
         "baselines.kvpv": baselines.make(),
     }

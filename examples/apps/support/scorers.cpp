@@ -45,6 +45,10 @@ std::int32_t* number(ScorerSpec& spec, std::size_t i) {
 
 }  // namespace
 
+bool reads_inputs(std::string_view name) {
+    return is_matrix(name) || name == "w_i" || name == "w_f" || name == "skip";
+}
+
 std::string ScorerSpec::architecture() const {
     const std::string sizes = fmt::format("{} layers, {} KV heads, keys of {}, values of {}", layers, heads,
                                           dim_k, dim_v);

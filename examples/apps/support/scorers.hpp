@@ -60,6 +60,9 @@ class ScorerStack {
     std::vector<typename S::template parameters<float>> parameters;  ///< [layers], the same arrays
 };
 
+/// Whether the array of this name, [heads, any, dim_k + dim_v], is multiplied with [k; v].
+bool reads_inputs(std::string_view name);
+
 /// What a file holds.
 struct TrainedScorers {
     ScorerSpec spec;

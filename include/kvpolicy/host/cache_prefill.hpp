@@ -4,6 +4,7 @@
 #include <kvpolicy/caches/calls.hpp>
 #include <kvpolicy/host/cache_admit.hpp>
 #include <kvpolicy/host/cache_attend.hpp>
+#include <kvpolicy/host/cache_hidden.hpp>
 #include <kvpolicy/host/cache_observed.hpp>
 #include <kvpolicy/host/cache_rows.hpp>
 #include <kvpolicy/host/score_step.hpp>
@@ -53,7 +54,7 @@ chunk_plan plan_of(const Cache& cache, std::int32_t head, std::int32_t tokens, s
     chunk_plan plan{};
     std::size_t at = 0;
     const auto take = [&]<class Element>(Element*& array, std::size_t count) {
-        array = reinterpret_cast<Element*>(memory + at);
+        array = memory == nullptr ? nullptr : reinterpret_cast<Element*>(memory + at);
         at += aligned_size(count * sizeof(Element));
     };
     plan.mortal = static_cast<std::int32_t>(mortal);
@@ -126,8 +127,11 @@ void decide_chunk([[maybe_unused]] isa set, const Cache& cache, std::int32_t slo
         [[maybe_unused]] const auto value_at = [&](position_t u) {
             return u < base ? rows.v(rows.layout.recent(u)) : v.row(entry, head, u - base);
         };
-        if constexpr (P::ranked && S::when == score_time::given) {
-            std::copy_n(given, tokens, plan.score);
+        if constexpr (P::ranked && scores_come_along<S>) {
+            // A sink's score is never read, whatever came.
+            for (std::int32_t j = 0; j < tokens; ++j) {
+                plan.score[j] = base + j < rule.sinks || rows.keeps(base + j) ? 0.0f : given[j];
+            }
         } else {
             std::fill_n(plan.score, tokens, 0.0f);
         }
@@ -136,7 +140,7 @@ void decide_chunk([[maybe_unused]] isa set, const Cache& cache, std::int32_t slo
             const auto from = static_cast<std::int32_t>(std::clamp<position_t>(rule.sinks - base, 0, tokens));
             scorer_input<S, T> input(set, cache.scorer, head, cache.dim_k, cache.dim_v, scratch);
             input.score_all(k.row(entry, head, from), k.row_stride, v.row(entry, head, from), v.row_stride,
-                            tokens - from, plan.score + from);
+                            tokens - from, base + from, plan.score + from);
             for (std::int32_t j = from; j < tokens; ++j) {
                 if (rows.keeps(base + j)) {
                     plan.score[j] = 0.0f;
@@ -215,6 +219,7 @@ void commit_chunk(const Cache& cache, std::int32_t slot, std::int32_t head, std:
     const head_state<Cache> rows(cache, slot, head);
     const HeadRule& rule = rows.rule;
     const position_t base = cache.length[slot];
+    [[maybe_unused]] const std::int32_t kept_before = cache.kept[rows.index];
     const chunk_counts& counts = *plan.counts;
     const auto put = [&](const detail::contestant& keeper) {
         const std::int32_t row = rows.layout.place(keeper.place);
@@ -249,6 +254,11 @@ void commit_chunk(const Cache& cache, std::int32_t slot, std::int32_t head, std:
     cache.kept[rows.index] = counts.kept;
     if constexpr (P::has_keep) {
         cache.pinned[rows.index] += counts.pinned;
+    }
+    if constexpr (P::has_selection) {
+        const std::int32_t used = rows.layout.used(base + tokens, counts.kept);
+        refresh_bounds(cache, rows.rows, 0, plan.mortal, used);
+        refresh_bounds(cache, rows.rows, rows.layout.place(kept_before), used, used);
     }
     cache.victim[rows.index] = -1;
     if constexpr (P::ranked && StatefulScorer<typename P::scorer_type>) {
@@ -419,7 +429,8 @@ requires CacheRef<Ref<P, T>> std::size_t cache_workspace_bytes(const host& on, c
             std::max(static_cast<std::size_t>(on.threads()) * hb::scorer_thread_bytes(cache),
                      hb::decode_bytes(on, cache, count));
         const std::size_t chunk_bytes = hb::chunk_pass<Ref<P, T>>::bytes(on, cache, count, tokens);
-        return hb::admission_bytes(cache, count) + std::max(step_bytes, chunk_bytes) + hb::alignment;
+        return hb::hidden_bytes(on, cache, count, std::max(tokens, 1)) + hb::admission_bytes(cache, count) +
+               std::max(step_bytes, chunk_bytes) + hb::alignment;
     }
 }
 
@@ -438,6 +449,12 @@ void prefill_scored(const host& on, const Cache& cache, const Batch& batch, std:
     });
     pass.attend(admitted, q, k, v, out, extras.lse);
     pass.commit(admitted, source);
+    if constexpr (Cache::policy_type::has_eviction) {
+        pass.for_each_head(admitted, [&](std::int32_t i, std::int32_t h) {
+            const std::int32_t slot = batch.slot(i);
+            remember_queries(cache, slot, h, cache.length[slot], batch.tokens(i), q, i);
+        });
+    }
     clear_refused(cache, batch, admitted, out, extras.lse);
 }
 
@@ -447,17 +464,19 @@ template <class P, Storage T, template <class, class> class Ref>
 requires CacheRef<Ref<P, T>>
 void prefill(const host& on, const Ref<P, T>& cache, const Batch& batch, input_rows<T> q, input_rows<T> k,
              input_rows<T> v, output_rows<T> out, workspace_view workspace, std::uint32_t* status,
-             const CacheExtras& extras) {
+             const CacheExtras& given) {
     namespace hb = host_backend;
     const std::int32_t longest = hb::check_batch(batch, cache.slots, q.length, "the length of q");
-    hb::check_cache_call(cache, batch, longest, q, k, v, out, extras);
+    hb::check_cache_call(cache, batch, longest, q, k, v, out, given);
     hb::check_longest(cache, batch);
     hb::check_workspace(workspace, cache_workspace_bytes<P, T>(on, cache, batch.count, longest));
-    std::byte* const start = hb::aligned(workspace.data);
+    std::byte* const begin = hb::aligned(workspace.data);
     if constexpr (P::observed) {
-        hb::observed_tokens(on, cache, batch, longest, true, {q, k, v, out, extras.lse}, start, status);
+        hb::observed_tokens(on, cache, batch, longest, true, {q, k, v, out, given.lse}, begin, status);
     } else {
-        hb::prefill_scored(on, cache, batch, longest, q, k, v, out, start, status, extras);
+        const CacheExtras extras = hb::with_scores(on, cache, batch, longest, given, begin);
+        hb::prefill_scored(on, cache, batch, longest, q, k, v, out,
+                           begin + hb::hidden_bytes(on, cache, batch.count, longest), status, extras);
     }
 }
 

@@ -4,6 +4,7 @@
 #include <kvpolicy/caches/calls.hpp>
 #include <kvpolicy/host/cache_admit.hpp>
 #include <kvpolicy/host/cache_attend.hpp>
+#include <kvpolicy/host/cache_hidden.hpp>
 #include <kvpolicy/host/cache_observed.hpp>
 #include <kvpolicy/host/cache_rows.hpp>
 #include <kvpolicy/host/score_step.hpp>
@@ -88,12 +89,20 @@ void step_scored(const host& on, const Cache& cache, const Batch& batch, rows_vi
             }
         }
         const position_t u = position - rows.rule.window;
+        std::int32_t promoted = -1;
         if constexpr (retains<P>) {
             if (u >= rows.rule.sinks) {
-                rows.leave(rows.layout.recent(u), scores.leaving, position);
+                promoted = rows.leave(rows.layout.recent(u), scores.leaving, position);
             }
         }
-        rows.put(rows.layout.recent(position), k.row(i, h, 0), v.row(i, h, 0), position, scores.arriving);
+        const std::int32_t newest = rows.layout.recent(position);
+        rows.put(newest, k.row(i, h, 0), v.row(i, h, 0), position, scores.arriving);
+        const std::int32_t used = rows.layout.used(position + 1, cache.kept[rows.index]);
+        refresh_bounds(cache, rows.rows, newest, newest + 1, used);
+        if (promoted >= 0) {
+            refresh_bounds(cache, rows.rows, promoted, promoted + 1, used);
+        }
+        remember_queries(cache, slot, h, position, 1, q, i);
         if (h == 0) {
             cache.proposed[slot] = 0;
         }
@@ -108,18 +117,20 @@ template <class P, Storage T, template <class, class> class Ref>
 requires CacheRef<Ref<P, T>>
 void step(const host& on, const Ref<P, T>& cache, const Batch& batch, input_rows<T> q, input_rows<T> k,
           input_rows<T> v, output_rows<T> out, workspace_view workspace, std::uint32_t* status,
-          const CacheExtras& extras) {
+          const CacheExtras& given) {
     namespace hb = host_backend;
     const std::int32_t longest =
         hb::check_batch(batch, cache.slots, 1, "a step takes one token; prefill takes chunks");
-    hb::check_cache_call(cache, batch, longest, q, k, v, out, extras);
+    hb::check_cache_call(cache, batch, longest, q, k, v, out, given);
     hb::check_longest(cache, batch);
     hb::check_workspace(workspace, cache_workspace_bytes<P, T>(on, cache, batch.count, 1));
-    std::byte* const start = hb::aligned(workspace.data);
+    std::byte* const begin = hb::aligned(workspace.data);
     if constexpr (P::observed) {
-        hb::observed_tokens(on, cache, batch, longest, false, {q, k, v, out, extras.lse}, start, status);
+        hb::observed_tokens(on, cache, batch, longest, false, {q, k, v, out, given.lse}, begin, status);
     } else {
-        hb::step_scored(on, cache, batch, q, k, v, out, start, status, extras);
+        const CacheExtras extras = hb::with_scores(on, cache, batch, longest, given, begin);
+        hb::step_scored(on, cache, batch, q, k, v, out,
+                        begin + hb::hidden_bytes(on, cache, batch.count, longest), status, extras);
     }
 }
 

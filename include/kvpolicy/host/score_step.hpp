@@ -80,13 +80,14 @@ void score_step([[maybe_unused]] isa set, const Cache& cache, std::int32_t slot,
     const position_t u = q - rows.rule.window;
     const bool leaves = u >= rows.rule.sinks;
     const std::int32_t row = leaves ? rows.layout.recent(u) : 0;
-    if constexpr (S::when == score_time::given) {
-        scores.arriving = given == nullptr ? 0.0f : *given;
+    if constexpr (scores_come_along<S>) {
+        // A sink's score is never read, whatever came.
+        scores.arriving = given == nullptr || q < rows.rule.sinks || rows.keeps(q) ? 0.0f : *given;
         scores.leaving = leaves ? rows.score(row) : 0.0f;
     } else if constexpr (S::when == score_time::on_arrival) {
         scorer_input<S, T> input(set, cache.scorer, head, cache.dim_k, cache.dim_v, scratch);
         if (q >= rows.rule.sinks && !rows.keeps(q)) {
-            scores.arriving = input.score(key, value);
+            scores.arriving = input.score(key, value, q);
         }
         scores.leaving = leaves ? rows.score(row) : 0.0f;
     } else if constexpr (S::when == score_time::in_window) {

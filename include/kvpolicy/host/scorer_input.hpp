@@ -37,22 +37,28 @@ class scorer_input {
           v_(reinterpret_cast<float*>(memory + rows_bytes(dim_k))),
           scratch_(reinterpret_cast<float*>(memory + rows_bytes(dim_k) + rows_bytes(dim_v))) {}
 
-    float score(const T* k, const T* v) {
+    float score(const T* k, const T* v, position_t t) {
         load(k, v, 0);
-        return score_loaded();
+        return score_loaded(t);
     }
-    /// Scores tokens [0, count) of rows `stride` apart.
+    /// Scores `count` tokens of rows `stride` apart, from position `first` on.
     void score_all(const T* k, std::int64_t k_stride, const T* v, std::int64_t v_stride, std::int32_t count,
-                   float* scores) {
+                   position_t first, float* scores) {
         for (std::int32_t begin = 0; begin < count; begin += block) {
             const std::int32_t rows = std::min(block, count - begin);
             for (std::int32_t r = 0; r < rows; ++r) {
                 load(k + (begin + r) * k_stride, v + (begin + r) * v_stride, r);
             }
             if constexpr (BlockScorer<S>) {
-                scorer_.score_block(head_, rows, k_, v_, scores + begin, scratch_, set_);
+                if constexpr (requires {
+                                  scorer_.score_block(head_, rows, k_, v_, scores, scratch_, set_, first);
+                              }) {
+                    scorer_.score_block(head_, rows, k_, v_, scores + begin, scratch_, set_, first + begin);
+                } else {
+                    scorer_.score_block(head_, rows, k_, v_, scores + begin, scratch_, set_);
+                }
             } else {
-                scores[begin] = score_loaded();
+                scores[begin] = score_loaded(first + begin);
             }
         }
     }
@@ -112,8 +118,10 @@ class scorer_input {
             return scorer.scratch_size();
         }
     }
-    float score_loaded() {
-        if constexpr (requires { scorer_.score(head_, k_, v_, scratch_, set_); }) {
+    float score_loaded([[maybe_unused]] position_t t) {
+        if constexpr (requires { scorer_.score(head_, k_, v_, scratch_, set_, t); }) {
+            return static_cast<float>(scorer_.score(head_, k_, v_, scratch_, set_, t));
+        } else if constexpr (requires { scorer_.score(head_, k_, v_, scratch_, set_); }) {
             return static_cast<float>(scorer_.score(head_, k_, v_, scratch_, set_));
         } else {
             return static_cast<float>(scorer_.score(head_, k_, v_, scratch_));
@@ -136,7 +144,7 @@ template <class Cache>
 std::size_t scorer_thread_bytes(const Cache& cache) {
     using P = typename Cache::policy_type;
     using S = typename P::scorer_type;
-    if constexpr (!P::ranked || S::when == score_time::given) {
+    if constexpr (!P::ranked || scores_come_along<S>) {
         return 0;
     } else {
         return aligned_size(

@@ -29,8 +29,9 @@ struct Observation {
 
 /// When a key's score is known.
 enum class score_time : std::uint8_t {
-    given,       ///< the caller brings it with the key (injected scores, predictors on hidden states)
-    on_arrival,  ///< from the key and value alone; stored with the row
+    given,        ///< the caller brings it with the key (injected scores, predictors on hidden states)
+    on_arrival,   ///< from the key and value alone; stored with the row
+    from_hidden,  ///< from the hidden state that the caller brings with the token, for all heads at once
     in_window,  ///< between two ages, from the key's neighbours: once the later ones have come, while the earlier are stored
     on_leaving,  ///< when the key leaves the window, from a state that has absorbed all tokens up to then
     observed,  ///< from the attention that the key has received so far: anew after every query (scorers/observed.hpp)
@@ -42,10 +43,15 @@ struct GivenScores {
     static constexpr score_time when = score_time::given;
 };
 
+/// Whether a key's score comes with its token, rather than from what a cache holds.
+template <class S>
+inline constexpr bool scores_come_along = S::when == score_time::given || S::when == score_time::from_hidden;
+
 /// A stateless scorer: float score(head, key, value, scratch) const, with key[Dk], value[Dv] as fp32 (cached values,
 /// so keys after RoPE) and scratch of scratch_size() floats. Called from several threads at once. One scorer object
 /// serves one layer. A scorer with bodies for several instruction sets takes the context's as one more argument, an isa
-/// with a default; so do absorb and read of a stateful one.
+/// with a default; so do absorb and read of a stateful one. One that depends on the token's position takes that after the
+/// isa, a position_t with a default; score_block takes the first token's.
 template <class S>
 concept StatelessScorer = S::when == score_time::on_arrival&& requires(const S& scorer, std::int32_t head,
                                                                        const float* key, const float* value,
@@ -85,6 +91,19 @@ concept ContextScorer = S::when == score_time::in_window&& requires(const S& sco
     {scorer.score_span(head, first, count, keys, values, scores, scratch, set)};
 };
 
+/// A scorer of hidden states: score_tokens(count, states, scores, head_stride, scratch, isa) scores all heads of count <=
+/// scorer_block tokens from states [count, hidden_width()] without gaps, into scores[h * head_stride + t], with
+/// block_scratch_size() numbers of scratch.
+template <class S>
+concept HiddenScorer = S::when == score_time::from_hidden&& requires(const S& scorer, std::int32_t count,
+                                                                     const float* states, float* scores,
+                                                                     std::int64_t stride, float* scratch,
+                                                                     isa set) {
+    { scorer.hidden_width() } -> std::convertible_to<std::int32_t>;
+    { scorer.block_scratch_size() } -> std::convertible_to<std::size_t>;
+    {scorer.score_tokens(count, states, scores, stride, scratch, set)};
+};
+
 /// A scorer that reads nothing but attention: `Observation observation() const` says what it asks back from it, and
 /// `static constexpr bool evicts_at_steps` whether decoded tokens make room for themselves (H2O, TOVA), or a choice is
 /// made at the end of a prompt's block only and what is decoded afterwards stays (SnapKV).
@@ -118,8 +137,9 @@ concept CheckedScorer = requires(const S& scorer, std::int32_t heads, std::int32
 };
 
 template <class S>
-concept Scorer = S::kind == part_kind::scorer && (S::when == score_time::given || StatelessScorer<S> ||
-                                                  StatefulScorer<S> || ContextScorer<S> || ObservedScorer<S>);
+concept Scorer = S::kind == part_kind::scorer &&
+                 (S::when == score_time::given || StatelessScorer<S> || StatefulScorer<S> ||
+                  ContextScorer<S> || HiddenScorer<S> || ObservedScorer<S>);
 
 static_assert(Scorer<GivenScores>);
 

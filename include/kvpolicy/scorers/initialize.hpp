@@ -28,7 +28,8 @@ template <std::int32_t D, class Feature, class Values>
 void initialize(const mLSTMScorer<D, Feature, Values>& scorer, mLSTMParameters<float> into,
                 std::uint64_t seed, const mLSTMStart& start = {});
 
-/// W1 normal with variance 1 / X, biases and the score head 0.
+/// W1 normal with variance 1 / X, biases and the score head 0; b2 is 5 for SP-KV's predictor (HiddenInput), whose gates start
+/// open.
 template <class Input, class Act, std::int32_t D>
 void initialize(const BasicMlpScorer<Input, Act, D>& scorer, MlpParameters<float> into, std::uint64_t seed);
 

@@ -1,23 +1,26 @@
-// Scorers with one hidden layer (kvpop.txt, 3.3 and E.2). One MLP with an input policy and an activation: KVpop-mlp is
-// MlpScorer; other systems name another input and activation.
+// Scorers with one hidden layer. One MLP with an input policy and an activation: KVpop's (kvpop.txt, 3.3 and E.2) is
+// MlpScorer, WG-KV's WriteGateScorer (wgkv.txt, 3.2), SP-KV's UtilityPredictor (spkv.txt, 2.1 and listing 1).
 #pragma once
 
 #include <kvpolicy/core/context.hpp>
 #include <kvpolicy/core/types.hpp>
 #include <kvpolicy/scorers/activation.hpp>
 #include <kvpolicy/scorers/concept.hpp>
+#include <kvpolicy/scorers/rope.hpp>
 
 #include <algorithm>
 #include <cmath>
 #include <cstddef>
 #include <cstdint>
+#include <string>
 #include <type_traits>
 
 namespace kvpolicy {
 
 /// What an MLP sees of a token: size(dim_k, dim_v) numbers, which gather(isa, head, key, value, dim_k, dim_v, x) writes.
 /// per_head says whether each KV head has a hidden layer of its own or all share one. An input may hold values (norm
-/// gains, say); it is copied with the scorer.
+/// gains, say); it is copied with the scorer. An input that depends on the token's position has at(t), which returns the input for
+/// that position; one that can be wrong has check(name of the scorer, dim_k).
 template <class I>
 concept MlpInput = std::is_trivially_copyable_v<I> &&
     requires(const I& input, isa set, std::int32_t head, const float* key, const float* value,
@@ -51,50 +54,21 @@ struct KeyValueInput {
     }
 };
 
-/// x = [RMSNorm(key); RMSNorm(value)], without gains (W1 has them): WG-KV's input, where a training run gives the keys
-/// after RoPE as keys and those before it as values (wgkv.txt, 3.2).
-struct NormalizedInput {
-    static constexpr bool per_head = true;
+/// RMSNorm without gains: y / sqrt(mean(y^2) + epsilon).
+struct RootMeanSquare {
     float epsilon = 1e-6f;  ///< added to the mean square
 
-    [[nodiscard]] constexpr std::int32_t size(std::int32_t dim_k, std::int32_t dim_v) const {
-        return dim_k + dim_v;
-    }
-
-    template <class Real>
-    void gather(isa, std::int32_t /*head*/, const Real* key, const Real* value, std::int32_t dim_k,
-                std::int32_t dim_v, Real* x) const {
-        normalize(key, dim_k, x);
-        normalize(value, dim_v, x + dim_k);
-    }
-
-    template <class Real>
-    void pull_back(isa, std::int32_t /*head*/, const Real* key, const Real* value, std::int32_t dim_k,
-                   std::int32_t dim_v, const Real* d_x, Real* d_key, Real* d_value) const {
-        pull_back_half(key, dim_k, d_x, d_key);
-        pull_back_half(value, dim_v, d_x + dim_k, d_value);
-    }
-
-  private:
-    template <class Real>
-    Real inverse_rms(const Real* y, std::int32_t dim) const {
-        Real sum = Real(0);
-        for (std::int32_t i = 0; i < dim; ++i) {
-            sum += y[i] * y[i];
-        }
-        return Real(1) / std::sqrt(sum / static_cast<Real>(dim) + static_cast<Real>(epsilon));
-    }
     template <class Real>
     void normalize(const Real* y, std::int32_t dim, Real* x) const {
-        const Real scale = inverse_rms(y, dim);
+        const Real scale = inverse(y, dim);
         for (std::int32_t i = 0; i < dim; ++i) {
             x[i] = y[i] * scale;
         }
     }
     /// d y = scale (d x - x mean(d x . x)), x = y scale
     template <class Real>
-    void pull_back_half(const Real* y, std::int32_t dim, const Real* d_x, Real* d_y) const {
-        const Real scale = inverse_rms(y, dim);
+    void pull_back(const Real* y, std::int32_t dim, const Real* d_x, Real* d_y) const {
+        const Real scale = inverse(y, dim);
         Real along = Real(0);
         for (std::int32_t i = 0; i < dim; ++i) {
             along += d_x[i] * y[i] * scale;
@@ -104,6 +78,113 @@ struct NormalizedInput {
             d_y[i] = scale * (d_x[i] - y[i] * scale * along);
         }
     }
+
+  private:
+    template <class Real>
+    Real inverse(const Real* y, std::int32_t dim) const {
+        Real sum = Real(0);
+        for (std::int32_t i = 0; i < dim; ++i) {
+            sum += y[i] * y[i];
+        }
+        return Real(1) / std::sqrt(sum / static_cast<Real>(dim) + static_cast<Real>(epsilon));
+    }
+};
+
+/// x = [RMSNorm(key); RMSNorm(value)], without gains (W1 has them): WG-KV's input where a training run gives the keys
+/// after RoPE as keys and those before it as values (wgkv.txt, 3.2). WriteGateInput makes both of the stored key.
+struct NormalizedInput {
+    static constexpr bool per_head = true;
+    RootMeanSquare norm;
+
+    [[nodiscard]] constexpr std::int32_t size(std::int32_t dim_k, std::int32_t dim_v) const {
+        return dim_k + dim_v;
+    }
+
+    template <class Real>
+    void gather(isa, std::int32_t /*head*/, const Real* key, const Real* value, std::int32_t dim_k,
+                std::int32_t dim_v, Real* x) const {
+        norm.normalize(key, dim_k, x);
+        norm.normalize(value, dim_v, x + dim_k);
+    }
+
+    template <class Real>
+    void pull_back(isa, std::int32_t /*head*/, const Real* key, const Real* value, std::int32_t dim_k,
+                   std::int32_t dim_v, const Real* d_x, Real* d_key, Real* d_value) const {
+        norm.pull_back(key, dim_k, d_x, d_key);
+        norm.pull_back(value, dim_v, d_x + dim_k, d_value);
+    }
+};
+
+/// WG-KV's input, from the stored key alone: x = [RMSNorm(k before RoPE); RMSNorm(k after RoPE)], where RoPE is undone in fp32
+/// for the key's position, which counts from the sequence's (or packed segment's) first token. Without gains: W1 has them. The
+/// value is not looked at. Frequencies that are given save a power for every pair and token.
+struct WriteGateInput {
+    static constexpr bool per_head = true;
+    Rope rope;
+    RootMeanSquare norm;
+    position_t position = 0;
+
+    [[nodiscard]] constexpr WriteGateInput at(position_t t) const { return {rope, norm, t}; }
+    [[nodiscard]] constexpr std::int32_t size(std::int32_t dim_k, std::int32_t /*dim_v*/) const {
+        return 2 * dim_k;
+    }
+    void check(const std::string& of, std::int32_t dim_k) const {
+        detail::require(
+            rope.layout != rope_layout::none, [&] { return of + ".input.rope.layout"; }, "none",
+            "how keys are rotated, since the gate reads them before and after RoPE");
+        rope.check((of + ".input").c_str(), dim_k);
+    }
+
+    template <class Real>
+    void gather(isa, std::int32_t /*head*/, const Real* key, const Real* /*value*/, std::int32_t dim_k,
+                std::int32_t /*dim_v*/, Real* x) const {
+        before(key, dim_k, x);
+        norm.normalize(x, dim_k, x);
+        norm.normalize(key, dim_k, x + dim_k);
+    }
+
+    /// d value is 0.
+    template <class Real>
+    void pull_back(isa, std::int32_t /*head*/, const Real* key, const Real* /*value*/, std::int32_t dim_k,
+                   std::int32_t dim_v, const Real* d_x, Real* d_key, Real* d_value) const {
+        // Rotations keep lengths, so RMSNorm(k before RoPE) is RMSNorm(k) rotated back.
+        std::copy_n(d_x, dim_k, d_key);
+        rope.apply(position, dim_k, nullptr, d_key);
+        for (std::int32_t i = 0; i < dim_k; ++i) {
+            d_key[i] += d_x[dim_k + i];
+        }
+        norm.pull_back(key, dim_k, d_key, d_key);
+        std::fill_n(d_value, dim_v, Real(0));
+    }
+
+  private:
+    template <class Real>
+    void before(const Real* key, std::int32_t dim_k, Real* x) const {
+        std::copy_n(key, dim_k, x);
+        rope.undo(position, dim_k, nullptr, x);
+    }
+};
+
+/// SP-KV's input: the hidden state of the token, of `width` numbers, with one hidden layer for all heads. It comes with the
+/// token (CacheExtras::hidden, score_hidden), since no cache has it.
+struct HiddenInput {
+    static constexpr bool per_head = false;
+    static constexpr bool hidden_state = true;
+    static constexpr float start_bias = 5.0f;  // gates start open (spkv.txt, C.2)
+    std::int32_t width = 0;
+
+    [[nodiscard]] constexpr std::int32_t size(std::int32_t, std::int32_t) const { return width; }
+    template <class Real>
+    constexpr void gather(isa, std::int32_t, const Real* state, const Real*, std::int32_t, std::int32_t,
+                          Real* x) const {
+        std::copy_n(state, width, x);
+    }
+};
+
+/// Whether an input is the hidden state, which scores all heads of a token at once.
+template <class I>
+inline constexpr bool takes_hidden_state = requires {
+    requires I::hidden_state;
 };
 
 /// An input that a gradient can go back through: pull_back(isa, head, key, value, dim_k, dim_v, d_x, d_key, d_value)
@@ -114,7 +195,8 @@ concept DifferentiableInput = MlpInput<I> &&
     {input.pull_back(set, head, row, row, dim, dim, row, d, d)};
 };
 
-static_assert(DifferentiableInput<KeyValueInput> && DifferentiableInput<NormalizedInput>);
+static_assert(DifferentiableInput<KeyValueInput> && DifferentiableInput<NormalizedInput> &&
+              DifferentiableInput<WriteGateInput> && MlpInput<HiddenInput>);
 
 /// What an MLP learns, with X = input.size(dim_k, dim_v) and layers = heads where the input is per head, else 1.
 template <class Float>
@@ -134,7 +216,8 @@ template <MlpInput Input, Activation Act, std::int32_t D = dynamic>
 struct BasicMlpScorer {
     static_assert(D == dynamic || D >= 1, "kvpolicy: BasicMlpScorer<Input, Activation, D> needs D >= 1");
     static constexpr part_kind kind = part_kind::scorer;
-    static constexpr score_time when = score_time::on_arrival;
+    static constexpr score_time when =
+        takes_hidden_state<Input> ? score_time::from_hidden : score_time::on_arrival;
     template <class Float>
     using parameters = MlpParameters<Float>;
 
@@ -147,19 +230,34 @@ struct BasicMlpScorer {
 
     [[nodiscard]] std::int32_t input_size() const { return input.size(dim_k, dim_v); }
 
-    /// Real is float, or double for checks; `scratch` is scratch_size() of them. The instruction set changes no bit.
+    /// Real is float, or double for checks; `scratch` is scratch_size() of them. The instruction set changes no bit. The
+    /// position matters to inputs that have at(t).
     template <class Real>
-    Real score(std::int32_t head, const Real* key, const Real* value, Real* scratch,
-               isa set = detected_isa()) const;
+    Real score(std::int32_t head, const Real* key, const Real* value, Real* scratch, isa set = detected_isa(),
+               position_t position = 0) const requires(!takes_hidden_state<Input>);
     [[nodiscard]] std::size_t scratch_size() const {
         return static_cast<std::size_t>(input_size()) + static_cast<std::size_t>(hidden);
     }
 
-    /// score() of `count` <= scorer_block tokens; see BlockScorer.
+    /// score() of `count` <= scorer_block tokens, of which the first has position `first`; see BlockScorer.
     template <class Real>
     void score_block(std::int32_t head, std::int32_t count, const Real* keys, const Real* values,
-                     Real* scores, Real* scratch, isa set = detected_isa()) const;
-    [[nodiscard]] std::size_t block_scratch_size() const { return scorer_block * scratch_size(); }
+                     Real* scores, Real* scratch, isa set = detected_isa(), position_t first = 0) const
+        requires(!takes_hidden_state<Input>);
+    [[nodiscard]] std::size_t block_scratch_size() const {
+        return scorer_block *
+               (scratch_size() + (takes_hidden_state<Input> ? static_cast<std::size_t>(heads) : 0));
+    }
+
+    /// All heads of `count` <= scorer_block tokens from their hidden states [count, width], without gaps: head h of token t goes
+    /// to scores[h * head_stride + t]. The hidden layer is computed once. See HiddenScorer; scratch has
+    /// block_scratch_size().
+    template <class Real>
+    void score_tokens(std::int32_t count, const Real* states, Real* scores, std::int64_t head_stride,
+                      Real* scratch, isa set = detected_isa()) const requires(takes_hidden_state<Input>);
+    [[nodiscard]] std::int32_t hidden_width() const requires(takes_hidden_state<Input>) {
+        return input_size();
+    }
 
     /// Refuses missing weights, and sizes that do not fit a layer of `kv_heads` heads with keys and values this wide.
     void check(std::int32_t kv_heads, std::int32_t key_dim, std::int32_t value_dim) const;
@@ -169,6 +267,15 @@ struct BasicMlpScorer {
 template <std::int32_t D = dynamic>
 using MlpScorer = BasicMlpScorer<KeyValueInput, Silu, D>;
 
+/// WG-KV's write gate: g = sigmoid(r), r = w2 . GELU(W1 [RMSNorm(k before RoPE); RMSNorm(k after RoPE)] + b1) + b2, headwise.
+template <std::int32_t D = dynamic>
+using WriteGateScorer = BasicMlpScorer<WriteGateInput, GeluErf, D>;
+
+/// SP-KV's utility predictor: u = sigmoid(r), r_h = w2_h . SiLU(W1 x + b1) + b2_h of the hidden state x, with one hidden
+/// layer for all heads. input.width is the model's; dim_k and dim_v are not used.
+using UtilityPredictor = BasicMlpScorer<HiddenInput, Silu>;
+
+static_assert(BlockScorer<WriteGateScorer<>> && HiddenScorer<UtilityPredictor> && Scorer<UtilityPredictor>);
 static_assert(StatelessScorer<MlpScorer<>> && BlockScorer<MlpScorer<64>> && CheckedScorer<MlpScorer<64>>);
 static_assert(Scorer<BasicMlpScorer<KeyValueInput, GeluErf>> && std::is_trivially_copyable_v<MlpScorer<>>);
 

@@ -30,17 +30,21 @@ struct Rope {
         return layout == rope_layout::none ? 0 : dims == 0 ? dim_k : dims;
     }
 
+    /// f_i: a power where no frequencies are given, so who turns many keys fills an array first.
+    [[nodiscard]] float frequency(std::int32_t dim_k, std::int32_t i) const {
+        return frequencies != nullptr
+                   ? frequencies[i]
+                   : static_cast<float>(
+                         std::pow(static_cast<double>(base), -static_cast<double>(i) / (rotated(dim_k) / 2)));
+    }
     /// Writes f_i to out [rotated(dim_k) / 2].
     void fill_frequencies(std::int32_t dim_k, float* out) const {
-        const std::int32_t count = rotated(dim_k) / 2;
-        for (std::int32_t i = 0; i < count; ++i) {
-            out[i] = frequencies != nullptr ? frequencies[i]
-                                            : static_cast<float>(std::pow(static_cast<double>(base),
-                                                                          -static_cast<double>(i) / count));
+        for (std::int32_t i = 0; i < rotated(dim_k) / 2; ++i) {
+            out[i] = frequency(dim_k, i);
         }
     }
 
-    /// Turns one key back, in place: from after RoPE at position t to before it. `f` are the frequencies.
+    /// Turns one key back, in place: from after RoPE at position t to before it. `f` are the frequencies, or null.
     template <class Real>
     void undo(position_t t, std::int32_t dim_k, const float* f, Real* key) const {
         turn<-1>(t, dim_k, f, key);
@@ -74,7 +78,8 @@ struct Rope {
         const std::int32_t step = layout == rope_layout::interleaved ? 2 : 1;
         for (std::int32_t i = 0; i < pairs; ++i) {
             // Cosine and sine of the fp32 angle, in double: no library's fp32 functions show in a score.
-            const Real angle = static_cast<Real>(t) * static_cast<Real>(f[i]);
+            const Real angle =
+                static_cast<Real>(t) * static_cast<Real>(f != nullptr ? f[i] : frequency(dim_k, i));
             const auto c = static_cast<Real>(std::cos(static_cast<double>(angle)));
             const auto s = static_cast<Real>(Sign * std::sin(static_cast<double>(angle)));
             Real& a = key[i * step];

@@ -13,10 +13,10 @@ using test::Sizes;
 static_assert(std::is_same_v<SPKV<128>, Policy<Sink<0>, Window<128>, ThresholdGate<at_least>, GivenScores>>);
 static_assert(std::is_same_v<WGKV<256>, Policy<Sink<0>, Window<256>, ThresholdGate<at_least>, GivenScores>>);
 static_assert(
-    std::is_same_v<LTE<4, 768, 512>,
-                   Policy<Sink<4>, Window<768>, ThresholdGate<above>, TopKBudget<508>, GivenScores>>);
+    std::is_same_v<LTE<4, 768, 512, ConvScorer<128>>,
+                   Policy<Sink<4>, Window<768>, ThresholdGate<above>, TopKBudget<508>, ConvScorer<128>>>);
 static_assert(
-    std::is_same_v<LTE<>, Policy<Sink<>, Window<>, ThresholdGate<above>, TopKBudget<>, GivenScores>>);
+    std::is_same_v<LTE<>, Policy<Sink<>, Window<>, ThresholdGate<above>, TopKBudget<>, ConvScorer<>>>);
 
 TEST_CASE("the examples of the pages") {
     const CacheShape shape{.query_heads = 2, .kv_heads = 1, .dim_k = 8, .dim_v = 8, .page_rows = 16};
@@ -28,10 +28,18 @@ TEST_CASE("the examples of the pages") {
     const WGKV<256> wgkv{Sink<0>{}, Window<256>{}, gate, GivenScores{}};
     const DualCache<WGKV<256>, bf16> b{shape, pool, wgkv};
     CHECK(wgkv.rule(0, 0).threshold == doctest::Approx(-2.1972246));
-    const FixedBudgetCache<LTE<4, 768, 512>, bf16> all{shape};
-    const DualCache<LTE<4, 768, 512>, bf16> grown{shape, pool};
+    using Conv = LTE<4, 768, 512, ConvScorer<8>>;
+    std::vector<float> weights(8 * 3 * 16 + 4 * 3 * 8 + 2 * 3 * 4 + 2);
+    ConvScorer<8> scorer;
+    scorer.heads = 1;
+    scorer.weights.w1 = weights.data();
+    scorer.weights.w2 = scorer.weights.w1 + 8 * 3 * 16;
+    scorer.weights.w3 = scorer.weights.w2 + 4 * 3 * 8;
+    scorer.weights.readout = scorer.weights.w3 + 2 * 3 * 4;
+    const FixedBudgetCache<Conv, bf16> all{shape, Conv{}, &scorer};
+    const DualCache<Conv, bf16> grown{shape, pool, Conv{}, &scorer};
     CHECK(all.rows(0) == 1280);
-    CHECK(!LTE<4, 768, 512>{}.gate().open(0.0f, LTE<4, 768, 512>{}.rule(0, 0)));  // r = 0.5 is not above
+    CHECK(!Conv{}.gate().open(0.0f, Conv{}.rule(0, 0)));  // r = 0.5 is not above
     CHECK(spkv.gate().open(0.0f, spkv.rule(0, 0)));
 }
 
@@ -43,7 +51,7 @@ TEST_CASE("mask, steps and chunks agree for every system") {
         test::check_policy(
             on, WGKV<>{Sink<0>{}, Window<>{5}, ThresholdGate<at_least>::probability(0.1), GivenScores{}},
             Sizes{.length = 50}, kind, generator);
-        test::check_policy(on, LTE<2, 5, 7>{}, Sizes{.length = 50}, kind, generator);
+        test::check_policy(on, LTE<2, 5, 7, GivenScores>{}, Sizes{.length = 50}, kind, generator);
         // Hybrid layouts: a global head, a local one, and one that is gated.
         const float infinity = std::numeric_limits<float>::infinity();
         const float thresholds[] = {-infinity, infinity, 0.0f};

@@ -246,10 +246,11 @@ void backward(const host& on, const BasicMlpScorer<Input, Act, D>& scorer, const
             hb::dense_rows(call.k, b, h, first, count, rows),
             hb::dense_rows(call.v, b, h, first, count, rows + std::ptrdiff_t{scorer_block} * scorer.dim_k)};
         for (std::int32_t t = 0; t < count; ++t) {
-            scorer.input.gather(set, static_cast<std::int32_t>(h),
-                                from.keys + std::ptrdiff_t{t} * scorer.dim_k,
-                                from.values + std::ptrdiff_t{t} * scorer.dim_v, scorer.dim_k, scorer.dim_v,
-                                x + std::ptrdiff_t{t} * inner);
+            const std::int64_t position = first + t - hb::origin_of(call.sequences, first + t);
+            hb::input_at(scorer.input, position)
+                .gather(set, static_cast<std::int32_t>(h), from.keys + std::ptrdiff_t{t} * scorer.dim_k,
+                        from.values + std::ptrdiff_t{t} * scorer.dim_v, scorer.dim_k, scorer.dim_v,
+                        x + std::ptrdiff_t{t} * inner);
         }
         return from;
     };
@@ -293,11 +294,12 @@ void backward(const host& on, const BasicMlpScorer<Input, Act, D>& scorer, const
                                            count, hidden, w1 + layer * hidden * inner, std::ptrdiff_t{inner},
                                            inner, d_x, std::ptrdiff_t{inner}, false);
         for (std::int32_t t = 0; t < count; ++t) {
-            scorer.input.pull_back(set, static_cast<std::int32_t>(h),
-                                   from.keys + std::ptrdiff_t{t} * scorer.dim_k,
-                                   from.values + std::ptrdiff_t{t} * scorer.dim_v, scorer.dim_k, scorer.dim_v,
-                                   static_cast<const Real*>(d_x + std::ptrdiff_t{t} * inner),
-                                   call.d_k.row(b, h, first + t), call.d_v.row(b, h, first + t));
+            const std::int64_t position = first + t - hb::origin_of(call.sequences, first + t);
+            hb::input_at(scorer.input, position)
+                .pull_back(set, static_cast<std::int32_t>(h), from.keys + std::ptrdiff_t{t} * scorer.dim_k,
+                           from.values + std::ptrdiff_t{t} * scorer.dim_v, scorer.dim_k, scorer.dim_v,
+                           static_cast<const Real*>(d_x + std::ptrdiff_t{t} * inner),
+                           call.d_k.row(b, h, first + t), call.d_v.row(b, h, first + t));
         }
     });
 

@@ -97,7 +97,11 @@ void initialize(const BasicMlpScorer<Input, Act, D>& scorer, MlpParameters<float
                 1.0 / std::sqrt(static_cast<double>(scorer.input_size())));
     fill_value(into.b1, rows, 0.0f);
     fill_value(into.w2, std::int64_t{scorer.heads} * scorer.hidden, 0.0f);
-    fill_value(into.b2, scorer.heads, 0.0f);
+    float bias = 0.0f;
+    if constexpr (requires { Input::start_bias; }) {
+        bias = Input::start_bias;
+    }
+    fill_value(into.b2, scorer.heads, bias);
 }
 
 template <std::int32_t D>

@@ -31,9 +31,11 @@ concept computes_in = requires(const S& scorer, const Real* row, Real* state, Re
 
 /// The library's scorers take the context's instruction set; a user's need not.
 template <class S, class Real>
-Real score_one(isa set, const S& scorer, std::int32_t head, const Real* key, const Real* value,
-               Real* scratch) {
-    if constexpr (requires { scorer.score(head, key, value, scratch, set); }) {
+Real score_one(isa set, const S& scorer, std::int32_t head, const Real* key, const Real* value, Real* scratch,
+               [[maybe_unused]] position_t t) {
+    if constexpr (requires { scorer.score(head, key, value, scratch, set, t); }) {
+        return scorer.score(head, key, value, scratch, set, t);
+    } else if constexpr (requires { scorer.score(head, key, value, scratch, set); }) {
         return scorer.score(head, key, value, scratch, set);
     } else {
         return static_cast<Real>(scorer.score(head, key, value, scratch));
@@ -99,6 +101,31 @@ std::size_t slot_reals(const S& scorer, std::int32_t dim_k, std::int32_t dim_v) 
     return aligned_size(reals * sizeof(Real)) / sizeof(Real);
 }
 
+/// The first token of the packed segment that token t of a sequence is in; 0 without segments.
+inline std::int64_t origin_of(const Sequences& sequences, std::int64_t t) {
+    if (sequences.cu_seqlens == nullptr) {
+        return 0;
+    }
+    const std::int32_t* const end = sequences.cu_seqlens + sequences.segments;
+    return *(std::upper_bound(sequences.cu_seqlens, end, t) - 1);
+}
+
+/// Cuts tokens [first, first + count) where packed segments do: visit(first, count, position of the first).
+template <class Visit>
+void for_each_position_range(const Sequences& sequences, std::int64_t first, std::int32_t count,
+                             Visit&& visit) {
+    for (std::int64_t t = first, end = first + count; t < end;) {
+        std::int64_t stop = end;
+        if (sequences.cu_seqlens != nullptr) {
+            const std::int32_t* const last = sequences.cu_seqlens + sequences.segments;
+            const std::int32_t* const edge = std::upper_bound(sequences.cu_seqlens, last, t);
+            stop = std::min<std::int64_t>(end, edge == last ? end : *edge);
+        }
+        visit(t, static_cast<std::int32_t>(stop - t), t - origin_of(sequences, t));
+        t = stop;
+    }
+}
+
 inline std::int64_t stateless_blocks(const Sequences& sequences) {
     return (std::int64_t{sequences.length} + scorer_block - 1) / scorer_block;
 }
@@ -124,14 +151,24 @@ void score_stateless(const host& on, const S& scorer, rows_view<const T> k, rows
         Real* keys = memory + slot * stride;
         Real* values = keys + room * k.dim;
         Real* scratch = values + room * v.dim;
-        Real* out = scores.head(b, h) + first;
-        if constexpr (BlockScorer<S>) {
+        Real* out = scores.head(b, h);
+        if constexpr (requires {
+                          scorer.score_block(h, 1, keys, values, out, scratch, isa::portable, position_t{});
+                      }) {
+            for_each_position_range(sequences, first, tokens,
+                                    [&](std::int64_t t, std::int32_t some, position_t position) {
+                                        scorer.score_block(h, some, dense_rows(k, b, h, t, some, keys),
+                                                           dense_rows(v, b, h, t, some, values), out + t,
+                                                           scratch, on.instructions(), position);
+                                    });
+        } else if constexpr (BlockScorer<S>) {
             scorer.score_block(h, tokens, dense_rows(k, b, h, first, tokens, keys),
-                               dense_rows(v, b, h, first, tokens, values), out, scratch, on.instructions());
+                               dense_rows(v, b, h, first, tokens, values), out + first, scratch,
+                               on.instructions());
         } else {
-            for (std::int32_t t = 0; t < tokens; ++t) {
-                out[t] = score_one(on.instructions(), scorer, h, dense_rows(k, b, h, first + t, 1, keys),
-                                   dense_rows(v, b, h, first + t, 1, values), scratch);
+            for (std::int64_t t = first; t < first + tokens; ++t) {
+                out[t] = score_one(on.instructions(), scorer, h, dense_rows(k, b, h, t, 1, keys),
+                                   dense_rows(v, b, h, t, 1, values), scratch, t - origin_of(sequences, t));
             }
         }
     });
@@ -360,8 +397,11 @@ void score_sequence(const host& on, const S& scorer, rows_view<K> k, rows_view<V
     static_assert(
         S::when != score_time::given,
         "kvpolicy: score_sequence needs a scorer of keys and values; GivenScores has its scores already");
+    static_assert(S::when != score_time::from_hidden,
+                  "kvpolicy: score_sequence needs a scorer of keys and values; score_hidden takes one of "
+                  "hidden states");
     static_assert(
-        S::when == score_time::given || host_backend::computes_in<S, Real>,
+        scores_come_along<S> || host_backend::computes_in<S, Real>,
         "kvpolicy: this scorer computes in float only; double rows need members that are templates on Real");
     const rows_view<const T> keys = k;
     const rows_view<const T> values = v;

@@ -1,0 +1,369 @@
+// The training program's parts: look-ups in text, files of q, k and v, steps that resume, and scorers that a cache takes.
+#include "sequences.hpp"
+#include "support.hpp"
+#include "support/immediate.hpp"
+#include "support/safetensors_writer.hpp"
+#include "support/trained.hpp"
+#include "trainer.hpp"
+
+#include <kvpolicy/caches/fixed_budget.hpp>
+#include <kvpolicy/core/random.hpp>
+#include <kvpolicy/policies/compose.hpp>
+#include <kvpolicy/scorers/sequence.hpp>
+
+#include <doctest/doctest.h>
+
+#include <cmath>
+#include <limits>
+#include <set>
+#include <string>
+
+using namespace train;
+using test::contains;
+using test::message_of;
+
+namespace {
+
+struct Sizes {
+    std::int32_t layers = 2, query_heads = 4, kv_heads = 2, dim = 8, length = 96;
+    std::size_t sequences = 3;
+};
+
+float noise(std::uint64_t stream, std::size_t i) {
+    return static_cast<float>(2.0 * kvpolicy::random_unit(7, stream, i) - 1.0);
+}
+
+/// A file of q, k, v with numbers that depend on their place alone. `edit` may spoil a tensor: (name, values).
+template <class Edit>
+std::filesystem::path write_qkv(const test::Folder& folder, const std::string& name, const Sizes& s, Edit&& edit,
+                                bool with_q = true) {
+    std::vector<examples::TensorPlan> plan;
+    for (std::size_t i = 0; i < s.sequences; ++i) {
+        for (std::int32_t l = 0; l < s.layers; ++l) {
+            const std::string prefix = fmt::format("sequences.{}.layers.{}.", i, l);
+            if (with_q) {
+                plan.push_back({prefix + "q", llama::DType::f32, {s.length, s.query_heads, s.dim}});
+            }
+            plan.push_back({prefix + "k", llama::DType::f32, {s.length, s.kv_heads, s.dim}});
+            plan.push_back({prefix + "v", llama::DType::f32, {s.length, s.kv_heads, s.dim}});
+        }
+    }
+    examples::SafetensorsWriter writer(folder.path() / name, plan, {});
+    std::uint64_t stream = 0;
+    for (const auto& tensor : plan) {
+        std::vector<float> values(tensor.numel());
+        for (std::size_t i = 0; i < values.size(); ++i) {
+            values[i] = 2.0f * noise(stream, i);
+        }
+        ++stream;
+        edit(tensor.name, values);
+        writer.write(values);
+    }
+    writer.finish();
+    return folder.path() / name;
+}
+void as_it_is(const std::string&, const std::vector<float>&) {}
+
+Options small(const std::string& kind, const Sizes& s = {}) {
+    Options o;
+    o.spec.kind = kind;
+    o.spec.layers = s.layers, o.spec.heads = s.kv_heads, o.spec.dim_k = o.spec.dim_v = s.dim;
+    o.spec.hidden = 16, o.spec.d_qk = 8, o.spec.d_v = 4;
+    o.spec.sinks = 2, o.spec.window = 8, o.spec.norm = true;
+    o.spec.delay = kind == "mlstm" ? 8 : 0;
+    o.target.window = 8;
+    o.budgets = {40, 24};
+    o.steps = 8, o.warm_up = 2, o.positions = 16, o.rate = 1e-2;
+    return o;
+}
+
+template <class S>
+std::vector<std::vector<float>> weights(const Trainer<S>& trainer) {
+    std::vector<std::vector<float>> all;
+    for (const auto& array : trainer.stack().arrays) {
+        all.push_back(array.data);
+    }
+    all.push_back(trainer.alpha());
+    return all;
+}
+
+template <class S>
+void resumes(const std::string& kind) {
+    const test::Folder folder;
+    const auto file = write_qkv(folder, "qkv", {}, as_it_is);
+    const Options options = small(kind);
+    const kvpolicy::host on{1}, two{2};
+    const auto source = file_source(on, file, options.target);
+    Trainer<S> whole(on, options, *source, nullptr);
+    const auto start = weights(whole);
+    for (int i = 0; i < 8; ++i) {
+        CHECK(whole.step().count > 0);
+    }
+    CHECK(weights(whole) != start);
+
+    Trainer<S> first(two, options, *source, nullptr);  // other threads
+    for (int i = 0; i < 4; ++i) {
+        first.step();
+    }
+    const std::string checkpoint = (folder.path() / "half").string();
+    first.save_checkpoint(checkpoint);
+    const auto again = file_source(on, file, options.target);  // as another process would
+    Trainer<S> second(on, options, *again, nullptr);
+    second.resume(checkpoint);
+    CHECK(second.steps_done() == 4);
+    for (int i = 0; i < 4; ++i) {
+        second.step();
+    }
+    CHECK(weights(second) == weights(whole));
+
+    Options other = options;
+    other.seed = 2;
+    Trainer<S> another(on, other, *source, nullptr);
+    CHECK(contains(message_of([&] { another.resume(checkpoint); }), "run with seed 1; this run has 2"));
+    other = options;
+    other.spec.hidden = 17, other.spec.d_v = 5;
+    Trainer<S> wider(on, other, *source, nullptr);
+    CHECK(contains(message_of([&] { wider.resume(checkpoint); }), "checkpoint of another architecture"));
+}
+
+}  // namespace
+
+TEST_CASE("look-ups are woven into a text, and can be answered from it") {
+    std::string text;
+    for (int i = 0; i < 400; ++i) {
+        text += fmt::format("line {} of a text\n", i);
+    }
+    const RecallSequence a = weave_recall(text, 100, 2048, 20, 3, 5);
+    CHECK(a.bytes.size() == 2048);
+    CHECK(a.lines.size() == 40);
+    CHECK(a.answers.size() == 20);
+    CHECK(a.bytes == weave_recall(text, 100, 2048, 20, 3, 5).bytes);
+    CHECK(a.bytes != weave_recall(text, 100, 2048, 20, 3, 6).bytes);
+    CHECK(a.bytes != weave_recall(text, 100, 2048, 20, 4, 5).bytes);
+    std::set<std::string> early, late;
+    for (std::size_t i = 0; i < 40; ++i) {
+        const auto [begin, end] = a.lines[i];
+        const std::string line = a.bytes.substr(static_cast<std::size_t>(begin), 9);
+        CHECK(end - begin == 9);
+        CHECK(line[0] == '@');
+        CHECK(line[3] == ':');
+        CHECK(line[8] == '\n');
+        (i < 20 ? early : late).insert(line);
+        CHECK((i < 20 ? end <= 2048 * 3 / 5 : begin >= 2048 * 3 / 4));
+        if (i >= 20) {
+            CHECK(a.answers[i - 20] == begin + 4);
+        }
+    }
+    CHECK(early.size() == 20);
+    CHECK(early == late);
+    std::string rest;  // without the lines it is the text
+    std::int32_t at = 0;
+    for (const auto& [begin, end] : a.lines) {
+        rest += a.bytes.substr(static_cast<std::size_t>(at), static_cast<std::size_t>(begin - at));
+        at = end;
+    }
+    rest += a.bytes.substr(static_cast<std::size_t>(at));
+    CHECK(rest == text.substr(100, 2048 - 40 * 9));
+    CHECK(weave_recall(text, 0, 64, 0, 1, 1).bytes == text.substr(0, 64));
+    CHECK(contains(message_of([&] { weave_recall(text, 0, 100, 20, 1, 1); }), "100 bytes have room for 0 to 2"));
+    CHECK(contains(message_of([&] { weave_recall(text, text.size() - 10, 2048, 0, 1, 1); }), "2048 are needed"));
+}
+
+TEST_CASE("training text") {
+    const test::Folder folder;
+    const llama::Tokenizer bytes = llama::Tokenizer::bytes();
+    const auto file = folder.write("t", std::string(1000, 'x') + "\xC3\xA9\n" + std::string(200, 'y'));
+    const TrainingText text(file, bytes, 256, 2, 1);
+    for (std::uint64_t i = 0; i < 20; ++i) {
+        CHECK(text.sequence(i).size() == 256);
+        CHECK(text.sequence(i) == text.sequence(i));
+    }
+    CHECK(contains(message_of([&] { TrainingText(file, bytes, 5000, 0, 1); }), "1201 bytes of text are too short"));
+    CHECK(contains(message_of([&] { TrainingText(folder.path() / "no", bytes, 8, 0, 1); }), "tools/make_corpus"));
+    const auto packed = folder.write("p", std::string("\xFD") + "7zXZ and more");
+    CHECK(contains(message_of([&] { TrainingText(packed, bytes, 8, 0, 1); }), "unpack it"));
+}
+
+TEST_CASE("2n steps are n steps and a resumed n, bit for bit, on any number of threads") {
+    resumes<examples::Mlp>("mlp");
+    resumes<examples::Mlstm>("mlstm");
+}
+
+TEST_CASE("scorers learn here too, and held-out numbers say so") {
+    const test::Folder folder;
+    Sizes s;
+    s.length = 160;
+    const auto file = write_qkv(folder, "qkv", s, as_it_is);
+    const kvpolicy::host on{1};
+    Options options = small("mlp", s);
+    options.steps = 200, options.positions = 0, options.warm_up = 5;
+    const auto source = file_source(on, file, options.target), held_out = file_source(on, file, options.target);
+    Trainer<examples::Mlp> trainer(on, options, *source, held_out.get());
+    const auto before = trainer.evaluate();
+    for (int i = 0; i < 200; ++i) {
+        trainer.step();
+    }
+    const auto after = trainer.evaluate();
+    REQUIRE(before.size() == 2);
+    for (std::size_t b = 0; b < 2; ++b) {
+        CHECK(after[b].loss.loss < 0.8 * before[b].loss.loss);
+        CHECK(after[b].mean_recall() > before[b].mean_recall() + 0.05);
+        CHECK(after[b].mean_chance() == doctest::Approx(before[b].mean_chance()).epsilon(0.02));
+    }
+
+    // The file, and what reads it.
+    options.out = (folder.path() / "scorers").string();
+    options.fp32 = true;
+    trainer.finish({{"note", "a test"}});
+    const examples::TrainedScorers read = examples::load_scorers(options.out);
+    CHECK(read.system() == "KVpop-mlp");
+    CHECK(read.spec.training.at("note") == "a test");
+    CHECK(read.alpha == trainer.alpha());
+    const auto& stack = std::get<examples::ScorerStack<examples::Mlp>>(read.stack);
+    for (std::size_t i = 0; i < stack.arrays.size(); ++i) {
+        CHECK(stack.arrays[i].data == trainer.stack().arrays[i].data);
+    }
+    CHECK(read.quantiles.size() == 4 * 257);
+    const auto all = read.thresholds(1.0), half = read.thresholds(0.5), none = read.thresholds(0.0);
+    for (std::size_t h = 0; h < 4; ++h) {
+        CHECK(all[h] < half[h]);
+        CHECK(half[h] < none[h]);
+    }
+    CHECK(contains(message_of([&] { examples::check_fits(read, 3, 2, 8, "f"); }), "the model has 3 layers"));
+}
+
+TEST_CASE("targets of a file are those of the library, and stored ones are taken") {
+    const test::Folder folder;
+    const Sizes s;
+    const auto file = write_qkv(folder, "qkv", s, as_it_is);
+    const kvpolicy::host on{1};
+    const TargetOptions target{.window = 8, .beta = 2.0f};
+    const auto source = file_source(on, file, target);
+    CHECK(source->count() == 3);
+    const QkvShape shape = source->shape();
+    CHECK(shape.query_heads == 4);
+    const Example example = source->get(1);
+    // By the definition, in double.
+    for (std::int32_t t : {0, 17, 80, 95}) {
+        double best = -1e30;
+        for (std::int32_t g = 0; g < 2; ++g) {
+            double sum = 0.0;
+            std::vector<double> logits;
+            std::vector<float> q(static_cast<std::size_t>(s.length * s.query_heads * s.dim));
+            for (std::size_t i = 0; i < q.size(); ++i) {
+                q[i] = 2.0f * noise(9, i);  // sequence 1, layer 1: the tenth tensor
+            }
+            for (std::int32_t d = t + 8; d < s.length; ++d) {
+                double total = 0.0, mine = 0.0;
+                for (std::int32_t u = 0; u <= d; ++u) {
+                    double dot = 0.0;
+                    for (std::int32_t i = 0; i < s.dim; ++i) {
+                        dot += double(q[static_cast<std::size_t>((d * s.query_heads + 2 + g) * s.dim + i)]) *
+                               double(example.keys(shape, 1).row(0, 1, u)[i]);
+                    }
+                    const double e = std::exp(dot / std::sqrt(8.0));
+                    total += e;
+                    mine = u == t ? e : mine;
+                }
+                sum += mine / total * (mine / total);
+            }
+            const double n = std::max(1, s.length - (t + 8));
+            best = std::max(best, std::log(1e-8 + std::sqrt(sum / n)));
+        }
+        CHECK(double(example.targets(shape, 1).head(0, 1)[t]) == doctest::Approx(best).epsilon(1e-4));
+    }
+}
+
+TEST_CASE("bad files are refused in a sentence that names the tensor") {
+    const test::Folder folder;
+    const kvpolicy::host on{1};
+    const TargetOptions target{.window = 8};
+    const auto refusal = [&](const std::filesystem::path& file) {
+        return message_of([&] {
+            const auto source = file_source(on, file, target);
+            source->get(0), source->get(1);
+        });
+    };
+    for (const std::string& what : {std::string("q"), std::string("k"), std::string("v")}) {
+        const std::string spoiled = "sequences.1.layers.1." + what;
+        const auto file = write_qkv(folder, what, {}, [&](const std::string& name, std::vector<float>& values) {
+            if (name == spoiled) {
+                const std::size_t row = what == "q" ? 32 : 16;
+                values[5 * row + 8 + 3] = std::numeric_limits<float>::quiet_NaN();
+            }
+        });
+        CHECK(contains(refusal(file), spoiled + " holds nan at head 1, position 5"));
+    }
+    CHECK(contains(refusal(write_qkv(folder, "noq", {}, as_it_is, false)), "has neither sequences.0.layers.0.target.2"));
+    Sizes odd;
+    odd.query_heads = 3;
+    CHECK(contains(refusal(write_qkv(folder, "odd", odd, as_it_is)), "a multiple of the 2 heads of k"));
+    examples::SafetensorsWriter empty(folder.path() / "none", {{"x", llama::DType::f32, {1}}}, {});
+    empty.write(std::vector<float>(1));
+    empty.finish();
+    CHECK(contains(refusal(folder.path() / "none"), "holds no sequences.0.layers.0.k"));
+    CHECK(contains(message_of([&] { examples::load_scorers(folder.path() / "none"); }), "is no scorer file"));
+
+    // Shapes of teacher and student.
+    const auto file = write_qkv(folder, "qkv", {}, as_it_is);
+    Sizes wide;
+    wide.dim = 16;
+    const auto other = write_qkv(folder, "wide", wide, as_it_is);
+    const Options options = small("mlp");
+    const auto a = file_source(on, file, target), b = file_source(on, other, target);
+    CHECK(contains(message_of([&] { Trainer<examples::Mlp>(on, options, *a, b.get()); }),
+                   "the training sequences have 2 layers"));
+}
+
+TEST_CASE("a sequence without a decision leaves the weights as they are") {
+    const test::Folder folder;
+    Sizes s;
+    s.length = 24;  // not above the smaller budget
+    const auto file = write_qkv(folder, "qkv", s, as_it_is);
+    const kvpolicy::host on{1};
+    const Options options = small("mlp", s);
+    const auto source = file_source(on, file, options.target);
+    Trainer<examples::Mlp> trainer(on, options, *source, nullptr);
+    const auto before = weights(trainer);
+    const LossSums sums = trainer.step();
+    CHECK(sums.count == 0);
+    CHECK(sums.loss == 0.0);
+    CHECK(weights(trainer) == before);
+}
+
+TEST_CASE("a scorer that reads on arrival, in a cache") {
+    const std::int32_t length = 70, dim = 8, window = 9;
+    examples::ScorerSpec spec;
+    spec.kind = "mlstm";
+    spec.layers = 1, spec.heads = 2, spec.dim_k = spec.dim_v = dim, spec.d_qk = 8, spec.d_v = 4;
+    examples::ScorerStack<examples::Mlstm> stack(spec);
+    stack.initialize(3);
+    for (auto& array : stack.arrays) {
+        for (std::size_t i = 0; i < array.data.size(); ++i) {
+            array.data[i] += 0.3f * noise(array.shape.size(), i);  // the read-out starts at 0
+        }
+    }
+    const kvpolicy::host on{1};
+    std::vector<float> k(static_cast<std::size_t>(2 * length * dim)), v(k.size()), now(static_cast<std::size_t>(2 * length)),
+        later(now.size());
+    for (std::size_t i = 0; i < k.size(); ++i) {
+        k[i] = noise(1, i), v[i] = noise(2, i);
+    }
+    const auto keys = kvpolicy::view_bhsd<const float>(k.data(), 1, 2, length, dim);
+    const auto values = kvpolicy::view_bhsd<const float>(v.data(), 1, 2, length, dim);
+    const kvpolicy::Sequences sequences{.batch = 1, .length = length};
+    std::vector<unsigned char> memory(1 << 22);
+    const kvpolicy::workspace_view room{memory.data(), memory.size()};
+    const examples::ImmediateScorer<examples::Mlstm> immediate{stack.scorers[0], window};
+    kvpolicy::score_sequence(on, stack.scorers[0], keys, values, sequences, 0, kvpolicy::view_bhs(now.data(), 1, 2, length),
+                             room, {.how = kvpolicy::form::recurrent});
+    kvpolicy::score_sequence(on, immediate, keys, values, sequences, window,
+                             kvpolicy::view_bhs(later.data(), 1, 2, length), room);
+    for (std::int32_t h = 0; h < 2; ++h) {
+        for (std::int32_t t = 0; t + window < length; ++t) {
+            const auto at = static_cast<std::size_t>(h * length + t);
+            CHECK(now[at] == later[at]);
+        }
+        CHECK(now[static_cast<std::size_t>(h * length)] != now[static_cast<std::size_t>(h * length + 20)]);
+    }
+}
