@@ -217,9 +217,9 @@ struct block_life {
 };
 
 /// Where four numbers of a 64 x 64 tile of sums lie: (row, column), (row, column + 1), (row + 8, column), (row + 8, column + 1)
-/// with row % 16 < 8 and an even column. That is what a thread has of a product, and a warp's are contiguous.
+/// with row % 16 < 8 and an even column. That is what a thread has of a product; the 16 rows of a warp are contiguous.
 __host__ __device__ constexpr int packed_sum_index(int row, int column) {
-    return ((column / 8) * 128 + (row / 16) * 32 + (row % 8) * 4 + (column % 8) / 2) * 4;
+    return ((row / 16) * 256 + (column / 8) * 32 + (row % 8) * 4 + (column % 8) / 2) * 4;
 }
 
 /// Four sums at once; one instruction from compute capability 9.0 on.

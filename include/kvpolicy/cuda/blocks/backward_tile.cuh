@@ -24,9 +24,10 @@ template <class T, int MI, int NI, int Depth, bool TransA, bool TransB>
 __device__ inline void tile_product(float (&acc)[MI][NI][4], std::uint32_t a, int a_rows, int m0,
                                     std::uint32_t b, int b_rows, int n0) {
     static_assert(NI % 2 == 0);
-    const int lane = lane_id();
+    int lane = lane_id();
+    asm volatile("" : "+r"(lane));  // addresses are made anew in every call: kept, they would fill the registers
     const int half = lane / 16, eighth = lane / 8 % 2, line = lane % 8;
-#pragma unroll
+#pragma unroll 2
     for (int k = 0; k < Depth; k += 16) {
         std::uint32_t fa[MI][4];
 #pragma unroll
@@ -63,6 +64,7 @@ struct portable_sizes {
     static constexpr int queries = keys;
     static constexpr int warps = Dim <= 128 ? 8 : 4;
     static constexpr int threads = 32 * warps;
+    static constexpr int blocks = 2;  // a multiprocessor: one computes while the other waits for its rows
     static constexpr int score_columns = queries / (warps / (keys / 16));  // of a warp, beside its 16 keys
     static constexpr int across = 4;  // warps beside each other in a product of Dim columns, 32 rows each
     static constexpr int columns = Dim / across;

@@ -42,7 +42,8 @@ struct hopper_backward {
     static constexpr int q = v + key_bytes;                               // [stages]
     static constexpr int d_out = q + stages * query_bytes;                // [stages]
     static constexpr int gradients = d_out + stages * query_bytes;        // [2], dS^T
-    static constexpr int lse2 = gradients + 2 * gradient_bytes;           // [stages]
+    static constexpr int sums = gradients + 2 * gradient_bytes;           // of d_q, 4 KB a warp
+    static constexpr int lse2 = sums + consumers * 4 * 4096;              // [stages]
     static constexpr int delta = lse2 + stages * numbers_bytes;           // [stages]
     static constexpr int meta = delta + stages * numbers_bytes;           // [2]
     static constexpr int meta_bytes = 32 + keys / 32 * 24 + keys * 5 * 4;  // item; lives; entries
@@ -78,6 +79,11 @@ struct hopper_item {
         first = all.first_born < stop ? all.first_born / queries : 0;
         end = all.first_born < stop ? (stop + queries - 1) / queries : 0;
     }
+#ifdef KVP_ROT
+    __device__ std::int32_t turn(std::int32_t tiles) const { return tiles == 0 ? 0 : item.first / Keys * 5 % tiles; }
+#else
+    __device__ std::int32_t turn(std::int32_t) const { return 0; }
+#endif
 };
 
 /// Stores four 8 x 8 matrices of 16-bit elements; lane i names the shared address of row i % 8 of matrix i / 8.
@@ -85,6 +91,10 @@ __device__ inline void store_matrices(std::uint32_t row, const std::uint32_t (&f
     asm volatile("stmatrix.sync.aligned.m8n8.x4.shared.b16 [%0], {%1, %2, %3, %4};" ::"r"(row), "r"(from[0]),
                  "r"(from[1]), "r"(from[2]), "r"(from[3])
                  : "memory");
+}
+
+__device__ inline void store_four(std::uint32_t to, float a, float b, float c, float d) {
+    asm volatile("st.shared.v4.f32 [%0], {%1, %2, %3, %4};" ::"r"(to), "f"(a), "f"(b), "f"(c), "f"(d) : "memory");
 }
 
 template <class T, int Dim, bool Bias, bool Softcap>
@@ -108,8 +118,6 @@ struct hopper_backward_block {
     __device__ std::uint32_t full_q(int stage) const { return barrier(5 + stage); }
     __device__ std::uint32_t full_d_out(int stage) const { return barrier(7 + stage); }
     __device__ std::uint32_t empty(int stage) const { return barrier(9 + stage); }
-    __device__ std::uint32_t full_gradients(int turn) const { return barrier(11 + turn); }
-    __device__ std::uint32_t empty_gradients(int turn) const { return barrier(13 + turn); }
     __device__ item_type& meta(int i) const {
         return *reinterpret_cast<item_type*>(shared + L::meta + i * L::meta_bytes);
     }
@@ -123,8 +131,6 @@ struct hopper_backward_block {
                 barrier_init(full_q(i), 1);
                 barrier_init(full_d_out(i), 1);
                 barrier_init(empty(i), 4 * L::consumers);
-                barrier_init(full_gradients(i), 4 * L::consumers);
-                barrier_init(empty_gradients(i), 4 * L::consumers);
             }
             barrier_init(full_k(), 128);
             barrier_init(full_v(), 128);
@@ -201,9 +207,10 @@ struct hopper_backward_block {
             item.tiles(L::queries, life, first, stop);
             if (thread == 0) {
                 const std::int64_t line = static_cast<std::int64_t>(own.list) * p.padded_rows;
+                const std::int32_t shift = item.turn(stop - first);
                 for (std::int32_t i = first; i < stop; ++i, ++tile_number) {
                     const int stage = static_cast<int>(tile_number % L::stages);
-                    const std::int64_t at = line + i * L::queries;
+                    const std::int64_t at = line + (i + shift < stop ? i + shift : i + shift - (stop - first)) * L::queries;
                     barrier_wait(empty(stage), (tile_number / L::stages & 1) ^ 1);
                     barrier_expect(full_q(stage), L::query_bytes + 2 * L::numbers_bytes);
                     copy_bulk(base + L::q + stage * L::query_bytes, p.packed_q + at * Dim, L::query_bytes,
@@ -251,6 +258,9 @@ struct hopper_backward_block {
             barrier_wait(full_meta(n % 2), n / 2 & 1);
             const item_type& item = meta(n % 2);
             if (item.item.list < 0) {
+                if (lane == 0) {
+                    reduce_wait_read<0>();  // shared memory ends with the block
+                }
                 return;
             }
             block_life life;
@@ -273,10 +283,11 @@ struct hopper_backward_block {
                 from[r] = Bias ? item.from[key + 8 * r] : 0;
                 bias[r] = Bias ? item.bias[key + 8 * r] : 0.0f;
             }
+            const std::int32_t shift = item.turn(stop - first);
             float* const sum_q = p.sum_q == nullptr ? nullptr
                                                     : p.sum_q +
                                                           static_cast<std::int64_t>(item.item.list) * p.padded_rows * Dim +
-                                                          (Dim == 64 ? 0 : group * (packed_tile * 64)) + thread * 4;
+                                                          (Dim == 64 ? 0 : group * (packed_tile * 64));
             float d_k[sum_values], d_v[sum_values];
 #pragma unroll
             for (int i = 0; i < sum_values; ++i) {
@@ -312,7 +323,7 @@ struct hopper_backward_block {
                 wgmma_fence();
                 multiply_scores(d, own_v, d_out);
 
-                const std::int32_t m = i * L::queries;
+                const std::int32_t m = (i + shift < stop ? i + shift : i + shift - (stop - first)) * L::queries;
                 std::uint32_t weights[score_values / 8][4], gradients[score_values / 8][4];
                 std::uint32_t slopes[Softcap ? score_values / 2 : 1];
                 // Most tiles lie before or after the rows from which on biases count.
@@ -350,26 +361,17 @@ struct hopper_backward_block {
                 wgmma_wait<1>();
                 pin(weights);  // their registers are needed
                 pin(d_v);
-                const auto turn = static_cast<int>(tile_number % 2);
-                barrier_wait(empty_gradients(turn), (tile_number / 2 & 1) ^ 1);
-                store_gradients(gradients, base + L::gradients + turn * L::gradient_bytes, group);
+                const std::uint32_t turn =
+                    base + L::gradients + static_cast<int>(tile_number % 2) * L::gradient_bytes;
+                store_gradients(gradients, turn, group);
                 fence_async_proxy();
-                __syncwarp();
-                if (lane == 0) {
-                    barrier_arrive(full_gradients(turn));
-                }
-                // d_q of the tile before, whose gradients are there by now, so that the warpgroups need not keep step. Before
-                // the first tile it is made of whatever is there, and for nothing, as are scores after the last: a branch
-                // around products would make the compiler wait for every one of them.
-                const bool begun = i > first, more = i + 1 < stop;
-                const std::uint32_t before = tile_number - 1;
-                if (begun) {
-                    barrier_wait(full_gradients(turn ^ 1), before / 2 & 1);
-                }
-                const bool mine = Dim != 64 || static_cast<int>(before % L::consumers) == group;
+                named_barrier(1, 128 * L::consumers);
+                // Of 64 columns one warpgroup makes all, in turn; of 128, two make half each.
+                const bool mine = Dim != 64 || static_cast<int>(tile_number % L::consumers) == group;
                 if (mine) {
-                    multiply_queries(d, base + L::gradients + (turn ^ 1) * L::gradient_bytes, group);
+                    multiply_queries(d, turn, group);  // in dP's registers: there are none to spare
                 }
+                const bool more = i + 1 < stop;
                 const int after = more ? static_cast<int>((tile_number + 1) % L::stages) : stage;
                 if (more) {
                     barrier_wait(full_q(after), (tile_number + 1) / L::stages & 1);
@@ -378,38 +380,18 @@ struct hopper_backward_block {
                 pin(d);
                 pin(d_k);
                 pin(gradients);
+                // The next tile's scores run beside the additions. After the last tile they are made once more for nothing,
+                // since a branch around them would make the compiler wait for every product.
                 wgmma_fence();
                 multiply_scores(s, own_k, base + L::q + after * L::query_bytes);
-                if (lane == 0) {
-                    if (more) {
-                        barrier_arrive(empty(stage));
-                    }
-                    if (begun) {
-                        barrier_arrive(empty_gradients(turn ^ 1));
-                    }
+                if (lane == 0 && more) {
+                    barrier_arrive(empty(stage));
                 }
-                if (mine && begun && sum_q != nullptr) {
-                    add_queries(sum_q + (m - L::queries) * Dim, d);
+                if (mine && sum_q != nullptr) {
+                    add_queries(sum_q + m * Dim, d, group);
                 }
                 wgmma_wait<0>();  // not after the jump back: the compiler would wait for every product
                 pin(s);
-            }
-            {
-                const std::uint32_t last = tile_number - 1;
-                const auto turn = static_cast<int>(last % 2);
-                barrier_wait(full_gradients(turn), last / 2 & 1);
-                if (Dim != 64 || static_cast<int>(last % L::consumers) == group) {
-                    float d[32];
-                    multiply_queries(d, base + L::gradients + turn * L::gradient_bytes, group);
-                    wgmma_wait<0>();
-                    pin(d);
-                    if (sum_q != nullptr) {
-                        add_queries(sum_q + (stop - 1) * L::queries * Dim, d);
-                    }
-                }
-                if (lane == 0) {
-                    barrier_arrive(empty_gradients(turn));
-                }
             }
             const std::int32_t row[2] = {item.row[key], item.row[key + 8]};
             const std::int64_t key_line = static_cast<std::int64_t>(item.head) * p.call.rows.k.length;
@@ -534,10 +516,30 @@ struct hopper_backward_block {
         wgmma_commit();
     }
 
-    __device__ static void add_queries(float* to, const float (&d_q)[32]) {
+    /// Adds 64 x 64 sums by way of shared memory, where a bulk reduction of every warp's rows takes them from while the warps
+    /// go on. (Additions straight from registers are as fast in themselves, but warps wait for them to be taken.)
+    __device__ void add_queries(float* to, const float (&d_q)[32], int group) const {
+        const int warp = thread / 32, lane = thread % 32;
+#ifdef KVP_RED
+        for (int x = 0; x < 8; ++x) {
+            add_four(to + warp * 1024 + (x * 32 + lane) * 4, d_q[4 * x], d_q[4 * x + 1], d_q[4 * x + 2], d_q[4 * x + 3]);
+        }
+        return;
+#endif
+        const std::uint32_t at = base + L::sums + (group * 4 + warp) * 4096;
+        if (lane == 0) {
+            reduce_wait_read<0>();
+        }
+        __syncwarp();
 #pragma unroll
         for (int x = 0; x < 8; ++x) {
-            add_four(to + x * 512, d_q[4 * x], d_q[4 * x + 1], d_q[4 * x + 2], d_q[4 * x + 3]);
+            store_four(at + (x * 32 + lane) * 16, d_q[4 * x], d_q[4 * x + 1], d_q[4 * x + 2], d_q[4 * x + 3]);
+        }
+        fence_async_proxy();
+        __syncwarp();
+        if (lane == 0) {
+            reduce_add_bulk(to + warp * 1024, at, 4096);
+            reduce_commit();
         }
     }
     __device__ void add_sums(const float (&sums)[sum_values], float* to, std::int64_t line,

@@ -176,7 +176,7 @@ __global__ void __launch_bounds__(finish_threads) backward_finish_q_kernel(const
     const int r = thread / 32 * 16 + thread % 32 / 4;
 #pragma unroll
     for (int i = 0; i < 8; ++i) {
-        const float4 x = sums[i * finish_threads + thread];
+        const float4 x = sums[thread / 32 * 256 + i * 32 + thread % 32];
         unsigned char* const to = lines + r * row_bytes + (8 * i + 2 * (thread % 4)) * 2;
         *reinterpret_cast<std::uint32_t*>(to) = pack<T>(x.x * p.call.scale, x.y * p.call.scale);
         *reinterpret_cast<std::uint32_t*>(to + 8 * row_bytes) =
