@@ -13,6 +13,7 @@
 #include <kvpolicy/cuda/kernels/backward_plain.cuh>
 #include <kvpolicy/cuda/kernels/backward_portable.cuh>
 #include <kvpolicy/cuda/kernels/backward_prepare.cuh>
+#include <kvpolicy/cuda/kernels/backward_queries_hopper.cuh>
 #include <kvpolicy/cuda/launch.cuh>
 #include <kvpolicy/host/attend_backward_check.hpp>
 
@@ -188,8 +189,13 @@ void run_backward(const cuda& on, const device_scope& device, backward_call<T>& 
         for (std::int32_t j = 0; j < p.plan.supers; ++j) {
             keys_pass(j * heads, (j + 1) * heads, j);
         }
-        if (hopper) {
-            items_pass(S::keys);
+        if constexpr (Dim <= 128) {
+            if (hopper) {
+                using H = hopper_queries<Dim>;
+                launch("backward_queries_hopper_kernel", backward_queries_hopper_kernel<T, Dim, Bias, Softcap>,
+                       lines / H::rows, H::threads, H::shared_bytes, on, p);
+                return;
+            }
         }
         launch("backward_queries_kernel", backward_queries_kernel<T, Dim, Bias, Softcap>, lines / S::queries,
                S::threads, shared, on, p);

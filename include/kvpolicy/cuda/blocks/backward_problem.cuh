@@ -168,18 +168,9 @@ struct list_blocks {
           all(old + brief + (list.total - list.old - list.brief + block_keys - 1) / block_keys) {}
 };
 
-/// Item number i of all, in blocks of `block_keys` entries; i < items[lists].
-template <class T>
-__device__ backward_item item_at(const backward_problem<T>& p, std::int32_t i, std::int32_t block_keys) {
-    std::int32_t low = 0;  // items[low] <= i < items[high]
-    std::int32_t high = p.lists();
-    while (high - low > 1) {
-        const std::int32_t middle = low + (high - low) / 2;
-        (p.items[middle] <= i ? low : high) = middle;
-    }
-    const std::int32_t list = p.list_at(low);
-    const backward_list all = p.list_of(list);
-    const std::int32_t block = i - p.items[low];
+/// Block number `block` of a list.
+__device__ inline backward_item block_at(std::int32_t list, const backward_list& all, std::int32_t block,
+                                         std::int32_t block_keys) {
     const list_blocks blocks(all, block_keys);
     std::int32_t first = block * block_keys, end = all.old;
     if (block >= blocks.old + blocks.brief) {
@@ -190,6 +181,19 @@ __device__ backward_item item_at(const backward_problem<T>& p, std::int32_t i, s
         end = all.old + all.brief;
     }
     return {list, first, end - first < block_keys ? end - first : block_keys};
+}
+
+/// Item number i of all, in blocks of `block_keys` entries; i < items[lists].
+template <class T>
+__device__ backward_item item_at(const backward_problem<T>& p, std::int32_t i, std::int32_t block_keys) {
+    std::int32_t low = 0;  // items[low] <= i < items[high]
+    std::int32_t high = p.lists();
+    while (high - low > 1) {
+        const std::int32_t middle = low + (high - low) / 2;
+        (p.items[middle] <= i ? low : high) = middle;
+    }
+    const std::int32_t list = p.list_at(low);
+    return block_at(list, p.list_of(list), i - p.items[low], block_keys);
 }
 
 /// What the lives of a block's entries have in common, in packed rows.

@@ -367,7 +367,7 @@ struct hopper_backward_block {
                 fence_async_proxy();
                 named_barrier(1, 128 * L::consumers);
                 // Of 64 columns one warpgroup makes all, in turn; of 128, two make half each.
-                const bool mine = Dim != 64 || static_cast<int>(tile_number % L::consumers) == group;
+                const bool mine = sum_q != nullptr && (Dim != 64 || static_cast<int>(tile_number % L::consumers) == group);
                 if (mine) {
                     multiply_queries(d, turn, group);  // in dP's registers: there are none to spare
                 }
@@ -387,7 +387,7 @@ struct hopper_backward_block {
                 if (lane == 0 && more) {
                     barrier_arrive(empty(stage));
                 }
-                if (mine && sum_q != nullptr) {
+                if (mine) {
                     add_queries(sum_q + m * Dim, d, group);
                 }
                 wgmma_wait<0>();  // not after the jump back: the compiler would wait for every product
