@@ -22,6 +22,7 @@ namespace {
 
 using namespace bench;
 using kvp::bf16;
+using Dims = kvp::head_dims<64, 128>;
 
 struct shape {
     std::int32_t batch, length, dim;
@@ -103,7 +104,7 @@ void causal_lse(benchmark::State& state, const shape& s) {
     const kvp::Sequences sequences{s.batch, s.length};
     measure_with_workspace(state, kvp::future_mass_workspace_bytes<bf16>(kvp::cuda{}, q.read(), k.read()),
                            [&](const kvp::cuda& on, kvp::workspace_view workspace) {
-                               kvp::causal_lse<bf16>(
+                               kvp::causal_lse<bf16, Dims>(
                                    on, {}, q.read(), k.read(), sequences,
                                    kvp::view_bhs(lse.data(), s.batch, s.query_heads(), s.length), workspace);
                            });
@@ -119,13 +120,13 @@ void future_mass(benchmark::State& state, const shape& s, const kvp::FutureMassO
     const std::size_t bytes = kvp::future_mass_workspace_bytes<bf16>(kvp::cuda{}, q.read(), k.read());
     {
         const buffer<unsigned char> memory(static_cast<std::int64_t>(bytes));
-        kvp::causal_lse<bf16>(kvp::cuda{}, {}, q.read(), k.read(), sequences, of_queries,
-                              {memory.data(), bytes});
+        kvp::causal_lse<bf16, Dims>(kvp::cuda{}, {}, q.read(), k.read(), sequences, of_queries,
+                                    {memory.data(), bytes});
         ok(cudaDeviceSynchronize());
     }
     measure_with_workspace(state, bytes, [&](const kvp::cuda& on, kvp::workspace_view workspace) {
-        kvp::future_mass<bf16>(on, {}, q.read(), k.read(), of_queries, sequences, options,
-                               kvp::view_bhs(target.data(), s.batch, s.heads, s.length), workspace);
+        kvp::future_mass<bf16, Dims>(on, {}, q.read(), k.read(), of_queries, sequences, options,
+                                     kvp::view_bhs(target.data(), s.batch, s.heads, s.length), workspace);
     });
     const double n = s.length - window;
     report(state, n * (n + 1) / 2 * s.batch * s.query_heads(), 2.0 * s.dim, (s.queries() + s.keys()) * s.dim);
@@ -162,8 +163,6 @@ void add_future_mass() {
 }
 
 // ---- through lifetimes -----------------------------------------------------------------------------------------------
-
-#if __has_include(<kvpolicy/attention/sparse.cuh>)
 
 /// Lifetimes that a policy gives the scores, and how many pairs of a query and a key they leave, counted exactly.
 struct lifetimes {
@@ -246,7 +245,6 @@ struct attention_tensors {
     [[nodiscard]] std::size_t forward_bytes() const {
         return kvp::attend_workspace_bytes<bf16, Dims>(kvp::cuda{}, {}, q.read(), keys(), sequences());
     }
-    using Dims = kvp::head_dims<64, 128>;
 };
 
 template <class P>
@@ -296,14 +294,10 @@ void add_forward() {
         [=](benchmark::State& state) { forward(state, shape_of(1, 200000), gates(0.25)); }, 5);
 }
 
-#endif
-
 }  // namespace
 
 int main(int argc, char** argv) {
-#if __has_include(<kvpolicy/attention/sparse.cuh>)
     add_forward();
-#endif
     add_future_mass();
     return run(argc, argv);
 }

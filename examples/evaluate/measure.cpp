@@ -51,7 +51,7 @@ void Bench::run(std::size_t sequence, const std::map<float, std::vector<float>>&
     const llama::Config& config = engine_.model().config;
     const EvaluatedPolicy& policy = *result.policy;
     const auto length = static_cast<std::size_t>(data_.length);
-    Setting setting{on_, config, {}, data_.length + decoded, {}};
+    Setting setting{on_, config, {}, data_.length + decoded, {}, data_.length};
     setting.choice.budget = result.budget;
     setting.choice.sinks = sinks_;
     setting.choice.window = window_;
@@ -62,7 +62,7 @@ void Bench::run(std::size_t sequence, const std::map<float, std::vector<float>>&
     }
     const auto attention = policy.make(setting);
     examples::SequenceScorer scorer(data_, sequence);
-    examples::run_sequence(engine_, *attention, data_, sequence, chunk_, scorer);
+    examples::run_sequence(engine_, *attention, data_, sequence, policy.whole ? data_.length : chunk_, scorer);
     scorer.add_to(result.score);
     result.score.rows += attention->rows_per_head();
 
@@ -85,8 +85,10 @@ void Bench::run(std::size_t sequence, const std::map<float, std::vector<float>>&
         }
     }
     if (first) {
-        const std::int32_t token = data_.tokens[sequence].back();
-        result.tokens_per_second = examples::decode_speed(engine_, *attention, token, decoded);
+        if (!policy.whole) {
+            const std::int32_t token = data_.tokens[sequence].back();
+            result.tokens_per_second = examples::decode_speed(engine_, *attention, token, decoded);
+        }
         result.mib = static_cast<double>(attention->bytes()) / (1 << 20);
     }
 }

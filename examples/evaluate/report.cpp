@@ -28,11 +28,12 @@ std::string table(const Run& run, const std::vector<Result>& results) {
                                    "rows", "bits/B", "nll/tok", "exact", "first", "digits", "cache MiB", "tokens/s");
     for (const Result& r : results) {
         const examples::Score& s = r.score;
-        text += fmt::format("{:<34} {:>6} {:>6.0f} {:>8.4f} {:>8.4f} {:>7.3f} {:>7.3f} {:>7.3f} {:>10.2f} {:>9.0f}\n",
+        text += fmt::format("{:<34} {:>6} {:>6.0f} {:>8.4f} {:>8.4f} {:>7.3f} {:>7.3f} {:>7.3f} {:>10.2f} {:>9}\n",
                             r.policy->label,
                             r.budget == 0 ? "-" : fmt::format("{:.0f}%", 100 * run.compression(r)),
                             s.rows_per_head(), s.bits_per_byte(), s.nll_per_token(), s.recall(), s.first_digit(),
-                            s.digit_accuracy(), r.mib, r.tokens_per_second);
+                            s.digit_accuracy(), r.mib,
+                            r.policy->whole ? "-" : fmt::format("{:.0f}", r.tokens_per_second));
     }
     return text;
 }

@@ -20,6 +20,7 @@
 #include <kvpolicy/policies/threshold_gate.hpp>
 #include <kvpolicy/policies/topk_budget.hpp>
 #include <kvpolicy/policies/window.hpp>
+#include <kvpolicy/scorers/conv.hpp>
 #include <kvpolicy/scorers/linear.hpp>
 #include <kvpolicy/scorers/mlp.hpp>
 #include <kvpolicy/scorers/mlstm.hpp>
@@ -150,7 +151,16 @@ std::string part_text(const LinearScorer<D>& part) {
 }
 template <class Input, class Act, std::int32_t D>
 std::string part_text(const BasicMlpScorer<Input, Act, D>& part) {
-    return fmt::format("MlpScorer ({} + {}, hidden {})", part.dim_k, part.dim_v, part.hidden);
+    if constexpr (std::is_same_v<Input, HiddenInput>) {
+        return fmt::format("UtilityPredictor (hidden {})", part.hidden);
+    } else {
+        const char* const name = std::is_same_v<Input, WriteGateInput> ? "WriteGateScorer" : "MlpScorer";
+        return fmt::format("{} ({} + {}, hidden {})", name, part.dim_k, part.dim_v, part.hidden);
+    }
+}
+template <std::int32_t D>
+std::string part_text(const ConvScorer<D>& part) {
+    return fmt::format("ConvScorer ({} + {})", part.dim_k, part.dim_v);
 }
 template <std::int32_t D, class Feature, class Values>
 std::string part_text(const mLSTMScorer<D, Feature, Values>& part) {

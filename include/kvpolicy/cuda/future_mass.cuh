@@ -5,6 +5,7 @@
 #include <kvpolicy/cuda/blocks/band_problem.cuh>
 #include <kvpolicy/cuda/config.cuh>
 #include <kvpolicy/cuda/dispatch.cuh>
+#include <kvpolicy/cuda/head_tiles.cuh>
 #include <kvpolicy/cuda/hopper.cuh>
 #include <kvpolicy/cuda/kernels/band_hopper.cuh>
 #include <kvpolicy/cuda/kernels/band_plain.cuh>
@@ -131,27 +132,22 @@ void launch_tiles(const cuda& on, const device_scope& device, band_path path,
     }
 }
 
-template <class Pass, class T>
+template <class Pass, class Dims, class T>
 void launch_band(const cuda& on, const device_scope& device, band_path path, const band_problem<T>& problem) {
-    if (problem.rows.dim <= 64) {
-        launch_tiles<Pass, 64>(on, device, path, problem);
-    } else if (problem.rows.dim <= 128) {
-        launch_tiles<Pass, 128>(on, device, path, problem);
-    } else {
-        launch_tiles<Pass, 256>(on, device, path, problem);
-    }
+    with_tile(Dims{}, fitting_tile(Dims{}, problem.rows.dim),
+              [&](auto dim) { launch_tiles<Pass, decltype(dim)::value>(on, device, path, problem); });
 }
 
 template <class T>
 constexpr bool has_tiles = std::is_same_v<T, bf16> || std::is_same_v<T, fp16>;
 
-template <class T>
+template <class Dims, class T>
 bool takes_tiles(band_path path, const rows_view<const T>& q, const rows_view<const T>& k) {
-    return path != band_path::plain && q.dim <= 256 && copies_of_16(q) && copies_of_16(k);
+    return path != band_path::plain && fitting_tile(Dims{}, q.dim) != 0 && copies_of_16(q) && copies_of_16(k);
 }
 
 /// causal_lse by a path of one's choice.
-template <class T>
+template <class T, class Dims = all_head_dims>
 void causal_lse_by(const cuda& on, band_path path, const Attention& attention, rows_view<const T> q,
                    rows_view<const T> k, const Sequences& sequences, plane_view<float> lse) {
     using C = compute_t<T>;
@@ -167,8 +163,8 @@ void causal_lse_by(const cuda& on, band_path path, const Attention& attention, r
     problem.lengths = sequences.lengths;
     problem.exponents = exponents_of<C>(attention, q.dim, 1.0);
     if constexpr (has_tiles<T>) {
-        if (takes_tiles(path, q, k)) {
-            launch_band<lse_pass>(on, device, path, problem);
+        if (takes_tiles<Dims>(path, q, k)) {
+            launch_band<lse_pass, Dims>(on, device, path, problem);
             return;
         }
     }
@@ -202,7 +198,7 @@ void set_windows(const cuda& on, const FutureMassOptions& options, std::int32_t*
 }
 
 /// future_mass by a path of one's choice.
-template <class T>
+template <class T, class Dims = all_head_dims>
 void future_mass_by(const cuda& on, band_path path, const Attention& attention, rows_view<const T> q,
                     rows_view<const T> k, plane_view<const float> lse, const Sequences& sequences,
                     const FutureMassOptions& options, plane_view<float> target, workspace_view workspace) {
@@ -233,19 +229,19 @@ void future_mass_by(const cuda& on, band_path path, const Attention& attention, 
     }
     set_windows(on, options, memory.windows, problem);
     if constexpr (has_tiles<T>) {
-        if (takes_tiles(path, q, k)) {
+        if (takes_tiles<Dims>(path, q, k)) {
             if (largest) {
-                launch_band<largest_mass_pass>(on, device, path, problem);
+                launch_band<largest_mass_pass, Dims>(on, device, path, problem);
                 return;
             }
             const float shift = shift_of(options.epsilon, beta, problem.length);
             if (shift >= 0.0f) {
                 problem.exponents.shift = shift;
                 problem.flags = memory.flags;
-                launch_band<mass_pass>(on, device, path, problem);
+                launch_band<mass_pass, Dims>(on, device, path, problem);
                 problem.exponents.shift = 0.0f;
             }
-            launch_band<careful_mass_pass>(on, device, path, problem);
+            launch_band<careful_mass_pass, Dims>(on, device, path, problem);
             return;
         }
     }
@@ -267,16 +263,16 @@ std::size_t future_mass_workspace_bytes(const cuda& on, rows_view<const T> q, ro
     return parts.bytes();
 }
 
-template <Storage T>
+template <Storage T, class Dims>
 void causal_lse(const cuda& on, const Attention& attention, rows_view<const T> q, rows_view<const T> k,
                 const Sequences& sequences, plane_view<float> lse, workspace_view workspace) {
     namespace cb = cuda_backend;
     cb::check_mass_call(attention, q, k, plane_view<const float>(lse), sequences);
     cb::check_workspace(workspace, future_mass_workspace_bytes<T>(on, q, k));
-    cb::causal_lse_by<T>(on, cb::band_path::hopper, attention, q, k, sequences, lse);
+    cb::causal_lse_by<T, Dims>(on, cb::band_path::hopper, attention, q, k, sequences, lse);
 }
 
-template <Storage T>
+template <Storage T, class Dims>
 void future_mass(const cuda& on, const Attention& attention, rows_view<const T> q, rows_view<const T> k,
                  plane_view<const float> lse, const Sequences& sequences, const FutureMassOptions& options,
                  plane_view<float> target, workspace_view workspace) {
@@ -294,8 +290,8 @@ void future_mass(const cuda& on, const Attention& attention, rows_view<const T> 
         detail::require(window >= 1, "window", window, "1 or more");
     }
     cb::check_workspace(workspace, future_mass_workspace_bytes<T>(on, q, k));
-    cb::future_mass_by<T>(on, cb::band_path::hopper, attention, q, k, lse, sequences, options, target,
-                          workspace);
+    cb::future_mass_by<T, Dims>(on, cb::band_path::hopper, attention, q, k, lse, sequences, options, target,
+                                workspace);
 }
 
 }  // namespace KVPOLICY_HIDDEN

@@ -54,7 +54,7 @@ chunk_plan plan_of(const Cache& cache, std::int32_t head, std::int32_t tokens, s
     chunk_plan plan{};
     std::size_t at = 0;
     const auto take = [&]<class Element>(Element*& array, std::size_t count) {
-        array = reinterpret_cast<Element*>(memory + at);
+        array = memory == nullptr ? nullptr : reinterpret_cast<Element*>(memory + at);
         at += aligned_size(count * sizeof(Element));
     };
     plan.mortal = static_cast<std::int32_t>(mortal);
@@ -219,6 +219,7 @@ void commit_chunk(const Cache& cache, std::int32_t slot, std::int32_t head, std:
     const head_state<Cache> rows(cache, slot, head);
     const HeadRule& rule = rows.rule;
     const position_t base = cache.length[slot];
+    [[maybe_unused]] const std::int32_t kept_before = cache.kept[rows.index];
     const chunk_counts& counts = *plan.counts;
     const auto put = [&](const detail::contestant& keeper) {
         const std::int32_t row = rows.layout.place(keeper.place);
@@ -253,6 +254,11 @@ void commit_chunk(const Cache& cache, std::int32_t slot, std::int32_t head, std:
     cache.kept[rows.index] = counts.kept;
     if constexpr (P::has_keep) {
         cache.pinned[rows.index] += counts.pinned;
+    }
+    if constexpr (P::has_selection) {
+        const std::int32_t used = rows.layout.used(base + tokens, counts.kept);
+        refresh_bounds(cache, rows.rows, 0, plan.mortal, used);
+        refresh_bounds(cache, rows.rows, rows.layout.place(kept_before), used, used);
     }
     cache.victim[rows.index] = -1;
     if constexpr (P::ranked && StatefulScorer<typename P::scorer_type>) {
@@ -443,6 +449,12 @@ void prefill_scored(const host& on, const Cache& cache, const Batch& batch, std:
     });
     pass.attend(admitted, q, k, v, out, extras.lse);
     pass.commit(admitted, source);
+    if constexpr (Cache::policy_type::has_eviction) {
+        pass.for_each_head(admitted, [&](std::int32_t i, std::int32_t h) {
+            const std::int32_t slot = batch.slot(i);
+            remember_queries(cache, slot, h, cache.length[slot], batch.tokens(i), q, i);
+        });
+    }
     clear_refused(cache, batch, admitted, out, extras.lse);
 }
 

@@ -2,11 +2,13 @@
 #pragma once
 
 #include <kvpolicy/caches/ref.hpp>
+#include <kvpolicy/host/cache_select.hpp>
 #include <kvpolicy/host/check.hpp>
 #include <kvpolicy/host/scorers/hidden.hpp>
 #include <kvpolicy/policies/ranking.hpp>
 #include <kvpolicy/scorers/concept.hpp>
 
+#include <algorithm>
 #include <cstring>
 #include <utility>
 
@@ -64,6 +66,24 @@ void check_cache_call(const Cache& cache, const Batch& batch, std::int32_t longe
 template <class T>
 void copy_row(const T* from, std::int32_t dim, T* to) {
     std::memcpy(to, from, static_cast<std::size_t>(dim) * sizeof(T));
+}
+
+/// Keeps the queries of tokens from position `first` on, all heads of KV head `head`, for an eviction part: q.row(entry, query
+/// head, j) are those of token first + j.
+template <class Cache, class T>
+void remember_queries([[maybe_unused]] const Cache& cache, [[maybe_unused]] std::int32_t slot,
+                      [[maybe_unused]] std::int32_t head, [[maybe_unused]] position_t first,
+                      [[maybe_unused]] std::int32_t tokens, [[maybe_unused]] const rows_view<const T>& q,
+                      [[maybe_unused]] std::int32_t entry) {
+    if constexpr (Cache::policy_type::has_eviction) {
+        for (std::int32_t j = std::max(0, tokens - cache.eviction.observing); j < tokens; ++j) {
+            T* const to = cache.query_row(slot, head, first + j);
+            for (std::int32_t g = 0; g < cache.group; ++g) {
+                copy_row(q.row(entry, head * cache.group + g, j), cache.dim_k,
+                         to + std::int64_t{g} * cache.dim_k);
+            }
+        }
+    }
 }
 
 /// Whether a key may live on after its window: without budget, gate and keep parts none does.
@@ -154,35 +174,35 @@ struct head_state {
     }
 
     /// The key in ring row `row` leaves the window at query q with score s: it takes a free place, takes the worst place,
-    /// or goes.
-    void leave(std::int32_t row, float s, position_t q) const {
+    /// or goes. Returns the row that it has now, or -1.
+    std::int32_t leave(std::int32_t row, float s, position_t q) const {
         if (priority_base(q, cache.rebase_limit) != priority_base(q - 1, cache.rebase_limit)) {
             cache.victim[index] = -1;  // priorities are rounded anew, which may reorder near-equal keys
         }
         const position_t t = position(row);
         if (takes_new_place(t, s)) {
-            std::int32_t& kept = cache.kept[index];
-            put(layout.place(kept), k(row), v(row), t, s);
-            ++kept;
+            const std::int32_t taken = layout.place(cache.kept[index]++);
+            put(taken, k(row), v(row), t, s);
             if constexpr (P::has_keep) {
                 if (keeps(t)) {
                     ++cache.pinned[index];
-                    return;
+                    return taken;
                 }
             }
             cache.victim[index] = -1;
-            return;
+            return taken;
         }
         if (rule.budget == 0 || !cache.gate.open(s, rule)) {
-            return;
+            return -1;
         }
         const std::int32_t worst = worst_place(q);
         const double value = rank_value(rule, s, t, q, cache.rebase_limit);
         if (!ranks_before(value, t, value_of(worst, q), position(layout.place(worst)))) {
-            return;
+            return -1;
         }
         put(layout.place(worst), k(row), v(row), t, s);
         cache.victim[index] = -1;
+        return layout.place(worst);
     }
 };
 

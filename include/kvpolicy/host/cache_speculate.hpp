@@ -73,6 +73,12 @@ void propose(const host& on, const Ref<P, T>& cache, const Batch& batch, input_r
             hb::copy_row(v.row(i, h, j), cache.dim_v, spare.v(j));
             spare.position(j) = cache.length[slot] + j;
             spare.score(j) = extras.scores ? extras.scores.head(i, h)[j] : 0.0f;
+            if constexpr (P::has_eviction) {
+                for (std::int32_t g = 0; g < cache.group; ++g) {
+                    hb::copy_row(q.row(i, h * cache.group + g, j), cache.dim_k,
+                                 cache.spare_query_row(slot, h, j) + std::int64_t{g} * cache.dim_k);
+                }
+            }
         }
         if (h == 0) {
             cache.proposed[slot] = batch.tokens(i);
@@ -99,6 +105,17 @@ void commit(const host& on, const Ref<P, T>& cache, const Batch& batch, workspac
         return pass.rows_after(batch, i, h);
     });
     pass.commit(admitted, source);
+    if constexpr (P::has_eviction) {
+        pass.for_each_head(admitted, [&](std::int32_t i, std::int32_t h) {
+            const std::int32_t slot = batch.slot(i);
+            const std::int64_t width = std::int64_t{cache.group} * cache.dim_k;
+            for (std::int32_t j = std::max(0, batch.tokens(i) - cache.eviction.observing);
+                 j < batch.tokens(i); ++j) {
+                std::copy_n(cache.spare_query_row(slot, h, j), width,
+                            cache.query_row(slot, h, cache.length[slot] + j));
+            }
+        });
+    }
     for (std::int32_t i = 0; i < batch.count; ++i) {
         if (batch.tokens(i) == 0) {
             cache.proposed[batch.slot(i)] = 0;

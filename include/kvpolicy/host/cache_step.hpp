@@ -89,12 +89,20 @@ void step_scored(const host& on, const Cache& cache, const Batch& batch, rows_vi
             }
         }
         const position_t u = position - rows.rule.window;
+        std::int32_t promoted = -1;
         if constexpr (retains<P>) {
             if (u >= rows.rule.sinks) {
-                rows.leave(rows.layout.recent(u), scores.leaving, position);
+                promoted = rows.leave(rows.layout.recent(u), scores.leaving, position);
             }
         }
-        rows.put(rows.layout.recent(position), k.row(i, h, 0), v.row(i, h, 0), position, scores.arriving);
+        const std::int32_t newest = rows.layout.recent(position);
+        rows.put(newest, k.row(i, h, 0), v.row(i, h, 0), position, scores.arriving);
+        const std::int32_t used = rows.layout.used(position + 1, cache.kept[rows.index]);
+        refresh_bounds(cache, rows.rows, newest, newest + 1, used);
+        if (promoted >= 0) {
+            refresh_bounds(cache, rows.rows, promoted, promoted + 1, used);
+        }
+        remember_queries(cache, slot, h, position, 1, q, i);
         if (h == 0) {
             cache.proposed[slot] = 0;
         }

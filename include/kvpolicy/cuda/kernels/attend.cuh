@@ -1,6 +1,7 @@
 // Entry points of the forward pass.
 #pragma once
 
+#include <kvpolicy/core/status.hpp>
 #include <kvpolicy/cuda/blocks/attend_block.cuh>
 #include <kvpolicy/cuda/blocks/attend_plain.cuh>
 #include <kvpolicy/cuda/blocks/attend_problem.cuh>

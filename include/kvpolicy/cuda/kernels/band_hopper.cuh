@@ -1,9 +1,9 @@
 // The band pass by wgmma (compute capability 9.0a): bf16 and fp16, head_dim up to 256.
 //
-// A block has 256 rows in shared memory and four consumer warpgroups of 64; a producer warpgroup streams tiles of columns into a
-// ring. A consumer multiplies, waits and folds, one accumulator at a time: four of them keep both the tensor cores and the
-// special function units at work (two warpgroups with two accumulators each, where products are under way while the other
-// accumulator is folded, were slower by a quarter: two warps a scheduler do not hide the latencies of folding).
+// A block has three consumer warpgroups of 64 rows each, whose rows stay in registers: from shared memory, rows and columns
+// together would take all of its bandwidth. A producer warpgroup streams tiles of columns into a ring. A consumer multiplies,
+// waits and folds, one accumulator at a time; the three take turns to multiply, so that one of them has the tensor cores
+// while the others fold.
 #pragma once
 
 #include <kvpolicy/cuda/blocks/async.cuh>
@@ -25,16 +25,15 @@ namespace cuda_backend {
 /// Sizes for head_dim up to Dim, within the 227 KB of a block.
 template <int Dim>
 struct band_hopper_sizes {
-    static constexpr int consumers = 4;  // warpgroups
+    static constexpr int consumers = 3;  // warpgroups
     static constexpr int threads = 128 * (consumers + 1);
     static constexpr int rows = 64 * consumers;
     static constexpr int columns = Dim <= 128 ? 128 : 64;
-    static constexpr int stages = Dim <= 64 ? 6 : Dim <= 128 ? 4 : 2;
+    static constexpr int stages = 6;
     /// Of 8 exponents, how many by polynomial: where products take half the time of exponentials, more of them.
     static constexpr int polynomial = Dim <= 64 ? 3 : Dim <= 128 ? 2 : 0;
-    static constexpr int row_bytes = rows * Dim * 2;
     static constexpr int column_bytes = columns * Dim * 2;
-    static constexpr int bias = row_bytes + stages * column_bytes;  // offsets from a multiple of 1024
+    static constexpr int bias = stages * column_bytes;  // offsets from a multiple of 1024
     static constexpr int totals = bias + stages * columns * 4;
     static constexpr int barriers = totals + rows * 4;
     static constexpr int shared = barriers + 2 * stages * 8 + 16 + 1024;
@@ -45,16 +44,39 @@ struct band_hopper_sizes {
 
 /// s = 64 rows times the columns of a tile.
 template <class T, int Dim, int N>
-__device__ inline void band_products(float (&s)[N], std::uint64_t rows, std::uint64_t columns) {
+__device__ inline void band_products(float (&s)[N], std::uint32_t (&rows)[Dim / 16][4],
+                                     std::uint64_t columns) {
     constexpr int width = 2 * N;  // columns of the tile
+    pin(rows);
     wgmma_fence();
 #pragma unroll
     for (int k = 0; k < Dim / 16; ++k) {
-        const std::uint64_t a = rows + static_cast<std::uint64_t>((k % 4 * 32 + k / 4 * 64 * 128) / 16);
-        const std::uint64_t b = columns + static_cast<std::uint64_t>((k % 4 * 32 + k / 4 * width * 128) / 16);
-        wgmma<T, 0, 0>(s, a, b, k != 0);
+        wgmma<T, 0>(s, rows[k], columns + static_cast<std::uint64_t>((k % 4 * 32 + k / 4 * width * 128) / 16),
+                    k != 0);
     }
     wgmma_commit();
+}
+
+/// This thread's part of 64 rows from `first` on, as wgmma takes a left operand from registers. 0 beyond length and head_dim.
+template <int Dim, class T>
+__device__ inline void load_band_rows(std::uint32_t (&to)[Dim / 16][4], const rows_view<const T>& from,
+                                      std::int64_t b, std::int64_t head, std::int32_t first,
+                                      std::int32_t length, int thread) {
+    const int column = thread % 4 * 2;
+#pragma unroll
+    for (int r = 0; r < 2; ++r) {
+        const std::int32_t t = first + thread / 32 * 16 + thread % 32 / 4 + 8 * r;
+        const T* const row = from.row(b, head, t < length ? t : 0);
+#pragma unroll
+        for (int k = 0; k < Dim / 16; ++k) {
+#pragma unroll
+            for (int half = 0; half < 2; ++half) {
+                const int x = 16 * k + 8 * half + column;
+                to[k][2 * half + r] =
+                    t < length && x < from.dim ? *reinterpret_cast<const std::uint32_t*>(row + x) : 0u;
+            }
+        }
+    }
 }
 
 /// The producers: all tiles of all column heads into the ring, and the biases of their columns.
@@ -90,7 +112,7 @@ __device__ inline void produce_band_tiles(const band_problem<T>& problem, const 
     }
     for (std::int32_t turn = 0; turn < turns; ++turn) {
         barrier_wait(emptied + stage * 8, parity);
-        copy_band_tile<sizes::columns, Dim, 128>(
+        copy_band_tile<sizes::columns, Dim, 128, true>(
             ring + static_cast<std::uint32_t>(stage) * sizes::column_bytes, problem.columns, item.b,
             problem.column_head(item.head, stream), band_column<Pass, sizes::columns>(item, inside),
             item.length, thread);
@@ -122,7 +144,7 @@ __device__ inline void produce_band_tiles(const band_problem<T>& problem, const 
 #endif
 
 template <class T, int Dim, class Pass>
-__global__ void __launch_bounds__(KVPOLICY_HOPPER_THREADS(640), 1)
+__global__ void __launch_bounds__(KVPOLICY_HOPPER_THREADS(512), 1)
     band_hopper_kernel(const __grid_constant__ band_problem<T> problem) {
 #if KVPOLICY_HOPPER_CODE
     using sizes = band_hopper_sizes<Dim>;
@@ -141,11 +163,10 @@ __global__ void __launch_bounds__(KVPOLICY_HOPPER_THREADS(640), 1)
     }
     unsigned char* shared = dynamic_shared();
     shared += (1024 - shared_address(shared) % 1024) % 1024;
-    const std::uint32_t rows = shared_address(shared);
-    const std::uint32_t ring = rows + sizes::row_bytes;
+    const std::uint32_t ring = shared_address(shared);
     float* const bias = reinterpret_cast<float*>(shared + sizes::bias);
     float* const totals = reinterpret_cast<float*>(shared + sizes::totals);
-    const std::uint32_t filled = rows + sizes::barriers;
+    const std::uint32_t filled = ring + sizes::barriers;
     const std::uint32_t emptied = filled + sizes::stages * 8;
     int* const flag = reinterpret_cast<int*>(shared + sizes::barriers + 2 * sizes::stages * 8);
 
@@ -160,53 +181,61 @@ __global__ void __launch_bounds__(KVPOLICY_HOPPER_THREADS(640), 1)
         *flag = 0;
         barrier_init_fence();
     }
-    if (group < sizes::consumers) {
-        if (thread < 64) {
-            totals[64 * group + thread] = -INFINITY;
-        }
-        // Each warpgroup's own rows: the swizzled tile that its wgmma reads.
-        copy_band_tile<64, Dim, 128>(rows + static_cast<std::uint32_t>(group) * 64 * Dim * 2, problem.rows,
-                                     item.b, item.head, item.first + 64 * group, item.length, thread);
-        copy_commit();
-        copy_wait<0>();
-        fence_async_proxy();
+    if (threadIdx.x < sizes::rows) {
+        totals[threadIdx.x] = -INFINITY;
     }
     __syncthreads();
 
     const std::int32_t turns = item.tiles * problem.streams;
     if (group == sizes::consumers) {
-        give_registers<32>();
+        give_registers<56>();
         produce_band_tiles<Dim, Pass>(problem, item, ring, bias, filled, emptied, thread);
         return;
     }
-    take_registers<112>();
+    take_registers<152>();
     const int pair = lane % 4;
     const int own = thread / 32 * 16 + lane / 4;  // this thread's rows of the warpgroup's 64: own and own + 8
     const row_constants constants = constants_of(problem.exponents);
     const std::int32_t first_row = item.first + 64 * group;
-    const std::uint64_t a = describe_k_major(rows + static_cast<std::uint32_t>(group) * 64 * Dim * 2);
+    std::uint32_t of_rows[Dim / 16][4];
+    load_band_rows<Dim>(of_rows, problem.rows, item.b, item.head, first_row, item.length, thread);
     row_state<Pass> state;
     state.clear();
     bool overflow = false;
     std::int32_t inside = 0;
     int stage = 0;
     std::uint32_t parity = 0;
+    // Barrier 2 + g: warpgroup g's turn to multiply. The last warpgroup opens the round.
+    const int own_turn = 2 + group;
+    const int next_turn = group + 1 == sizes::consumers ? 2 : 3 + group;
+    if (group + 1 == sizes::consumers && turns > 0) {
+        named_barrier_arrive(2, 256);
+    }
     for (std::int32_t turn = 0; turn < turns; ++turn) {
         const std::int32_t column = band_column<Pass, sizes::columns>(item, inside);
+        const auto pass_turn = [&] {
+            if (group + 1 < sizes::consumers || turn + 1 < turns) {
+                named_barrier_arrive(next_turn, 256);
+            }
+        };
         barrier_wait(filled + stage * 8, parity);
+        named_barrier(own_turn, 256);
         if (item.any(first_row, 64, column, sizes::columns)) {
             float s[sizes::columns / 2];
             band_products<T, Dim>(
-                s, a, describe_k_major(ring + static_cast<std::uint32_t>(stage) * sizes::column_bytes));
+                s, of_rows, describe_k_major(ring + static_cast<std::uint32_t>(stage) * sizes::column_bytes));
+            pass_turn();
             wgmma_wait<0>();
             pin(s);
-            const std::int32_t apart = column + 2 * pair - (first_row + own);
-            const float* const of = bias + stage * sizes::columns + 2 * pair;
+            const std::int32_t apart = column + 4 * pair - (first_row + own);
+            const float* const of = bias + stage * sizes::columns + 4 * pair;
             if (item.full(first_row, 64, column, sizes::columns)) {
                 state.template absorb<false, sizes::polynomial>(s, of, constants, apart, item.low, item.span);
             } else {
                 state.template absorb<true, 0>(s, of, constants, apart, item.low, item.span);
             }
+        } else {
+            pass_turn();
         }
         __syncwarp();
         if (lane == 0) {

@@ -138,7 +138,8 @@ void compare(const AttendCase& c, const AttendResult<T>& got, const AttendResult
                     const double value = to_double(std::vector<T>{out.row(b, h, i)[d]})[0];
                     const double error = std::abs(value - reference.row(b, h, i)[d]);
                     const double scale = size.row(b, h, i)[d];
-                    const double bound = (tolerance<T>() + large) * scale + 1e-30;
+                    const double bound =
+                        (tolerance<T>() + large) * scale + (std::is_same_v<T, fp16> ? std::ldexp(1.0, -25) : 1e-30);
                     worst = std::max(worst, scale > 0.0 ? error / scale : 0.0);
                     if (!(error <= bound) && wrong++ == 0) {
                         first = place + " d " + std::to_string(d) + ": " + std::to_string(value) + " instead of " +
