@@ -6,8 +6,7 @@
 // sums lie in the workspace in this order, in tiles of 64 rows that one bulk copy brings.
 //
 // A work item is a block of up to `block_keys` entries of one super-tile's list times the packed rows that any of them can
-// see. Entries of a block are alike: old ones by falling death, young ones by rising birth, those that die within the
-// super-tile apart from those that outlive it.
+// see. Entries of a block are alike: old ones by falling death, young ones by rising birth, those that live briefly apart.
 #pragma once
 
 #include <kvpolicy/core/view.hpp>
@@ -29,7 +28,7 @@ inline constexpr int packed_tile = 64;
 struct backward_list {
     std::int64_t offset;  // of its entries in the plan; unused without lists
     std::int32_t old;     // entries born at or before the super-tile's first query
-    std::int32_t brief;  // young entries that also die inside the super-tile; they come before those that outlive it
+    std::int32_t brief;  // young entries that live briefly; they come before the others
     std::int32_t total;
     std::int32_t shift;  // without lists: row t is born at query t + shift of the super-tile
 };
@@ -159,7 +158,7 @@ struct backward_item {
     std::int32_t count;
 };
 
-/// How many blocks a list is cut into. Old, brief and lasting young entries have ranges of queries of their own.
+/// How many blocks a list is cut into. Old, briefly living and other young entries are not mixed.
 struct list_blocks {
     std::int32_t old, brief, all;
     __device__ list_blocks(const backward_list& list, std::int32_t block_keys)

@@ -79,11 +79,6 @@ struct hopper_item {
         first = all.first_born < stop ? all.first_born / queries : 0;
         end = all.first_born < stop ? (stop + queries - 1) / queries : 0;
     }
-#ifdef KVP_ROT
-    __device__ std::int32_t turn(std::int32_t tiles) const { return tiles == 0 ? 0 : item.first / Keys * 5 % tiles; }
-#else
-    __device__ std::int32_t turn(std::int32_t) const { return 0; }
-#endif
 };
 
 /// Stores four 8 x 8 matrices of 16-bit elements; lane i names the shared address of row i % 8 of matrix i / 8.
@@ -207,10 +202,9 @@ struct hopper_backward_block {
             item.tiles(L::queries, life, first, stop);
             if (thread == 0) {
                 const std::int64_t line = static_cast<std::int64_t>(own.list) * p.padded_rows;
-                const std::int32_t shift = item.turn(stop - first);
                 for (std::int32_t i = first; i < stop; ++i, ++tile_number) {
                     const int stage = static_cast<int>(tile_number % L::stages);
-                    const std::int64_t at = line + (i + shift < stop ? i + shift : i + shift - (stop - first)) * L::queries;
+                    const std::int64_t at = line + i * L::queries;
                     barrier_wait(empty(stage), (tile_number / L::stages & 1) ^ 1);
                     barrier_expect(full_q(stage), L::query_bytes + 2 * L::numbers_bytes);
                     copy_bulk(base + L::q + stage * L::query_bytes, p.packed_q + at * Dim, L::query_bytes,
@@ -283,7 +277,6 @@ struct hopper_backward_block {
                 from[r] = Bias ? item.from[key + 8 * r] : 0;
                 bias[r] = Bias ? item.bias[key + 8 * r] : 0.0f;
             }
-            const std::int32_t shift = item.turn(stop - first);
             float* const sum_q = p.sum_q == nullptr ? nullptr
                                                     : p.sum_q +
                                                           static_cast<std::int64_t>(item.item.list) * p.padded_rows * Dim +
@@ -323,7 +316,7 @@ struct hopper_backward_block {
                 wgmma_fence();
                 multiply_scores(d, own_v, d_out);
 
-                const std::int32_t m = (i + shift < stop ? i + shift : i + shift - (stop - first)) * L::queries;
+                const std::int32_t m = i * L::queries;
                 std::uint32_t weights[score_values / 8][4], gradients[score_values / 8][4];
                 std::uint32_t slopes[Softcap ? score_values / 2 : 1];
                 // Most tiles lie before or after the rows from which on biases count.
@@ -520,12 +513,6 @@ struct hopper_backward_block {
     /// go on. (Additions straight from registers are as fast in themselves, but warps wait for them to be taken.)
     __device__ void add_queries(float* to, const float (&d_q)[32], int group) const {
         const int warp = thread / 32, lane = thread % 32;
-#ifdef KVP_RED
-        for (int x = 0; x < 8; ++x) {
-            add_four(to + warp * 1024 + (x * 32 + lane) * 4, d_q[4 * x], d_q[4 * x + 1], d_q[4 * x + 2], d_q[4 * x + 3]);
-        }
-        return;
-#endif
         const std::uint32_t at = base + L::sums + (group * 4 + warp) * 4096;
         if (lane == 0) {
             reduce_wait_read<0>();

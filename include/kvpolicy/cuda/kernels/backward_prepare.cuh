@@ -89,8 +89,9 @@ __global__ void __launch_bounds__(pack_threads) backward_pack_kernel(const backw
     }
 }
 
-/// Orders the young entries of every list: first those that die inside the super-tile, then the others, by rising birth as
-/// they come. One block a list.
+/// Orders the young entries of every list: first those that live briefly and die inside the super-tile (keys that are dropped when
+/// they leave the window), then the others, by rising birth as they come: mixed, a block of them would be seen for long by
+/// few. One block a list.
 template <class T>
 __global__ void __launch_bounds__(pack_threads) backward_young_kernel(const backward_problem<T> p) {
     constexpr int warps = pack_threads / 32;
@@ -101,9 +102,12 @@ __global__ void __launch_bounds__(pack_threads) backward_young_kernel(const back
     const row_life* const life = p.plan.life + p.plan.offset(head, list - head * p.plan.supers) + old;
     const std::int32_t young = p.plan.total[list] - old, super_q = p.plan.super_q;
     std::int32_t* const order = p.young + static_cast<std::int64_t>(list) * super_q;
+    const auto is_brief = [life, young, super_q](std::int32_t i) {
+        return i < young && life[i].dies < super_q && life[i].dies - life[i].born < super_q / 8 * 3;
+    };
     std::int32_t brief = 0;
     for (std::int32_t first = 0; first < young; first += pack_threads) {
-        brief += __syncthreads_count(first + thread < young && life[first + thread].dies < super_q);
+        brief += __syncthreads_count(is_brief(first + thread) ? 1 : 0);
     }
     if (thread == 0) {
         p.brief[list] = brief;
@@ -111,8 +115,8 @@ __global__ void __launch_bounds__(pack_threads) backward_young_kernel(const back
     std::int32_t briefs = 0;  // so far
     for (std::int32_t first = 0; first < young; first += pack_threads) {
         const std::int32_t i = first + thread;
-        const bool is_brief = i < young && life[i].dies < super_q;
-        const unsigned alike = __ballot_sync(all_lanes, is_brief);
+        const bool own = is_brief(i);
+        const unsigned alike = __ballot_sync(all_lanes, own);
         if (lane_id() == 0) {
             totals[warp_id()] = __popc(alike);
         }
@@ -120,7 +124,7 @@ __global__ void __launch_bounds__(pack_threads) backward_young_kernel(const back
         const block_sum sum = sum_of_warps<warps>(totals);
         const std::int32_t before = briefs + sum.before + __popc(alike & lanes_before(lane_id()));
         if (i < young) {
-            order[is_brief ? before : brief + i - before] = i;
+            order[own ? before : brief + i - before] = i;
         }
         briefs += sum.total;
         __syncthreads();
