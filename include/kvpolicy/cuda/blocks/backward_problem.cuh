@@ -28,7 +28,7 @@ inline constexpr int packed_tile = 64;
 struct backward_list {
     std::int64_t offset;  // of its entries in the plan; unused without lists
     std::int32_t old;     // entries born at or before the super-tile's first query
-    std::int32_t brief;  // young entries that live briefly; they come before the others
+    std::int32_t brief;   // young entries that live briefly; they come before the others
     std::int32_t total;
     std::int32_t shift;  // without lists: row t is born at query t + shift of the super-tile
 };
@@ -68,12 +68,14 @@ struct backward_problem {
     // Workspace.
     T* packed_q = nullptr;      // [lists][padded_rows / 64][D / 64][64][64], swizzled
     T* packed_d_out = nullptr;  // the same
-    float* lse2 = nullptr;      // [lists][padded_rows]: log2 of the sum; +inf for rows that see nothing or do not exist
-    float* delta = nullptr;     // [lists][padded_rows]
-    float* sum_q = nullptr;     // [lists][padded_rows / 64][D / 64][packed_sum_index]; null: another kernel's task
-    float* sum_k = nullptr;     // [B][Hkv][rows][D]
-    float* sum_v = nullptr;     // [B][Hkv][rows][D]
-    float* sum_bias = nullptr;  // [B][Hkv][rows]; null: not wanted
+    float* lse2 =
+        nullptr;  // [lists][padded_rows]: log2 of the sum; +inf for rows that see nothing or do not exist
+    float* delta = nullptr;  // [lists][padded_rows]
+    float* sum_q =
+        nullptr;  // [lists][padded_rows / 64][D / 64][packed_sum_index]; null: another kernel's task
+    float* sum_k = nullptr;         // [B][Hkv][rows][D]
+    float* sum_v = nullptr;         // [B][Hkv][rows][D]
+    float* sum_bias = nullptr;      // [B][Hkv][rows]; null: not wanted
     std::int32_t* young = nullptr;  // [lists][super_q], the order of young entries; unused without lists
     std::int32_t* brief = nullptr;  // [lists]
     std::int32_t* items = nullptr;  // [lists + 1], items before each list in the order of position_of
@@ -105,7 +107,8 @@ struct backward_problem {
         }
         const std::int32_t b = head / call.kv_heads;
         const std::int32_t keys = keys_of(b);
-        const std::int32_t shift = first - (starts != nullptr ? starts[b] : 0) - (plan.first + j) * plan.super_q;
+        const std::int32_t shift =
+            first - (starts != nullptr ? starts[b] : 0) - (plan.first + j) * plan.super_q;
         const auto clamp = [keys](std::int32_t x) { return x < 0 ? 0 : (x > keys ? keys : x); };
         return {0, clamp(1 - shift), 0, clamp(plan.super_q - shift), shift};
     }
@@ -120,7 +123,8 @@ struct backward_problem {
         };
         if (plan.row != nullptr) {
             const std::int32_t place =
-                i < all.old ? i : all.old + young[static_cast<std::int64_t>(list) * plan.super_q + i - all.old];
+                i < all.old ? i
+                            : all.old + young[static_cast<std::int64_t>(list) * plan.super_q + i - all.old];
             const std::int64_t at = all.offset + place;
             const row_life life = plan.life[at];
             e.row = plan.row[at];
@@ -228,8 +232,8 @@ __host__ __device__ constexpr int packed_sum_index(int row, int column) {
 /// Four sums at once; one instruction from compute capability 9.0 on.
 __device__ inline void add_four(float* to, float a, float b, float c, float d) {
 #if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 900
-    asm volatile("red.relaxed.gpu.global.add.v4.f32 [%0], {%1, %2, %3, %4};" ::"l"(to), "f"(a), "f"(b), "f"(c),
-                 "f"(d)
+    asm volatile("red.relaxed.gpu.global.add.v4.f32 [%0], {%1, %2, %3, %4};" ::"l"(to), "f"(a), "f"(b),
+                 "f"(c), "f"(d)
                  : "memory");
 #else
     atomicAdd(to, a);

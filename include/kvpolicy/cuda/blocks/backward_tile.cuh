@@ -25,7 +25,8 @@ __device__ inline void tile_product(float (&acc)[MI][NI][4], std::uint32_t a, in
                                     std::uint32_t b, int b_rows, int n0) {
     static_assert(NI % 2 == 0);
     int lane = lane_id();
-    asm volatile("" : "+r"(lane));  // addresses are made anew in every call: kept, they would fill the registers
+    asm volatile(""
+                 : "+r"(lane));  // addresses are made anew in every call: kept, they would fill the registers
     const int half = lane / 16, eighth = lane / 8 % 2, line = lane % 8;
 #pragma unroll 2
     for (int k = 0; k < Depth; k += 16) {
@@ -162,8 +163,7 @@ struct portable_tile {
         const std::int64_t inside = first % packed_tile;
         for (int i = thread; i < blocks * line_chunks; i += S::threads) {
             const int block = i / line_chunks, chunk = i % line_chunks;
-            const std::int64_t at =
-                (tile * blocks + block) * (packed_tile * 64) + inside * 64 + chunk * 8;
+            const std::int64_t at = (tile * blocks + block) * (packed_tile * 64) + inside * 64 + chunk * 8;
             copy_16(shared_address(memory.q) + i * 16, p.packed_q + at);
             copy_16(shared_address(memory.d_out) + i * 16, p.packed_d_out + at);
         }
@@ -203,8 +203,9 @@ struct portable_tile {
                     const std::int32_t row = m + column + e;
                     const bool biased = Bias && row >= from;
                     float derivative = 1.0f;
-                    weight[e] = weight_of<Softcap>(s[0][j][2 * r + e], p.slope, p.height,
-                                                   (biased ? bias : 0.0f) - memory.lse2[column + e], derivative);
+                    weight[e] =
+                        weight_of<Softcap>(s[0][j][2 * r + e], p.slope, p.height,
+                                           (biased ? bias : 0.0f) - memory.lse2[column + e], derivative);
                     if (!whole && !sees.sees(row)) {
                         weight[e] = 0.0f;
                     }
@@ -237,16 +238,14 @@ struct portable_tile {
             S::queries, product_column);
     }
     __device__ void add_keys(product& sum) {
-        tile_product<T, 2, product_columns, S::queries, false, true>(sum, shared_address(memory.gradients),
-                                                                     S::keys, product_row,
-                                                                     shared_address(memory.q), S::queries,
-                                                                     product_column);
+        tile_product<T, 2, product_columns, S::queries, false, true>(
+            sum, shared_address(memory.gradients), S::keys, product_row, shared_address(memory.q), S::queries,
+            product_column);
     }
     __device__ void add_queries(product& sum) {
-        tile_product<T, 2, product_columns, S::keys, true, true>(sum, shared_address(memory.gradients),
-                                                                 S::keys, product_row,
-                                                                 shared_address(memory.k), S::keys,
-                                                                 product_column);
+        tile_product<T, 2, product_columns, S::keys, true, true>(
+            sum, shared_address(memory.gradients), S::keys, product_row, shared_address(memory.k), S::keys,
+            product_column);
     }
 
     /// Adds the sums of log-biases of this warp's rows since the last time.
@@ -261,8 +260,9 @@ struct portable_tile {
         }
         __syncthreads();
         if (thread < S::keys && memory.row[thread] >= 0) {
-            atomicAdd(p.sum_bias + static_cast<std::int64_t>(head) * p.call.rows.k.length + memory.row[thread],
-                      memory.sum_bias[thread]);
+            atomicAdd(
+                p.sum_bias + static_cast<std::int64_t>(head) * p.call.rows.k.length + memory.row[thread],
+                memory.sum_bias[thread]);
         }
     }
 

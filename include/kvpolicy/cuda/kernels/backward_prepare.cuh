@@ -55,7 +55,8 @@ __global__ void __launch_bounds__(pack_threads) backward_pack_kernel(const backw
         float sum = 0.0f;
         if (row.counts) {
             if (chunk * 8 < p.call.q.dim) {
-                q_part = *reinterpret_cast<const uint4*>(p.call.q.row(row.b, row.head, row.query) + chunk * 8);
+                q_part =
+                    *reinterpret_cast<const uint4*>(p.call.q.row(row.b, row.head, row.query) + chunk * 8);
             }
             if (chunk * 8 < p.d_out.dim) {
                 d_part = *reinterpret_cast<const uint4*>(p.d_out.row(row.b, row.head, row.query) + chunk * 8);
@@ -133,8 +134,8 @@ __global__ void __launch_bounds__(pack_threads) backward_young_kernel(const back
 
 /// Items before each list, for blocks of `block_keys` entries. One block.
 template <class T>
-__global__ void __launch_bounds__(1024) backward_items_kernel(const backward_problem<T> p,
-                                                              const std::int32_t block_keys) {
+__global__ void __launch_bounds__(1024)
+    backward_items_kernel(const backward_problem<T> p, const std::int32_t block_keys) {
     __shared__ std::int32_t totals[32];
     const auto thread = static_cast<std::int32_t>(threadIdx.x);
     const std::int32_t lists = p.lists();

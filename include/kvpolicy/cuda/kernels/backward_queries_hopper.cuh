@@ -28,13 +28,13 @@ struct hopper_queries {
     static constexpr int threads = 384;
     static constexpr int tile_bytes = 64 * Dim * 2;  // of 64 rows of anything
 
-    static constexpr int q = 0;                                    // [2]
-    static constexpr int d_out = q + 2 * tile_bytes;               // [2]
-    static constexpr int k = d_out + 2 * tile_bytes;               // [stages]
-    static constexpr int v = k + stages * tile_bytes;              // [stages]
-    static constexpr int meta = v + stages * tile_bytes;           // [stages]
+    static constexpr int q = 0;                           // [2]
+    static constexpr int d_out = q + 2 * tile_bytes;      // [2]
+    static constexpr int k = d_out + 2 * tile_bytes;      // [stages]
+    static constexpr int v = k + stages * tile_bytes;     // [stages]
+    static constexpr int meta = v + stages * tile_bytes;  // [stages]
     static constexpr int meta_bytes = 16 + keys * 5 * 4;
-    static constexpr int lives = meta + stages * meta_bytes;       // [2][2], of the producer's warps
+    static constexpr int lives = meta + stages * meta_bytes;  // [2][2], of the producer's warps
     static constexpr int barriers = lives + 4 * 16;
     static constexpr int bytes = barriers + (1 + 2 * stages) * 8;
     static constexpr int shared_bytes = bytes + 1024;
@@ -43,7 +43,8 @@ struct hopper_queries {
 #if KVPOLICY_HOPPER_CODE
 /// A block of keys in shared memory.
 struct queries_block_keys {
-    std::int32_t kind;  // 0: some rows do not see some keys; 1: all see all; 2: there is no block, and none will come
+    std::int32_t
+        kind;  // 0: some rows do not see some keys; 1: all see all; 2: there is no block, and none will come
     std::int32_t unused[3];
     std::int32_t row[64];
     std::int32_t born[64];
@@ -72,8 +73,8 @@ struct hopper_queries_block {
         return *reinterpret_cast<queries_block_keys*>(shared + L::meta + stage * L::meta_bytes);
     }
 
-    __device__ hopper_queries_block(const backward_problem<T>& problem, unsigned char* memory, std::int32_t at_list,
-                                    std::int32_t row)
+    __device__ hopper_queries_block(const backward_problem<T>& problem, unsigned char* memory,
+                                    std::int32_t at_list, std::int32_t row)
         : p(problem),
           shared(memory),
           base(shared_address(memory)),
@@ -93,7 +94,8 @@ struct hopper_queries_block {
         __syncthreads();
     }
 
-    __device__ void gather(const rows_view<const T>& rows, const queries_block_keys& keys, std::uint32_t to) const {
+    __device__ void gather(const rows_view<const T>& rows, const queries_block_keys& keys,
+                           std::uint32_t to) const {
         constexpr int chunks = Dim / 8, lines = 128 / chunks;
         const int chunk = thread % chunks;
         const bool inside = chunk * 8 < rows.dim;
@@ -289,8 +291,7 @@ __global__ void __launch_bounds__(KVPOLICY_HOPPER_THREADS(384), 1)
     if (m >= p.valid_rows(list / p.plan.supers / p.call.kv_heads, list % p.plan.supers)) {
         return;
     }
-    unsigned char* const memory =
-        dynamic_shared() + (1024 - shared_address(dynamic_shared()) % 1024) % 1024;
+    unsigned char* const memory = dynamic_shared() + (1024 - shared_address(dynamic_shared()) % 1024) % 1024;
     const hopper_queries_block<T, Dim, Bias, Softcap> block(p, memory, list, m);
     const int group = __shfl_sync(all_lanes, static_cast<int>(threadIdx.x) / 128, 0);
     if (group == 2) {
