@@ -25,8 +25,8 @@ struct hopper_backward {
     static constexpr int queries = 64;
     static constexpr int stages = 2;
     static constexpr int threads = 128 * (consumers + 1);
-    static constexpr int consumer_registers = 240;
-    static constexpr int producer_registers = 24;
+    static constexpr int consumer_registers = Dim == 64 ? 232 : 240;
+    static constexpr int producer_registers = Dim == 64 ? 40 : 24;
     static constexpr int key_bytes = keys * Dim * 2;
     static constexpr int query_bytes = queries * Dim * 2;
     static constexpr int gradient_bytes = keys * queries * 2;
