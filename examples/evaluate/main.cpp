@@ -179,6 +179,16 @@ int run(int argc, char** argv) {
     examples::Progress progress;
     llama::Engine engine(model);
     Bench bench(on, engine, data, o.chunk, o.sinks, o.window);
+    Run of{std::filesystem::path(o.model).filename().string(),
+           0,
+           data.length,
+           o.sinks,
+           o.window,
+           config.layers,
+           config.kv_heads,
+           config.head_dim,
+           config.vocab_size == 256};
+    std::string text;
     for (std::size_t s = 0; s < sequences; ++s) {
         std::map<float, std::vector<float>> targets;
         if (!betas.empty()) {
@@ -198,32 +208,23 @@ int run(int argc, char** argv) {
             progress.show(fmt::format("sequence {} of {}: {}{}", s + 1, sequences, result.policy->label, at));
             bench.run(s, targets, result);
         }
-    }
-    progress.done();
-
-    const Run of{std::filesystem::path(o.model).filename().string(),
-                 static_cast<std::int32_t>(sequences),
-                 data.length,
-                 o.sinks,
-                 o.window,
-                 config.layers,
-                 config.kv_heads,
-                 config.head_dim,
-                 config.vocab_size == 256};
-    const std::chrono::duration<double> time = std::chrono::steady_clock::now() - start;
-    const std::int64_t lookups = results.empty() ? 0 : results.front().score.answers;
-    const std::string text = fmt::format(
-        "{}: {} held-out sequences of {} tokens, {} look-ups; {} sinks, a window of {}; cache in bf16\n\n{}", of.model,
-        sequences, data.length, lookups, o.sinks, o.window, table(of, results));
-    fmt::print("{}({:.0f} s)\n", text, time.count());
-    if (!o.out.empty()) {
-        write_csv(o.out + ".csv", of, results);
-        write_json(o.out + ".json", of, results);
-        std::FILE* file = std::fopen((o.out + ".txt").c_str(), "w");
-        if (file == nullptr || std::fputs(text.c_str(), file) < 0 || std::fclose(file) != 0) {
-            llama::fail("{}.txt: cannot be written", o.out);
+        // After every sequence, so that a run that is cut off leaves what it has.
+        of.sequences = static_cast<std::int32_t>(s) + 1;
+        text = fmt::format(
+            "{}: {} held-out sequences of {} tokens, {} look-ups; {} sinks, a window of {}; cache in bf16\n\n{}",
+            of.model, of.sequences, data.length, results.front().score.answers, o.sinks, o.window, table(of, results));
+        if (!o.out.empty()) {
+            write_csv(o.out + ".csv", of, results);
+            write_json(o.out + ".json", of, results);
+            std::FILE* file = std::fopen((o.out + ".txt").c_str(), "w");
+            if (file == nullptr || std::fputs(text.c_str(), file) < 0 || std::fclose(file) != 0) {
+                llama::fail("{}.txt: cannot be written", o.out);
+            }
         }
     }
+    progress.done();
+    const std::chrono::duration<double> time = std::chrono::steady_clock::now() - start;
+    fmt::print("{}({:.0f} s)\n", text, time.count());
     return 0;
 }
 
