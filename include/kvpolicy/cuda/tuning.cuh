@@ -40,17 +40,18 @@ struct attend_hopper_tuning {
     int slots;      ///< tiles of keys or values in the ring
     int consumer_registers;
     int producer_registers;
+    bool overlap;  ///< Q K^T of a block beside the softmax of the one before
 };
 
 /// Three warpgroups share what is gathered best; two have the registers that softcap and biases, or a head_dim of 256, take.
 constexpr attend_hopper_tuning select_attend_hopper_tuning(int dim, bool general) {
     if (dim > 128) {
-        return {2, 64, 4, 216, 72};
+        return {2, 64, 4, 216, 72, true};
     }
     if (general) {
-        return {2, 128, dim > 64 ? 5 : 8, 216, 72};
+        return {2, 128, dim > 64 ? 5 : 8, 216, 72, true};
     }
-    return {3, 128, dim > 64 ? 5 : 8, 160, 32};
+    return {3, 128, dim > 64 ? 5 : 8, 160, 32, dim <= 64};
 }
 
 }  // namespace cuda_backend

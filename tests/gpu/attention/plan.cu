@@ -8,6 +8,7 @@
 
 #include <algorithm>
 #include <cstdint>
+#include <limits>
 #include <numeric>
 #include <random>
 #include <string>
@@ -223,7 +224,9 @@ std::vector<expiry_t> lifetimes(std::mt19937& generator, std::int64_t planes, st
             } else if (kind == 2) {  // all at once, in the middle of a super-tile
                 e = origin + 1500;
             } else if (kind == 3) {
-                e = origin + t;
+                e = draw % 3 == 0 ? std::numeric_limits<expiry_t>::min() + static_cast<std::int32_t>(draw % 7) : origin + t;
+            } else if (kind == 5) {
+                e = draw % 2 == 0 ? never - 1 : std::numeric_limits<expiry_t>::min();
             }
             expiry.push_back(static_cast<expiry_t>(e));
         }
@@ -236,7 +239,7 @@ std::vector<expiry_t> lifetimes(std::mt19937& generator, std::int64_t planes, st
 TEST_CASE("plain frames: every kind of lifetime, lengths around a super-tile") {
     std::mt19937 generator(1);
     for (const std::int32_t queries : {1, 15, 16, 17, 1000, 1008, 1025, 2500}) {
-        for (std::int32_t kind = 0; kind < 5; ++kind) {
+        for (std::int32_t kind = 0; kind < 6; ++kind) {
             Case c;
             c.batch = 2;
             c.heads = 2;

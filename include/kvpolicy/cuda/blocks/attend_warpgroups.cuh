@@ -295,10 +295,11 @@ class attend_warpgroups {
                 }
             }
             online_softmax softmax;
-            bool last;
-            do {
-                last = take(ring, queries, query, softmax, o);
-            } while (!last);
+            if constexpr (S::tuning.overlap) {
+                attend_overlapped(ring, queries, query, softmax, o);
+            } else {
+                attend_in_turn(ring, queries, query, softmax, o);
+            }
 
             float inverse[2], lse[2];
             softmax.finish(S::General ? 1.0f : call_.slope, inverse, lse);
@@ -315,57 +316,22 @@ class attend_warpgroups {
         }
     }
 
-    /// One block of keys; true where it was the tile's last.
-    __device__ bool take(ring_place<S::slots>& ring, std::uint64_t queries, const std::uint32_t (&query)[2],
-                         online_softmax& softmax, float (&o)[parts][columns]) const {
-        float s[scores];
-        std::uint32_t p[S::keys / 16][4];
-        barrier_wait(full_ + 8 * ring.slot, ring.parity);
-        const std::uint64_t k = describe_k_major(ring_ + ring.slot * S::tile_bytes);
-        wgmma_fence();
+    using Output = float[parts][columns];
+    using Weights = std::uint32_t[S::keys / 16][4];
+
+    /// Enqueues s = Q K^T with the keys of a slot.
+    __device__ void multiply_keys(float (&s)[scores], std::uint64_t queries, int slot) const {
+        const std::uint64_t k = describe_k_major(ring_ + slot * S::tile_bytes);
 #pragma unroll
         for (int step = 0; step < S::Dim / 16; ++step) {
             wgmma<T, 0, 0>(s, queries + ((step % 4) * 32 + (step / 4) * 64 * 128) / 16,
                            k + ((step % 4) * 32 + (step / 4) * S::keys * 128) / 16, step != 0);
         }
         wgmma_commit();
-        const key_notes<S::keys, S::General>& notes = memory_->notes[ring.slot];
-        const bool masked = notes.masked != 0;
-        const bool last = notes.last != 0;
-        wgmma_wait<0>();
-        pin(s);
-        float slope = call_.slope;
-        if constexpr (S::General) {
-            to_logits(s, call_.slope, call_.cap, notes, query);
-            slope = 1.0f;
-        }
-        if (masked) {
-            hide(s, notes, query);
-        }
-        release(empty_ + 8 * ring.slot);
-        if (last) {
-            release(queries_empty_);
-        }
-        ring.advance();
-
-        float decay[2];
-        softmax.take(s, slope, decay);
-        to_fragments<T>(p, s);
-#pragma unroll
-        for (int x = 0; x < parts; ++x) {
-#pragma unroll
-            for (int i = 0; i < columns; ++i) {
-                o[x][i] *= decay[(i / 2) % 2];
-            }
-        }
-        barrier_wait(full_ + 8 * ring.slot, ring.parity);
-        pin(p);
-#pragma unroll
-        for (int x = 0; x < parts; ++x) {
-            pin(o[x]);
-        }
-        const std::uint64_t v = describe_mn_major(ring_ + ring.slot * S::tile_bytes, S::keys * 128);
-        wgmma_fence();
+    }
+    /// Enqueues o += P V with the values of a slot.
+    __device__ void multiply_values(Output& o, const Weights& p, int slot) const {
+        const std::uint64_t v = describe_mn_major(ring_ + slot * S::tile_bytes, S::keys * 128);
 #pragma unroll
         for (int step = 0; step < S::keys / 16; ++step) {
 #pragma unroll
@@ -374,14 +340,118 @@ class attend_warpgroups {
             }
         }
         wgmma_commit();
-        wgmma_wait<0>();
+    }
+    __device__ static void pin_output(Output& o) {
 #pragma unroll
         for (int x = 0; x < parts; ++x) {
             pin(o[x]);
         }
+    }
+    __device__ static void rescale(Output& o, const float (&decay)[2]) {
+#pragma unroll
+        for (int x = 0; x < parts; ++x) {
+#pragma unroll
+            for (int i = 0; i < columns; ++i) {
+                o[x][i] *= decay[(i / 2) % 2];
+            }
+        }
+    }
+
+    /// From the scores of a slot to weights, in place; the slot is released. True where it was the tile's last.
+    __device__ bool weigh(float (&s)[scores], int slot, const std::uint32_t (&query)[2], online_softmax& softmax,
+                          float (&decay)[2]) const {
+        const key_notes<S::keys, S::General>& notes = memory_->notes[slot];
+        const bool masked = notes.masked != 0;
+        const bool last = notes.last != 0;
+        float slope = call_.slope;
+        if constexpr (S::General) {
+            to_logits(s, call_.slope, call_.cap, notes, query);
+            slope = 1.0f;
+        }
+        if (masked) {
+            hide(s, notes, query);
+        }
+        release(empty_ + 8 * slot);
+        if (last) {
+            release(queries_empty_);
+        }
+        softmax.take(s, slope, decay);
+        return last;
+    }
+
+    /// One product after the other. The warpgroups are out of step, so the tensor cores still have work.
+    __device__ void attend_in_turn(ring_place<S::slots>& ring, std::uint64_t queries, const std::uint32_t (&query)[2],
+                                   online_softmax& softmax, Output& o) const {
+        bool last;
+        do {
+            float s[scores];
+            Weights p;
+            barrier_wait(full_ + 8 * ring.slot, ring.parity);
+            wgmma_fence();
+            multiply_keys(s, queries, ring.slot);
+            wgmma_wait<0>();
+            pin(s);
+            float decay[2];
+            last = weigh(s, ring.slot, query, softmax, decay);
+            ring.advance();
+            to_fragments<T>(p, s);
+            rescale(o, decay);
+            barrier_wait(full_ + 8 * ring.slot, ring.parity);
+            pin(p);
+            pin_output(o);
+            wgmma_fence();
+            multiply_values(o, p, ring.slot);
+            wgmma_wait<0>();
+            pin_output(o);
+            release(empty_ + 8 * ring.slot);
+            ring.advance();
+        } while (!last);
+    }
+
+    /// Q K^T of the next block is multiplied beside the softmax of this one; takes the registers for scores and weights both.
+    __device__ void attend_overlapped(ring_place<S::slots>& ring, std::uint64_t queries,
+                                      const std::uint32_t (&query)[2], online_softmax& softmax, Output& o) const {
+        float s[scores];
+        Weights p;
+        float decay[2];
+        barrier_wait(full_ + 8 * ring.slot, ring.parity);
+        wgmma_fence();
+        multiply_keys(s, queries, ring.slot);
+        wgmma_wait<0>();
+        pin(s);
+        bool last = weigh(s, ring.slot, query, softmax, decay);
+        to_fragments<T>(p, s);
+        while (!last) {
+            ring.advance();
+            const ring_place<S::slots> values = ring;
+            ring.advance();
+            barrier_wait(full_ + 8 * ring.slot, ring.parity);
+            barrier_wait(full_ + 8 * values.slot, values.parity);
+            pin(p);
+            pin_output(o);
+            wgmma_fence();
+            multiply_keys(s, queries, ring.slot);
+            multiply_values(o, p, values.slot);
+            wgmma_wait<1>();
+            pin(s);
+            last = weigh(s, ring.slot, query, softmax, decay);
+            wgmma_wait<0>();
+            pin_output(o);
+            pin(p);
+            release(empty_ + 8 * values.slot);
+            rescale(o, decay);
+            to_fragments<T>(p, s);
+        }
+        ring.advance();
+        barrier_wait(full_ + 8 * ring.slot, ring.parity);
+        pin(p);
+        pin_output(o);
+        wgmma_fence();
+        multiply_values(o, p, ring.slot);
+        wgmma_wait<0>();
+        pin_output(o);
         release(empty_ + 8 * ring.slot);
         ring.advance();
-        return last;
     }
 
     const attend_launch<T>& call_;

@@ -164,7 +164,8 @@ class plain_frame {
         if (expiry_ != nullptr) {
             const expiry_t expiry = expiry_[t];
             if (expiry < end_) {  // so it is not `never`
-                time.dies = expiry > first_ ? expiry - first_ : 0;
+                // Not (expiry > first_ ? expiry - first_ : 0): nvcc subtracts first, which wraps for expiries near -2^31.
+                time.dies = (expiry > first_ ? expiry : first_) - first_;
             }
         }
         return time;
