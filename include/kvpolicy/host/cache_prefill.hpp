@@ -128,10 +128,7 @@ void decide_chunk([[maybe_unused]] isa set, const Cache& cache, std::int32_t slo
             return u < base ? rows.v(rows.layout.recent(u)) : v.row(entry, head, u - base);
         };
         if constexpr (P::ranked && scores_come_along<S>) {
-            // A sink's score is never read, whatever came.
-            for (std::int32_t j = 0; j < tokens; ++j) {
-                plan.score[j] = base + j < rule.sinks || rows.keeps(base + j) ? 0.0f : given[j];
-            }
+            std::transform(given, given + tokens, plan.score, stored_score);
         } else {
             std::fill_n(plan.score, tokens, 0.0f);
         }

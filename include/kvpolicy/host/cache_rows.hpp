@@ -94,6 +94,9 @@ void check_cache_call(const Cache& cache, const Batch& batch, std::int32_t longe
     }
 }
 
+/// What is stored of a score that came with its token: the number, and 0 for a NaN, which only keys that nothing ranks may have.
+inline float stored_score(float given) { return given == given ? given : 0.0f; }
+
 /// A computed score that is NaN: the keys, values or weights that it was made from are not finite.
 [[noreturn]] inline void refuse_computed_score(std::int32_t entry, std::int32_t head, position_t position) {
     detail::refuse(detail::text("score of entry ", entry, ", head ", head, ", position ", position).c_str(),
