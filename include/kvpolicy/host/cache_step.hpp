@@ -121,6 +121,8 @@ void step(const host& on, const Ref<P, T>& cache, const Batch& batch, input_rows
     namespace hb = host_backend;
     const std::int32_t longest =
         hb::check_batch(batch, cache.slots, 1, "a step takes one token; prefill takes chunks");
+    detail::require(extras.cu_seqlens == nullptr, "extras.cu_seqlens", "given",
+                    "null in a step, whose entries have one token");
     hb::check_cache_call(cache, batch, longest, q, k, v, out, extras);
     hb::check_longest(cache, batch);
     hb::check_workspace(workspace, cache_workspace_bytes<P, T>(on, cache, batch.count, 1));
