@@ -242,6 +242,13 @@ int run(int argc, char** argv) {
                 "StreamingLLM near chance, but shows {:.3f}, {:.3f} and {:.3f}",
                 dense, oracle, streaming);
         }
+        for (const char* name : {"KVpop-mlp, trained", "KVpop, trained"}) {
+            if (recall(name, 0) < 0.9 * dense || recall(name, smallest) < streaming + 0.3) {
+                llama::fail("the table should show {} at 0.9 of dense recall at {} and 0.3 above StreamingLLM at {}, but "
+                            "shows {:.3f} and {:.3f}",
+                            name, budgets[0].first, budgets[smallest].first, recall(name, 0), recall(name, smallest));
+            }
+        }
     }
     return 0;
 }
