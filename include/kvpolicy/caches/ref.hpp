@@ -207,6 +207,11 @@ struct CacheExtras {
     /// Hidden states of the new tokens [count, n, width], of any storage type, for a policy whose scorer reads them (SP-KV's
     /// UtilityPredictor).
     HiddenRows hidden{};
+    /// For prefill and propose of a packed batch: the edges [count + 1], rising from 0, of the entries' tokens in tensors of one
+    /// sequence. q is then [1, Hq, total, Dk], and likewise k, v, out, scores, lse and hidden; entry i is the tokens
+    /// cu_seqlens[i] .. cu_seqlens[i + 1] - 1, as many as batch.tokens(i). Whether samples of a pack see each other is a question of
+    /// slots: one entry keeps attention across them, an entry and a slot for each resets it.
+    const std::int32_t* cu_seqlens = nullptr;
 };
 
 }  // namespace kvpolicy

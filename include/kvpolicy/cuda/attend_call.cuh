@@ -74,10 +74,22 @@ void check_aligned(const char* name, const rows_view<T>& view) {
     }
 }
 
+/// A head's rows of keys and of values are named by 31 bits, in units of 16 bytes.
 template <class T>
-void check_keys_aligned(const char* k_name, const char* v_name, const keys<T>& all) {
-    check_aligned(k_name, all.k);
-    check_aligned(v_name, all.v);
+void check_key_rows(const char* name, const rows_view<const T>& view) {
+    check_aligned(name, view);
+    if constexpr (is_half<T>) {
+        const std::int64_t last = std::int64_t{view.length} * (view.row_stride / 8);
+        detail::require(
+            view.length <= 1 || (view.row_stride >= 0 && last < (std::int64_t{1} << 31) - 1), name,
+                        "a view with a row stride of " + std::to_string(view.row_stride),
+                        "0 or more, with all rows of a head within 32 GB");
+    }
+}
+template <class T>
+void check_key_rows(const char* k_name, const char* v_name, const keys<T>& all) {
+    check_key_rows(k_name, all.k);
+    check_key_rows(v_name, all.v);
 }
 
 template <class T>

@@ -3,6 +3,7 @@
 
 #include <kvpolicy/caches/ref.hpp>
 #include <kvpolicy/host/attention_kernel.hpp>
+#include <kvpolicy/host/cache_rows.hpp>
 #include <kvpolicy/host/cache_select.hpp>
 #include <kvpolicy/host/check.hpp>
 
@@ -166,6 +167,9 @@ void attend_rows(const host& on, const Cache& cache, const Batch& batch, rows_vi
                     i = next;
                 }
             } else {
+                static_cast<void>(
+                    chosen);  // clang++ warns about captures that one of the branches leaves out
+                static_cast<void>(pages);
                 pass(0, count);
             }
         };
@@ -221,7 +225,7 @@ std::size_t chunk_attention_bytes(const host& on, const Cache& cache) {
 template <class Cache, class T, class SegmentsOf>
 void attend_chunk(const host& on, const Cache& cache, const Batch& batch, rows_view<const T> q,
                   rows_view<T> out, plane_view<float> lse, std::int32_t longest, std::byte* memory,
-                  SegmentsOf&& segments_of) {
+                  SegmentsOf&& segments_of, const std::int32_t* cu_seqlens = nullptr) {
     const attention_shape shape = shape_of(cache);
     const std::int32_t tile = attend_tile<T>(shape, cache.group);
     const std::int64_t tiles = (longest + tile - 1) / tile;
@@ -238,8 +242,9 @@ void attend_chunk(const host& on, const Cache& cache, const Batch& batch, rows_v
         }
         attend_head<T>(
             on.instructions(), shape, [&](auto&& visit) { segments_of(i, h, visit); },
-            block_of(cache, i, h, tokens, q, out, lse), begin, std::min(tokens, begin + tile),
-            memory + static_cast<std::size_t>(thread) * scratch);
+            block_of(cache, i, h, tokens, entry_rows(q, cu_seqlens, i), entry_rows(out, cu_seqlens, i),
+                     entry_plane(lse, cu_seqlens, i)),
+            begin, std::min(tokens, begin + tile), memory + static_cast<std::size_t>(thread) * scratch);
     });
 }
 

@@ -14,36 +14,73 @@
 
 namespace kvpolicy::host_backend {
 
+/// Entry i's part of a call's tensor: of a packed one from its first token on, at batch index i either way.
+template <class T>
+rows_view<T> entry_rows(rows_view<T> all, const std::int32_t* cu_seqlens, std::int64_t i) {
+    if (cu_seqlens != nullptr) {
+        all.data += cu_seqlens[i] * all.row_stride;
+        all.batch_stride = 0;
+    }
+    return all;
+}
+template <class T>
+plane_view<T> entry_plane(plane_view<T> all, const std::int32_t* cu_seqlens, std::int64_t i) {
+    if (cu_seqlens != nullptr && all.data != nullptr) {
+        all.data += cu_seqlens[i];
+        all.batch_stride = 0;
+    }
+    return all;
+}
+
+/// Refuses edges that do not say how the batch's entries are packed. Returns the tokens of all of them.
+inline std::int32_t check_packed(const Batch& batch, const std::int32_t* cu_seqlens) {
+    for (std::int32_t i = 0; i < batch.count; ++i) {
+        const std::int64_t tokens = std::int64_t{cu_seqlens[i + 1]} - cu_seqlens[i];
+        if (i == 0 && cu_seqlens[0] != 0) {
+            detail::refuse("extras.cu_seqlens[0]", cu_seqlens[0], "0");
+        }
+        if (tokens != batch.tokens(i)) {
+            detail::refuse(detail::text("extras.cu_seqlens[", i + 1, "]").c_str(), cu_seqlens[i + 1],
+                           detail::text("the edge before it and the entry's ", batch.tokens(i), " tokens"));
+        }
+    }
+    return batch.count == 0 ? 0 : cu_seqlens[batch.count];
+}
+
 /// The arguments that step, prefill and propose share.
 template <class Cache, class T>
 void check_cache_call(const Cache& cache, const Batch& batch, std::int32_t longest, rows_view<const T> q,
                       rows_view<const T> k, rows_view<const T> v, rows_view<T> out,
                       const CacheExtras& extras) {
     using P = typename Cache::policy_type;
-    check_rows("q", q, batch.count, cache.kv_heads * cache.group, longest, cache.dim_k);
-    check_rows("k", k, batch.count, cache.kv_heads, longest, cache.dim_k);
-    check_rows("v", v, batch.count, cache.kv_heads, longest, cache.dim_v);
-    check_rows("out", out, batch.count, cache.kv_heads * cache.group, longest, cache.dim_v);
-    check_lse(extras.lse, batch.count, cache.kv_heads * cache.group, longest);
+    const bool packed = extras.cu_seqlens != nullptr;
+    const std::int32_t rows = packed ? check_packed(batch, extras.cu_seqlens) : longest;
+    const std::int32_t count = packed ? 1 : batch.count;
+    detail::require(!packed || !P::observed, "extras.cu_seqlens", "given",
+                    "null, since this policy ranks keys by the attention that they receive");
+    check_rows("q", q, count, cache.kv_heads * cache.group, rows, cache.dim_k);
+    check_rows("k", k, count, cache.kv_heads, rows, cache.dim_k);
+    check_rows("v", v, count, cache.kv_heads, rows, cache.dim_v);
+    check_rows("out", out, count, cache.kv_heads * cache.group, rows, cache.dim_v);
+    check_lse(extras.lse, count, cache.kv_heads * cache.group, rows);
     if constexpr (P::ranked && P::scorer_type::when == score_time::from_hidden) {
         if (longest != 0) {
-            check_hidden("extras.hidden", extras.hidden, batch.count, longest, cache.scorer.hidden_width());
+            check_hidden("extras.hidden", extras.hidden, count, rows, cache.scorer.hidden_width());
         }
     }
     if constexpr (P::ranked && P::scorer_type::when == score_time::given) {
         const plane_view<const float> scores = extras.scores;
         detail::require(static_cast<bool>(scores) || longest == 0, "extras.scores", "null",
                         "fp32 scores, since this policy's scores are given");
-        const bool fits =
-            scores.batch == batch.count && scores.heads == cache.kv_heads && scores.length >= longest;
+        const bool fits = scores.batch == count && scores.heads == cache.kv_heads && scores.length >= rows;
         if (longest != 0 && !fits) {
             detail::refuse("extras.scores",
                            detail::text(scores.batch, " x ", scores.heads, " x ", scores.length),
-                           detail::text(batch.count, " x ", cache.kv_heads, " x at least ", longest));
+                           detail::text(count, " x ", cache.kv_heads, " x at least ", rows));
         }
         for (std::int32_t i = 0; i < batch.count; ++i) {
             for (std::int32_t h = 0; h < cache.kv_heads; ++h) {
-                const float* score = scores.head(i, h);
+                const float* score = entry_plane(scores, extras.cu_seqlens, i).head(i, h);
                 // A sink's score is never read.
                 const position_t sinks = cache.rules[h].sinks - cache.length[batch.slot(i)];
                 for (std::int32_t j = 0; j < batch.tokens(i); ++j) {
@@ -56,6 +93,9 @@ void check_cache_call(const Cache& cache, const Batch& batch, std::int32_t longe
         }
     }
 }
+
+/// What is stored of a score that came with its token: the number, and 0 for a NaN, which only keys that nothing ranks may have.
+inline float stored_score(float given) { return given == given ? given : 0.0f; }
 
 /// A computed score that is NaN: the keys, values or weights that it was made from are not finite.
 [[noreturn]] inline void refuse_computed_score(std::int32_t entry, std::int32_t head, position_t position) {

@@ -37,7 +37,7 @@ struct attend_block_memory {
     unsigned char k[S::stages][S::keys * S::row_bytes];
     unsigned char v[S::stages][S::keys * S::row_bytes];
     key_notes<S::keys, S::General> notes[S::stages];
-    key_addresses<S::keys> addresses[2];
+    key_offsets<S::keys> offsets[2];
     union {
         stream_memory<listed_rows> listed;
         stream_memory<scanned_rows> scanned;
@@ -61,7 +61,7 @@ class attend_block {
           memory_(*reinterpret_cast<Memory*>(shared + ((128 - (shared_address(shared) & 127)) & 127))),
           thread_(static_cast<int>(threadIdx.x)) {}
 
-    __device__ void run(std::int64_t number) {
+    __device__ void run(std::uint32_t number) {
         const tile_place place = place_of(call_, number);
         if (place.queries <= 0) {
             return;
@@ -97,20 +97,36 @@ class attend_block {
 
     /// Enqueues the copies of a block's keys and values. A pass of all threads takes some whole rows; what depends on the pass
     /// is a constant, as everywhere below: swizzling is an exclusive or of bits 4 to 6 of an address, and the rest of it adds.
-    __device__ void load_block(int stage) const {
+    __device__ void load_block(const tile_place& place, int stage) const {
+        if (call_.problem.rows.self_k.length != 0) {
+            load_block<true>(place, stage);
+        } else {
+            load_block<false>(place, stage);
+        }
+    }
+    template <bool Two>
+    __device__ void load_block(const tile_place& place, int stage) const {
         constexpr int rows = S::threads / chunks;
-        const key_addresses<S::keys>& from = memory_.addresses[stage];
+        const key_offsets<S::keys>& offsets = memory_.offsets[stage];
         const key_rows<T>& all = call_.problem.rows;
         const int row = thread_ / chunks;
         const int chunk = thread_ % chunks;
         const std::uint32_t at = swizzled(S::keys, row, chunk);
         const std::uint32_t k = shared_address(memory_.k[stage]) + at;
         const std::uint32_t v = shared_address(memory_.v[stage]) + at;
+        const head_rows from_k = head_rows::of(all.k, all.self_k, place.b, place.h);
+        const head_rows from_v = head_rows::of(all.v, all.self_v, place.b, place.h);
+        const std::uint32_t k_bytes = 8 * chunk < all.k.dim ? 16 : 0;
+        const std::uint32_t v_bytes = 8 * chunk < all.v.dim ? 16 : 0;
 #pragma unroll
         for (int pass = 0; pass < S::keys / rows; ++pass) {
             const int flip = (pass * rows % 8) << 4;
-            copy_part((k ^ flip) + pass * rows * 128, from.k[row + pass * rows], chunk, all.k.dim);
-            copy_part((v ^ flip) + pass * rows * 128, from.v[row + pass * rows], chunk, all.v.dim);
+            const std::uint32_t of_k = offsets.k[row + pass * rows];
+            const std::uint32_t of_v = offsets.v[row + pass * rows];
+            copy_16((k ^ flip) + pass * rows * 128, reinterpret_cast<const void*>(from_k.at<Two>(of_k) + 16 * chunk),
+                    of_k != offsets.none ? k_bytes : 0);
+            copy_16((v ^ flip) + pass * rows * 128, reinterpret_cast<const void*>(from_v.at<Two>(of_v) + 16 * chunk),
+                    of_v != offsets.none ? v_bytes : 0);
         }
         copy_commit();
     }
@@ -135,13 +151,13 @@ class attend_block {
                 o[m][i] = 0.0f;
             }
         }
-        bool more = stream.next(memory_.addresses[0], memory_.notes[0]);
-        load_block(0);
+        bool more = stream.next(memory_.offsets[0], memory_.notes[0]);
+        load_block(place, 0);
         for (int stage = 0;; stage ^= 1) {
             const bool last = !more;
             if (more) {
-                more = stream.next(memory_.addresses[stage ^ 1], memory_.notes[stage ^ 1]);
-                load_block(stage ^ 1);
+                more = stream.next(memory_.offsets[stage ^ 1], memory_.notes[stage ^ 1]);
+                load_block(place, stage ^ 1);
                 copy_wait<1>();
             } else {
                 copy_wait<0>();

@@ -49,9 +49,9 @@ struct tile_place {
 
 /// Tiles of one head follow one another, so that what they gather stays in the L2 cache; those with most keys come first.
 template <class T>
-__device__ inline tile_place place_of(const attend_launch<T>& call, std::int64_t number) {
-    const auto tile = static_cast<std::int32_t>(number % call.tiles);
-    const auto rest = static_cast<std::int32_t>(number / call.tiles);
+__device__ inline tile_place place_of(const attend_launch<T>& call, std::uint32_t number) {
+    const auto tile = static_cast<std::int32_t>(number % static_cast<std::uint32_t>(call.tiles));
+    const auto rest = static_cast<std::int32_t>(number / static_cast<std::uint32_t>(call.tiles));
     const std::int32_t part = rest % call.parts;
     const std::int32_t head = rest / call.parts;
     tile_place place;

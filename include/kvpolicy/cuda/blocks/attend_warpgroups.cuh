@@ -45,7 +45,8 @@ struct attend_hopper_memory {
     std::uint64_t full[S::slots];
     std::uint64_t empty[S::slots];
     std::uint64_t queries_full, queries_empty;
-    key_addresses<S::keys> addresses[2];
+    key_offsets<S::keys> offsets[2];
+    head_rows k, v;  // of the tile that the producer is at
     union {
         stream_memory<listed_rows> listed;
         stream_memory<scanned_rows> scanned;
@@ -171,7 +172,7 @@ class attend_warpgroups {
             if (state.thread == 0) {
                 ticket = atomicAdd(next_, 1u);
             }
-            const tile_place place = place_of(call_, number);
+            const tile_place place = place_of(call_, static_cast<std::uint32_t>(number));
             if (place.queries <= 0) {
                 continue;
             }
@@ -192,6 +193,11 @@ class attend_warpgroups {
     template <class Source>
     __device__ void produce_tile(producer_state& state, const tile_place& place, std::uint32_t number,
                                  std::uint32_t parity, stream_memory<Source>& stream_memory_) const {
+        if (state.thread == 0) {  // the stream's first barrier shows it to the others
+            const key_rows<T>& all = call_.problem.rows;
+            memory_->k = head_rows::of(all.k, all.self_k, place.b, place.h);
+            memory_->v = head_rows::of(all.v, all.self_v, place.b, place.h);
+        }
         row_stream<T, S::keys, S::General, Source> stream(call_, place, stream_memory_, state.thread, 1);
         bool first = true;
         bool more = true;
@@ -200,26 +206,34 @@ class attend_warpgroups {
             for (int half = 0; half < 2; ++half) {  // keys, values
                 barrier_wait(empty_ + 8 * state.ring.slot, state.ring.parity ^ 1);
                 if (half == 0) {
-                    more = stream.next(memory_->addresses[buffer], memory_->notes[state.ring.slot]);
+                    more = stream.next(memory_->offsets[buffer], memory_->notes[state.ring.slot]);
                 } else if (first) {
                     first = false;
                     barrier_wait(queries_empty_, parity);
                     if (state.thread == 0) {
                         memory_->tile = static_cast<std::int32_t>(number);
                     }
-                    load_queries(number, state.thread);
+                    load_queries(place_of(call_, number), state.thread);
                     tell(state, queries_full_);
                 }
-                const key_addresses<S::keys>& from = memory_->addresses[buffer];
-                gather(half == 0 ? from.k : from.v,
-                       half == 0 ? call_.problem.rows.k.dim : call_.problem.rows.v.dim, state);
+                const key_offsets<S::keys>& offsets = memory_->offsets[buffer];
+                const std::uint32_t* const rows = half == 0 ? offsets.k : offsets.v;
+                const head_rows& from = half == 0 ? memory_->k : memory_->v;
+                const std::int32_t dim = half == 0 ? call_.problem.rows.k.dim : call_.problem.rows.v.dim;
+                if (call_.problem.rows.self_k.length != 0) {
+                    gather<true>(rows, from, dim, state);
+                } else {
+                    gather<false>(rows, from, dim, state);
+                }
             }
         }
         tell_last(state);
     }
 
     /// One tile of keys or values into the ring. Eight threads share a row.
-    __device__ void gather(const std::uint64_t* rows, std::int32_t dim, producer_state& state) const {
+    template <bool Two>
+    __device__ void gather(const std::uint32_t* offsets, const head_rows& rows, std::int32_t dim,
+                           producer_state& state) const {
         constexpr int each = S::keys / 16;
         const int first = state.thread / 8 * each;
         const int chunk = state.thread % 8;
@@ -227,34 +241,57 @@ class attend_warpgroups {
         // `each`, so that i only sets bits of the row, and flips bits of the chunk.
         static_assert(each == 4 || each == 8);
         const std::uint32_t to = ring_ + state.ring.slot * S::tile_bytes + first * 128 + ((chunk ^ (first % 8)) << 4);
+        const head_rows from{rows.past + 16 * chunk, rows.self + 16 * chunk};
+        uint4 some[each / 4];
+#pragma unroll
+        for (int four = 0; four < each / 4; ++four) {
+            some[four] = reinterpret_cast<const uint4*>(offsets + first)[four];
+        }
 #pragma unroll
         for (int i = 0; i < each; ++i) {
-            const std::uint64_t row = rows[first + i];
+            const uint4& of = some[i / 4];
+            const std::uint32_t offset = i % 4 == 0 ? of.x : i % 4 == 1 ? of.y : i % 4 == 2 ? of.z : of.w;
+            const std::uint64_t row = from.at<Two>(offset);
 #pragma unroll
             for (int part = 0; part < S::Dim / 64; ++part) {
-                copy_part((to ^ (i << 4)) + i * 128 + part * S::keys * 128, row, chunk + 8 * part, dim);
+                const bool there = offset != key_offsets<S::keys>::none && 8 * chunk + 64 * part < dim;
+                copy_16((to ^ (i << 4)) + i * 128 + part * S::keys * 128,
+                        reinterpret_cast<const void*>(row + 128 * part), there ? 16 : 0);
             }
         }
         tell(state, full_ + 8 * state.ring.slot);
         state.ring.advance();
     }
 
-    __device__ void load_queries(std::uint32_t number, int thread) const {
-        const tile_place place = place_of(call_, number);
-        constexpr int chunks = S::Dim / 8;
+    /// The tile's queries into shared memory; zeros where a row has none. Eight threads share a row, 16 rows go at once, and
+    /// (query, head) of a row follow from those 16 rows before without a division.
+    __device__ void load_queries(const tile_place& place, int thread) const {
         const rows_view<const T>& q = call_.problem.q;
+        const int chunk = thread % 8;
+        const int later = 16 / call_.heads;
+        const int further = 16 % call_.heads;
+        int query = thread / 8 / call_.heads;
+        int head = thread / 8 % call_.heads;
+        const T* const base = q.row(place.b, std::int64_t{place.h} * call_.problem.group + place.first_head,
+                                    place.first_query);
+        std::uint32_t to = queries_ + swizzled(64, thread / 8, chunk);
 #pragma unroll 1
-        for (int i = thread; i < S::rows * chunks; i += 128) {
-            const int row = i / chunks;
-            const int chunk = i % chunks;
-            const int query = row / call_.heads;
-            const int head = row % call_.heads;
-            const bool there = query < place.queries && head < place.heads && 8 * chunk < q.dim;
-            const std::int64_t of_q =
-                std::int64_t{place.h} * call_.problem.group + place.first_head + (there ? head : 0);
-            const T* const from = q.row(place.b, of_q, place.first_query + (there ? query : 0));
-            copy_16(queries_ + row / 64 * (64 * S::row_bytes) + swizzled(64, row % 64, chunk),
-                    from + (there ? 8 * chunk : 0), there ? 16 : 0);
+        for (int i = 0; i < S::rows / 16; ++i) {
+            const bool there = query < place.queries && head < place.heads;
+            const T* const from = there ? base + head * q.head_stride + query * q.row_stride : base;
+#pragma unroll
+            for (int part = 0; part < S::Dim / 64; ++part) {
+                const int column = 8 * chunk + 64 * part;
+                const bool whole = there && column < q.dim;
+                copy_16(to + part * 64 * 128, from + (whole ? column : 0), whole ? 16 : 0);
+            }
+            query += later;
+            head += further;
+            if (head >= call_.heads) {
+                head -= call_.heads;
+                ++query;
+            }
+            to += i % 4 == 3 ? 64 * S::row_bytes - 48 * 128 : 16 * 128;
         }
     }
 
@@ -281,7 +318,7 @@ class attend_warpgroups {
             // The frame of the notes: that of the super-tile where rows are listed, else that of the tile.
             std::uint32_t query[2];
             {
-                const tile_place place = place_of(call_, number);
+                const tile_place place = place_of(call_, static_cast<std::uint32_t>(number));
                 const int begin = call_.listed ? place.first_query % call_.plan.super_q : 0;
                 query[0] = static_cast<std::uint32_t>(begin + first_row / call_.heads);
                 query[1] = static_cast<std::uint32_t>(begin + (first_row + 8) / call_.heads);
@@ -303,7 +340,7 @@ class attend_warpgroups {
 
             float inverse[2], lse[2];
             softmax.finish(S::General ? 1.0f : call_.slope, inverse, lse);
-            const tile_place place = place_of(call_, number);
+            const tile_place place = place_of(call_, static_cast<std::uint32_t>(number));
             T* rows[2];
 #pragma unroll
             for (int r = 0; r < 2; ++r) {
