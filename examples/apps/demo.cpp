@@ -65,9 +65,9 @@ Options parse(int argc, char** argv) {
 
 struct Row {
     std::string name;
-    std::string policy;      // for make_attention; "trained": the scorers of `file`
-    float beta = 0.0f;       // of the oracle's scores; 0: none
-    std::string file = {};   // beside the model
+    std::string policy;     // for make_attention; "trained": the scorers of `file`
+    float beta = 0.0f;      // of the oracle's scores; 0: none
+    std::string file = {};  // beside the model
 };
 
 const Row all_rows[] = {
@@ -244,9 +244,11 @@ int run(int argc, char** argv) {
         }
         for (const char* name : {"KVpop-mlp, trained", "KVpop, trained"}) {
             if (recall(name, 0) < 0.9 * dense || recall(name, smallest) < streaming + 0.3) {
-                llama::fail("the table should show {} at 0.9 of dense recall at {} and 0.3 above StreamingLLM at {}, but "
-                            "shows {:.3f} and {:.3f}",
-                            name, budgets[0].first, budgets[smallest].first, recall(name, 0), recall(name, smallest));
+                llama::fail(
+                    "the table should show {} at 0.9 of dense recall at {} and 0.3 above StreamingLLM at {}, "
+                    "but "
+                    "shows {:.3f} and {:.3f}",
+                    name, budgets[0].first, budgets[smallest].first, recall(name, 0), recall(name, smallest));
             }
         }
     }
