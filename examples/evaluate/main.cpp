@@ -40,7 +40,8 @@ std::int32_t number(const std::string& name, std::string_view text, std::int32_t
     std::int32_t value = 0;
     const auto [end, error] = std::from_chars(text.data(), text.data() + text.size(), value);
     if (error != std::errc{} || end != text.data() + text.size() || value < least || value > most) {
-        llama::fail("{}: {} is not allowed; it must be a number, {} to {}", name, llama::clipped(text), least, most);
+        llama::fail("{}: {} is not allowed; it must be a number, {} to {}", name, llama::clipped(text), least,
+                    most);
     }
     return value;
 }
@@ -104,7 +105,8 @@ std::int32_t rows_of(const std::string& text, std::int32_t length) {
     if (!text.ends_with('%')) {
         return number("--budgets", text, 1, 1 << 30);
     }
-    const std::int32_t percent = number("--budgets", std::string_view(text).substr(0, text.size() - 1), 0, 99);
+    const std::int32_t percent =
+        number("--budgets", std::string_view(text).substr(0, text.size() - 1), 0, 99);
     const std::int32_t sixteenths = (percent * 16 + 50) / 100;
     return std::max(1, length * (16 - sixteenths) / 16);
 }
@@ -166,8 +168,8 @@ int run(int argc, char** argv) {
     for (const std::string& budget : o.budgets) {
         const std::int32_t rows = rows_of(budget, data.length);
         if (rows <= o.sinks + o.window) {
-            llama::fail("--budgets: {} leaves {} rows of {}; sinks and window take {}", budget, rows, data.length,
-                        o.sinks + o.window);
+            llama::fail("--budgets: {} leaves {} rows of {}; sinks and window take {}", budget, rows,
+                        data.length, o.sinks + o.window);
         }
         for (const EvaluatedPolicy* policy : chosen) {
             if (policy->bounded) {
@@ -211,8 +213,10 @@ int run(int argc, char** argv) {
         // After every sequence, so that a run that is cut off leaves what it has.
         of.sequences = static_cast<std::int32_t>(s) + 1;
         text = fmt::format(
-            "{}: {} held-out sequences of {} tokens, {} look-ups; {} sinks, a window of {}; cache in bf16\n\n{}",
-            of.model, of.sequences, data.length, results.front().score.answers, o.sinks, o.window, table(of, results));
+            "{}: {} held-out sequences of {} tokens, {} look-ups; {} sinks, a window of {}; cache in "
+            "bf16\n\n{}",
+            of.model, of.sequences, data.length, results.front().score.answers, o.sinks, o.window,
+            table(of, results));
         if (!o.out.empty()) {
             write_csv(o.out + ".csv", of, results);
             write_json(o.out + ".json", of, results);
@@ -231,7 +235,9 @@ int run(int argc, char** argv) {
 }  // namespace
 }  // namespace evaluate
 
-int main(int argc, char** argv) try { return evaluate::run(argc, argv); } catch (const std::exception& error) {
+int main(int argc, char** argv) try {
+    return evaluate::run(argc, argv);
+} catch (const std::exception& error) {
     fmt::print(stderr, "evaluate: {}\n", error.what());
     return 1;
 }
