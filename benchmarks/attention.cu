@@ -11,6 +11,7 @@
 
 #include "cold.cuh"
 
+#include <algorithm>
 #include <cstdint>
 #include <limits>
 #include <string>
@@ -22,6 +23,7 @@ namespace {
 
 using namespace bench;
 using kvp::bf16;
+using Dims = kvp::head_dims<64, 128>;
 
 struct shape {
     std::int32_t batch, length, dim;
@@ -103,7 +105,7 @@ void causal_lse(benchmark::State& state, const shape& s) {
     const kvp::Sequences sequences{s.batch, s.length};
     measure_with_workspace(state, kvp::future_mass_workspace_bytes<bf16>(kvp::cuda{}, q.read(), k.read()),
                            [&](const kvp::cuda& on, kvp::workspace_view workspace) {
-                               kvp::causal_lse<bf16>(
+                               kvp::causal_lse<bf16, Dims>(
                                    on, {}, q.read(), k.read(), sequences,
                                    kvp::view_bhs(lse.data(), s.batch, s.query_heads(), s.length), workspace);
                            });
@@ -119,13 +121,13 @@ void future_mass(benchmark::State& state, const shape& s, const kvp::FutureMassO
     const std::size_t bytes = kvp::future_mass_workspace_bytes<bf16>(kvp::cuda{}, q.read(), k.read());
     {
         const buffer<unsigned char> memory(static_cast<std::int64_t>(bytes));
-        kvp::causal_lse<bf16>(kvp::cuda{}, {}, q.read(), k.read(), sequences, of_queries,
-                              {memory.data(), bytes});
+        kvp::causal_lse<bf16, Dims>(kvp::cuda{}, {}, q.read(), k.read(), sequences, of_queries,
+                                    {memory.data(), bytes});
         ok(cudaDeviceSynchronize());
     }
     measure_with_workspace(state, bytes, [&](const kvp::cuda& on, kvp::workspace_view workspace) {
-        kvp::future_mass<bf16>(on, {}, q.read(), k.read(), of_queries, sequences, options,
-                               kvp::view_bhs(target.data(), s.batch, s.heads, s.length), workspace);
+        kvp::future_mass<bf16, Dims>(on, {}, q.read(), k.read(), of_queries, sequences, options,
+                                     kvp::view_bhs(target.data(), s.batch, s.heads, s.length), workspace);
     });
     const double n = s.length - window;
     report(state, n * (n + 1) / 2 * s.batch * s.query_heads(), 2.0 * s.dim, (s.queries() + s.keys()) * s.dim);
@@ -162,8 +164,6 @@ void add_future_mass() {
 }
 
 // ---- through lifetimes -----------------------------------------------------------------------------------------------
-
-#if __has_include(<kvpolicy/attention/sparse.cuh>)
 
 /// Lifetimes that a policy gives the scores, and how many pairs of a query and a key they leave, counted exactly.
 struct lifetimes {
@@ -246,8 +246,33 @@ struct attention_tensors {
     [[nodiscard]] std::size_t forward_bytes() const {
         return kvp::attend_workspace_bytes<bf16, Dims>(kvp::cuda{}, {}, q.read(), keys(), sequences());
     }
-    using Dims = kvp::head_dims<64, 128>;
 };
+
+/// Forward and backward in one call, as a training step makes them; with soft gates also the gradient of their biases.
+template <class P>
+void forward_and_backward(benchmark::State& state, const shape& s, const P& policy, bool soft,
+                          bool deterministic) {
+    const attention_tensors tensors(s, policy, soft);
+    const rows d_out(s, s.query_heads(), 4), d_q(s, s.query_heads(), 5), d_k(s, s.heads, 6),
+        d_v(s, s.heads, 7);
+    const buffer<float> d_bias(soft ? s.keys() : 0);
+    const kvp::AttendGradient<bf16> given{tensors.out_view(), tensors.lse_view(), d_out.read()};
+    kvp::AttendGradients<bf16> into{d_q.view(), d_k.view(), d_v.view()};
+    if (soft) {
+        into.d_log_bias = kvp::view_bhs(d_bias.data(), s.batch, s.heads, s.length);
+    }
+    const kvp::BackwardOptions options{.deterministic = deterministic};
+    const std::size_t bytes =
+        std::max(tensors.forward_bytes(),
+                 kvp::attend_backward_workspace_bytes<bf16, Dims>(
+                     kvp::cuda{}, {}, tensors.q.read(), tensors.keys(), tensors.sequences(), options));
+    measure_with_workspace(state, bytes, [&](const kvp::cuda& on, kvp::workspace_view workspace) {
+        tensors.forward(on, workspace);
+        kvp::attend_backward<bf16, Dims>(on, {}, tensors.q.read(), tensors.keys(), tensors.sequences(), given,
+                                         into, workspace, options);
+    });
+    report(state, tensors.life.pairs, 14.0 * s.dim, 6 * (s.queries() + s.keys()) * s.dim);
+}
 
 template <class P>
 void forward(benchmark::State& state, const shape& s, const P& policy) {
@@ -296,14 +321,41 @@ void add_forward() {
         [=](benchmark::State& state) { forward(state, shape_of(1, 200000), gates(0.25)); }, 5);
 }
 
-#endif
+void add_backward() {
+    const struct {
+        const char* name;
+        shape of;
+    } budgets[] = {{"16k", shape_of(1, 1 << 14)},
+                   {"32k", shape_of(1, 1 << 15)},
+                   {"16k, d 64", shape_of(1, 1 << 14, 64)},
+                   {"8 x 4k", shape_of(8, 1 << 12)},
+                   {"32 x 2k", shape_of(32, 1 << 11)}};
+    for (const auto& [name, of] : budgets) {
+        const shape s = of;
+        add(
+            std::string("forward + backward/") + name,
+            [=](benchmark::State& state) { forward_and_backward(state, s, Budget{}, false, false); }, 7);
+    }
+    add(
+        "forward + backward, deterministic/16k",
+        [](benchmark::State& state) {
+            forward_and_backward(state, shape_of(1, 1 << 14), Budget{}, false, true);
+        },
+        7);
+    // Everything is visible; outside of the window keys have a bias.
+    add(
+        "soft gates/16k",
+        [](benchmark::State& state) {
+            forward_and_backward(state, shape_of(1, 1 << 14), gates(1.0), true, false);
+        },
+        7);
+}
 
 }  // namespace
 
 int main(int argc, char** argv) {
-#if __has_include(<kvpolicy/attention/sparse.cuh>)
     add_forward();
-#endif
+    add_backward();
     add_future_mass();
     return run(argc, argv);
 }

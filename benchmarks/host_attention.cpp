@@ -89,7 +89,8 @@ struct Call {
         double pairs = 0.0;
         for (std::int32_t h = 0; h < kv_heads; ++h) {
             for (std::int32_t t = 0; t < rows; ++t) {
-                const expiry_t ends = expiry.empty() ? never : expiry[static_cast<std::size_t>(h * rows + t)];
+                const expiry_t ends =
+                    expiry.empty() ? never : expiry[static_cast<std::size_t>(std::int64_t{h} * rows + t)];
                 pairs += std::max(std::min(ends, rows) - std::max(t, rows - queries), 0);
             }
         }

@@ -39,11 +39,19 @@ gpu.metrics.metrics | $all_checks | *
 
 # ---- attention -------------------------------------------------------------------------------------------------------
 
-profiled[attention]='(future mass|causal lse)/16k/'
+profiled[attention]='(forward|forward . backward|future mass|causal lse)/16k/'
 sanitized[attention]="
 gpu.attention.future_mass | $all_checks | small future masses*
 "
 targets[attention]="
-future mass/16k | 2.1 | 1.7 | FlexAttention future mass 16k
-future mass/32k | 8.2 | 6.8 | FlexAttention future mass 32k
+forward/16k              | 2.2  | 1.65 | FlexAttention forward 16k, cuDNN dense forward 16k
+forward/32k              | 4.8  | 3.5  | FlexAttention forward 32k, cuDNN dense forward 32k
+forward/64k              | 10   | 7.2  | FlexAttention forward 64k, cuDNN dense forward 64k
+forward/128k             | 21   | 14.8 | FlexAttention forward 128k, cuDNN dense forward 128k
+forward/200k, gates 25%  | 3.4x | 3.9x | cuDNN dense forward 200k
+forward + backward/16k   | 9    | 6.5  | FlexAttention forward + backward 16k, cuDNN dense forward + backward 16k
+forward + backward/32k   | 20   | 14.5 | FlexAttention forward + backward 32k, cuDNN dense forward + backward 32k
+soft gates/16k           | 0.741x | 0.87x | cuDNN dense forward + backward 16k
+future mass/16k          | 2.1  | 1.7  | FlexAttention future mass 16k
+future mass/32k          | 8.2  | 6.8  | FlexAttention future mass 32k
 "

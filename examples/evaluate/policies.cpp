@@ -1,8 +1,16 @@
 #include "policies.hpp"
 
+#include <kvpolicy/h2o.hpp>
 #include <kvpolicy/scorers/concept.hpp>
+#include <kvpolicy/snapkv.hpp>
+#include <kvpolicy/tova.hpp>
+#include <kvpolicy/wgkv.hpp>
 
+#include "support/masked_attention.hpp"
+
+#include <algorithm>
 #include <limits>
+#include <utility>
 
 namespace evaluate {
 namespace {
@@ -25,6 +33,96 @@ Made oracle(const Setting& setting) {
     return made;
 }
 
+template <class P>
+Made masked(const Setting& setting, const P& policy, std::int32_t prompt, std::int64_t rows) {
+    return std::make_unique<examples::MaskedAttention<P>>(setting.on, setting.config, policy, prompt, rows);
+}
+/// Every token as if it were decoded; a budget of B rows holds B - 1 keys and the newcomer.
+Made h2o(const Setting& setting) {
+    const std::int32_t rows = setting.choice.budget;
+    return masked(setting,
+                  kvpolicy::h2o_for_total(rows - 1, {.prefill = kvpolicy::ObservedPrefill::stepwise()}), 0,
+                  rows);
+}
+Made tova(const Setting& setting) {
+    const std::int32_t rows = setting.choice.budget;
+    return masked(setting,
+                  kvpolicy::tova_for_total(rows - 1, {.prefill = kvpolicy::ObservedPrefill::stepwise()}), 0,
+                  rows);
+}
+/// The rows that chunks of 64 take are those of the budget and of a chunk.
+Made snapkv_chunks(const Setting& setting) {
+    constexpr std::int32_t chunk = 64;
+    const std::int32_t rows = setting.choice.budget;
+    return masked(
+        setting,
+        kvpolicy::snapkv_for_total(rows, 32, {.prefill = kvpolicy::ObservedPrefill::in_chunks(chunk)}),
+        kvpolicy::unlimited, rows + chunk);
+}
+/// As it was meant: the prompt (here three quarters: the look-ups come after it) is taken densely and pruned once, and
+/// what follows stays, so the cache outgrows its budget.
+Made snapkv_prompt(const Setting& setting) {
+    const std::int32_t prompt = setting.length / 4 * 3;
+    return masked(setting, kvpolicy::snapkv_for_total(setting.choice.budget), prompt,
+                  std::max<std::int64_t>(prompt, setting.choice.budget + setting.length - prompt));
+}
+
+/// Keeps its thresholds, which the cache's policy refers to.
+class GatedAttention final : public llama::KvAttention {
+  public:
+    using Policy = kvpolicy::WGKV<kvpolicy::dynamic, kvpolicy::GivenScores, kvpolicy::dynamic>;
+
+    GatedAttention(const Setting& setting, std::vector<float> thresholds)
+        : thresholds_(std::move(thresholds)),
+          cache_(setting.on, setting.config,
+                 Policy{kvpolicy::Sink<>{setting.choice.sinks}, kvpolicy::Window<>{setting.choice.window},
+                        kvpolicy::ThresholdGate<kvpolicy::at_least>{kvpolicy::per_head(
+                            thresholds_.data(), setting.config.layers, setting.config.kv_heads)},
+                        kvpolicy::GivenScores{}},
+                 nullptr, setting.longest) {
+        cache_.give_scores(setting.oracle, setting.longest);
+    }
+    void operator()(int layer, std::span<const std::int64_t> positions, std::span<const float> q,
+                    std::span<const float> k, std::span<const float> v, std::span<float> out) override {
+        cache_(layer, positions, q, k, v, out);
+    }
+    void give_scores(std::span<const float> scores, std::int64_t length) override {
+        cache_.give_scores(scores, length);
+    }
+    void clear() override { cache_.clear(); }
+    std::int64_t length() const override { return cache_.length(); }
+    double rows_per_head() const override { return cache_.rows_per_head(); }
+    std::vector<kvpolicy::position_t> retained(int layer, int head) const override {
+        return cache_.retained(layer, head);
+    }
+    std::size_t bytes() const override { return cache_.bytes(); }
+
+  private:
+    std::vector<float> thresholds_;
+    llama::CacheAttention<Policy, Storage, kvpolicy::DualCache> cache_;
+};
+
+/// WG-KV's rule on the oracle's scores: one threshold for all heads and layers, such that the rows are those of the budget on
+/// average at the end of the sequence. Heads whose keys are in demand keep more.
+Made gated_oracle(const Setting& setting) {
+    const auto length = static_cast<std::size_t>(setting.length),
+               row = static_cast<std::size_t>(setting.longest);
+    const auto first = static_cast<std::size_t>(setting.choice.sinks);
+    const std::size_t last = length - static_cast<std::size_t>(setting.choice.window);
+    std::vector<float> scores;
+    for (std::size_t at = 0; at < setting.oracle.size(); at += row) {
+        const auto head = setting.oracle.subspan(at, row);
+        scores.insert(scores.end(), head.begin() + static_cast<std::ptrdiff_t>(first),
+                      head.begin() + static_cast<std::ptrdiff_t>(last));
+    }
+    const std::size_t heads = setting.oracle.size() / row;
+    const auto open = heads * static_cast<std::size_t>(kvpolicy::budget_for_total(
+                                  setting.choice.budget, setting.choice.sinks, setting.choice.window));
+    const std::size_t place = scores.size() - std::clamp<std::size_t>(open, 1, scores.size());
+    std::ranges::nth_element(scores, scores.begin() + static_cast<std::ptrdiff_t>(place));
+    return std::make_unique<GatedAttention>(setting, std::vector<float>(heads, scores[place]));
+}
+
 constexpr float infinity = std::numeric_limits<float>::infinity();
 
 // One line each; others' baselines come here. `scorers` stays null, --scorers adds those below.
@@ -32,10 +130,15 @@ const EvaluatedPolicy table[] = {
     {"dense", "dense", false, 0.0f, nullptr, dense},
     {"streaming", "StreamingLLM", true, 0.0f, nullptr, streaming},
     {"keynorm", "small key norms", true, 0.0f, nullptr, key_norm},
+    {"h2o", "H2O", true, 0.0f, nullptr, h2o, true},
+    {"tova", "TOVA", true, 0.0f, nullptr, tova, true},
+    {"snapkv", "SnapKV, chunks of 64", true, 0.0f, nullptr, snapkv_chunks, true},
+    {"snapkv-prompt", "SnapKV, prompt then decode", true, 0.0f, nullptr, snapkv_prompt, true},
     {"oracle-1", "oracle, beta 1", true, 1.0f, nullptr, oracle},
     {"oracle-2", "oracle, beta 2", true, 2.0f, nullptr, oracle},
     {"oracle-4", "oracle, beta 4", true, 4.0f, nullptr, oracle},
     {"oracle-inf", "oracle, beta inf", true, infinity, nullptr, oracle},
+    {"gated-2", "gated, oracle, beta 2", true, 2.0f, nullptr, gated_oracle},
 };
 
 }  // namespace
@@ -54,8 +157,16 @@ std::vector<EvaluatedPolicy> all_policies(std::span<const examples::TrainedScore
             };
         };
         all.push_back({names[i], label, true, 0.0f, &trained, make(false)});
+        if (trained.spec.kind == "mlp" && !trained.quantiles.empty()) {
+            all.push_back({names[i] + "-gated", label + ", gated", true, 0.0f, nullptr,
+                           [&trained](const Setting& setting) {
+                               return examples::make_gated(setting.on, setting.config, trained,
+                                                           setting.choice, setting.length, setting.longest);
+                           }});
+        }
         if (trained.spec.kind == "mlstm") {
-            all.push_back({names[i] + "-matched", label + ", less its state", true, 0.0f, nullptr, make(true)});
+            all.push_back(
+                {names[i] + "-matched", label + ", less its state", true, 0.0f, nullptr, make(true)});
         }
     }
     return all;

@@ -1,9 +1,9 @@
 // The policies that evaluate compares: a table, one line each.
 #pragma once
 
-#include "support/trained.hpp"
-
 #include <kvpolicy/core/context.hpp>
+
+#include "support/trained.hpp"
 
 #include <llama/cache_attention.hpp>
 
@@ -24,15 +24,17 @@ struct Setting {
     std::int32_t longest = 0;       ///< tokens that will come
     /// For a policy with a beta: the oracle's scores [layers][kv_heads][longest] of this sequence (0 after its end).
     std::span<const float> oracle{};
+    std::int32_t length = 0;  ///< of the sequence; longest less what is decoded after it
 };
 
 struct EvaluatedPolicy {
-    std::string name;       ///< for --policies, CSV and JSON
-    std::string label;      ///< for people
-    bool bounded = true;    ///< takes a budget; dense does not
-    float beta = 0.0f;      ///< scores are the oracle's with this beta; 0: no oracle
+    std::string name;     ///< for --policies, CSV and JSON
+    std::string label;    ///< for people
+    bool bounded = true;  ///< takes a budget; dense does not
+    float beta = 0.0f;    ///< scores are the oracle's with this beta; 0: no oracle
     const examples::TrainedScorers* scorers = nullptr;
     std::function<std::unique_ptr<llama::KvAttention>(const Setting&)> make;
+    bool whole = false;  ///< takes a sequence in one call, so it has no decode speed here
 };
 
 /// All of them, the trained ones by their files' names.

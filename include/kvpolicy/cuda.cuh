@@ -4,6 +4,7 @@
 #pragma once
 
 #include <kvpolicy/cuda/attend.cuh>
+#include <kvpolicy/cuda/attend_backward.cuh>
 #include <kvpolicy/cuda/build_mask.cuh>
 #include <kvpolicy/cuda/future_mass.cuh>
 #include <kvpolicy/cuda/log_bias.cuh>

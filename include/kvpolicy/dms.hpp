@@ -14,6 +14,9 @@
 // WG-KV's rule with a gate of opposite sign. The decision is known when the key arrives. Heads differ much in what they
 // keep, so the cache is a DualCache.
 //
+// The window is w keys here and w + 1 in the authors' code, which also takes the decision about key t from token t + 1; here
+// a decision comes with its own key.
+//
 // In training alpha = sigmoid((z + noise) / temperature) with logistic noise (a Gumbel-sigmoid), and log(1 - alpha) is added to
 // the logits outside the window. Memory is asked for with max(0, target - mean alpha), whose target rises with the step.
 #pragma once

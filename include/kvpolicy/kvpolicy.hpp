@@ -1,20 +1,29 @@
 // Everything that the host backend has, and under nvcc what of it runs on CUDA. A program that uses one system includes
-// that system's header instead (kvpop.hpp, lte.hpp, spkv.hpp, streaming_llm.hpp, wgkv.hpp).
+// that system's header instead (kvpop.hpp, lte.hpp, spkv.hpp, wgkv.hpp, dms.hpp, h2o.hpp, tova.hpp, snapkv.hpp, streaming_llm.hpp,
+// uniform.hpp).
 #pragma once
 
 #include <kvpolicy/attention/future_mass.hpp>
+#include <kvpolicy/attention/received_mass.hpp>
 #include <kvpolicy/attention/sparse.hpp>
 #include <kvpolicy/caches/dual.hpp>
 #include <kvpolicy/caches/fixed_budget.hpp>
+#include <kvpolicy/dms.hpp>
+#include <kvpolicy/h2o.hpp>
 #include <kvpolicy/kvpop.hpp>
 #include <kvpolicy/lte.hpp>
 #include <kvpolicy/masks/build.hpp>
+#include <kvpolicy/masks/observed.hpp>
 #include <kvpolicy/metrics/density.hpp>
 #include <kvpolicy/metrics/recall.hpp>
 #include <kvpolicy/metrics/retention.hpp>
+#include <kvpolicy/quest.hpp>
 #include <kvpolicy/scorers/initialize.hpp>
 #include <kvpolicy/scorers/sequence.hpp>
+#include <kvpolicy/snapkv.hpp>
 #include <kvpolicy/spkv.hpp>
 #include <kvpolicy/streaming_llm.hpp>
+#include <kvpolicy/tova.hpp>
+#include <kvpolicy/uniform.hpp>
 #include <kvpolicy/version.hpp>
 #include <kvpolicy/wgkv.hpp>

@@ -16,7 +16,7 @@
 // The gate is an MLP on the key alone (3.2), so a cache computes it when the key comes. It needs the key before and after RoPE;
 // the scorer undoes the rotation of the stored one:
 //
-//     using WGKV = kvpolicy::WGKV<256, kvpolicy::WriteGate<128>>;
+//     using WGKV = kvpolicy::WGKV<256, kvpolicy::WriteGateScorer<128>>;
 //     gate.input.rope = {kvpolicy::rope_layout::half_split, 500000.0f};
 //
 // The paper's taxonomy: this is Admission. Eviction after the write and Selection at the read compose with it; a cap on the

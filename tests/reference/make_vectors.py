@@ -54,6 +54,7 @@ import inputs
 import lifetimes
 import metrics
 import scorers
+import selection
 import vectors
 from lifetimes import REBASE_LIMIT, UNLIMITED, Rule
 
@@ -333,6 +334,7 @@ def make():
         "scorers.kvpv": scorers.make(),
         "conv.kvpv": conv.make(),
         "inputs.kvpv": inputs.make(),
+        "selection.kvpv": selection.make(),
         "attention.kvpv": attention.make(),
         "baselines.kvpv": baselines.make(),
     }

@@ -1,12 +1,15 @@
 #include "trained.hpp"
 
-#include "immediate.hpp"
-
 #include <kvpolicy/kvpop.hpp>
 #include <kvpolicy/scorers/sequence.hpp>
+#include <kvpolicy/wgkv.hpp>
+
+#include "immediate.hpp"
 
 #include <llama/error.hpp>
 
+#include <algorithm>
+#include <utility>
 #include <vector>
 
 namespace examples {
@@ -14,15 +17,17 @@ namespace {
 
 using kvpolicy::dynamic;
 
-/// Holds the scorers of the layers, which the cache refers to.
-template <class S>
+/// Holds the scorers of the layers and the thresholds of a gate, which the cache refers to.
+template <class P, class Attention = llama::CacheAttention<P, kvpolicy::bf16>>
 class TrainedAttention final : public llama::KvAttention {
   public:
-    using Policy = kvpolicy::KVpop<dynamic, dynamic, dynamic, S>;
+    using S = typename P::scorer_type;
 
-    TrainedAttention(const kvpolicy::host& on, const llama::Config& config, const Policy& policy,
-                     std::vector<S> scorers)
-        : scorers_(std::move(scorers)), cache_(on, config, policy, scorers_.data()) {}
+    TrainedAttention(const kvpolicy::host& on, const llama::Config& config, const P& policy,
+                     std::vector<S> scorers, std::vector<float> thresholds = {}, std::int64_t longest = 0)
+        : scorers_(std::move(scorers)),
+          thresholds_(std::move(thresholds)),
+          cache_(on, config, policy, scorers_.data(), longest) {}
 
     void operator()(int layer, std::span<const std::int64_t> positions, std::span<const float> q,
                     std::span<const float> k, std::span<const float> v, std::span<float> out) override {
@@ -39,14 +44,15 @@ class TrainedAttention final : public llama::KvAttention {
 
   private:
     std::vector<S> scorers_;
-    llama::CacheAttention<Policy, kvpolicy::bf16> cache_;
+    std::vector<float> thresholds_;
+    Attention cache_;
 };
 
 template <class S>
 std::unique_ptr<llama::KvAttention> make(const kvpolicy::host& on, const llama::Config& config,
                                          const TrainedScorers& trained, const PolicyChoice& choice,
                                          bool match_state, std::vector<S> scorers) {
-    using Policy = typename TrainedAttention<S>::Policy;
+    using Policy = kvpolicy::KVpop<dynamic, dynamic, dynamic, S>;
     std::int32_t k = kvpolicy::budget_for_total(choice.budget, choice.sinks, choice.window);
     if constexpr (kvpolicy::StatefulScorer<S>) {
         if (match_state) {
@@ -59,7 +65,7 @@ std::unique_ptr<llama::KvAttention> make(const kvpolicy::host& on, const llama::
                         kvpolicy::Decay<1>{kvpolicy::per_head(trained.log_gamma.data(), trained.spec.layers,
                                                               trained.spec.heads)},
                         scorers.front()};
-    return std::make_unique<TrainedAttention<S>>(on, config, policy, std::move(scorers));
+    return std::make_unique<TrainedAttention<Policy>>(on, config, policy, std::move(scorers));
 }
 
 }  // namespace
@@ -84,6 +90,28 @@ std::unique_ptr<llama::KvAttention> make_trained(const kvpolicy::host& on, const
         scorers.push_back({scorer, choice.window});
     }
     return make<ImmediateScorer<Mlstm>>(on, config, trained, choice, match_state, std::move(scorers));
+}
+
+std::unique_ptr<llama::KvAttention> make_gated(const kvpolicy::host& on, const llama::Config& config,
+                                               const TrainedScorers& trained, const PolicyChoice& choice,
+                                               std::int32_t length, std::int32_t longest) {
+    check_fits(trained, config.layers, config.kv_heads, config.head_dim, "scorers");
+    const auto* mlp = std::get_if<ScorerStack<Mlp>>(&trained.stack);
+    if (mlp == nullptr) {
+        llama::fail("gated: {} is not allowed; scores must be there when a key arrives, as an mlp's are",
+                    trained.spec.kind);
+    }
+    using Policy = kvpolicy::WGKV<dynamic, Mlp, dynamic>;
+    const std::int32_t leaving = std::max(1, length - choice.sinks - choice.window);
+    const std::int32_t k = kvpolicy::budget_for_total(choice.budget, choice.sinks, choice.window);
+    std::vector<float> thresholds = trained.thresholds(static_cast<double>(k) / leaving);
+    const Policy policy{kvpolicy::Sink<>{choice.sinks}, kvpolicy::Window<>{choice.window},
+                        kvpolicy::ThresholdGate<kvpolicy::at_least>{
+                            kvpolicy::per_head(thresholds.data(), config.layers, config.kv_heads)},
+                        mlp->scorers.front()};
+    using Attention = llama::CacheAttention<Policy, kvpolicy::bf16, kvpolicy::DualCache>;
+    return std::make_unique<TrainedAttention<Policy, Attention>>(on, config, policy, mlp->scorers,
+                                                                 std::move(thresholds), longest);
 }
 
 }  // namespace examples

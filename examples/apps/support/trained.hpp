@@ -19,4 +19,11 @@ std::unique_ptr<llama::KvAttention> make_trained(const kvpolicy::host& on, const
                                                  const TrainedScorers& scorers, const PolicyChoice& choice,
                                                  bool match_state = false);
 
+/// WG-KV's rule on a trained MLP's scores, in a DualCache: a key that leaves the window stays where its score passes a
+/// threshold. The thresholds, one a head, are such that `choice.budget` rows would be held after `length` tokens of the
+/// training text; what is held here depends on the text. Refuses other scorers, and files without quantiles.
+std::unique_ptr<llama::KvAttention> make_gated(const kvpolicy::host& on, const llama::Config& config,
+                                               const TrainedScorers& scorers, const PolicyChoice& choice,
+                                               std::int32_t length, std::int32_t longest);
+
 }  // namespace examples

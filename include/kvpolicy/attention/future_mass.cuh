@@ -2,6 +2,7 @@
 #pragma once
 
 #include <kvpolicy/attention/future_mass.hpp>
+#include <kvpolicy/attention/head_dims.cuh>
 #include <kvpolicy/core/cuda_context.hpp>
 #include <kvpolicy/cuda/config.cuh>
 
@@ -14,18 +15,19 @@ inline namespace KVPOLICY_CUDA_NAMESPACE KVPOLICY_HIDDEN {
 // memory, read during the call; work is enqueued on the context's stream, nothing is allocated, nothing waited for, and
 // grids depend on shapes alone. A length in device memory that no view holds counts as 0.
 //
-// bf16 and fp16 with head_dim up to 256 go to the tensor cores (wgmma where the binary has code for compute capability 9.0a
+// bf16 and fp16 with head_dim up to the largest of Dims go to the tensor cores (wgmma where the binary has code for compute capability 9.0a
 // and the card is one, mma.sync else), if the views' data and strides are multiples of 16 bytes; everything else (fp32,
-// double, wider heads, odd strides) takes a plain kernel, which is for checking. Sums are taken in the same order in every
+// double, other heads, odd strides) takes a plain kernel, which is for checking. Sums are taken in the same order in every
 // run: results are the same bits.
 
-/// Bytes of device workspace for causal_lse and future_mass: a word for every 128 keys of a head, and the windows.
+/// Bytes of device workspace for causal_lse and future_mass: 4 bytes a query of a head, a word for every
+/// 128 keys of a KV head, and the windows.
 template <Storage T>
 std::size_t future_mass_workspace_bytes(const cuda& on, rows_view<const T> q, rows_view<const T> k);
 
 /// As the host's causal_lse: lse [B, Hq, S] (natural log) of q [B, Hq, S, D] and k [B, Hkv, S, D]. Overwrites it for the
 /// sequences' lengths. O(S^2) time.
-template <Storage T>
+template <Storage T, class Dims = all_head_dims>
 void causal_lse(const cuda& on, const Attention& attention, rows_view<const T> q, rows_view<const T> k,
                 const Sequences& sequences, plane_view<float> lse, workspace_view workspace);
 
@@ -33,7 +35,7 @@ void causal_lse(const cuda& on, const Attention& attention, rows_view<const T> q
 /// refusing the same. One pass over the pairs of keys and later queries. Masses are kept as logarithms throughout, so that
 /// a sparse lse, or a small epsilon with a large beta, loses nothing that the host's result has; where fp32 does not hold
 /// p^beta itself, keys take a second pass that costs more.
-template <Storage T>
+template <Storage T, class Dims = all_head_dims>
 void future_mass(const cuda& on, const Attention& attention, rows_view<const T> q, rows_view<const T> k,
                  plane_view<const float> lse, const Sequences& sequences, const FutureMassOptions& options,
                  plane_view<float> target, workspace_view workspace);

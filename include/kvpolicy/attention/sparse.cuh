@@ -1,6 +1,7 @@
 // Attention through a mask on CUDA: declarations. kvpolicy/cuda.cuh has the bodies; include it where they are instantiated.
 #pragma once
 
+#include <kvpolicy/attention/head_dims.cuh>
 #include <kvpolicy/attention/sparse.hpp>
 #include <kvpolicy/core/cuda_context.hpp>
 #include <kvpolicy/core/types.hpp>
@@ -12,15 +13,6 @@
 #include <type_traits>
 
 namespace kvpolicy {
-
-/// The head_dims that a call is compiled for: tiles, which smaller head_dims are padded to. head_dims<128> serves 72, 96
-/// and 128 and compiles in a third of the time.
-template <int... Dims>
-struct head_dims {
-    static_assert(((Dims == 64 || Dims == 128 || Dims == 256) && ...) && sizeof...(Dims) > 0,
-                  "head_dims takes 64, 128 and 256; other head_dims up to 256 are padded to one of them");
-};
-using all_head_dims = head_dims<64, 128, 256>;
 
 /// How a call finds the rows that a tile of queries sees.
 enum class attend_path : std::uint8_t {

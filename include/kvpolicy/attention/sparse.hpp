@@ -94,4 +94,5 @@ void attend_backward(const host& on, const Attention& attention, std::type_ident
 #include <kvpolicy/host/attend.hpp>
 #if defined(__CUDACC__)
 #include <kvpolicy/attention/sparse.cuh>
+#include <kvpolicy/attention/sparse_backward.cuh>
 #endif

@@ -28,6 +28,9 @@ requires CacheRef<Ref<P, T>> std::size_t cache_workspace_bytes(const host& on, c
 /// that disagree, more than one token, slots out of range or named twice, a NaN score (given or computed), too little
 /// workspace. Not detected: a second step of the same layer before advance(), which keeps the token twice.
 ///
+/// A policy that ranks keys by the attention they receive (H2O, TOVA, SnapKV; scorers/observed.hpp) decides in 3 by the masses
+/// up to q - 1, and adds the query's own after 4. Its q and k must be finite: a number that is not is refused.
+///
 /// A cache with a pool of pages (DualCache) may run out of them. The step is then a no-op for that sequence in this layer:
 /// its out is 0, its lse -inf, and status[i] of its entry gets status_pool_exhausted. Lend a slab and call this layer
 /// again for that entry. `status` [count] is OR-ed into; where it is null, exhaustion is refused instead, before anything is
@@ -40,9 +43,12 @@ void step(const host& on, const Ref<P, T>& cache, const Batch& batch, input_rows
 
 /// A chunk of n tokens a sequence, at positions length .. length + n - 1: what n steps would do, at the cost of one pass.
 /// q [count, Hq, n, Dk], k and v [count, Hkv, n, D], out [count, Hq, n, Dv]. Retained sets, rows and scores are identical to
-/// stepping (given the same scores; the mLSTM runs recurrently, so its scores are the same bits too); outputs agree to
+/// stepping (extras.cu_seqlens packs entries of different lengths into one row; given the same scores; the mLSTM runs recurrently, so its scores are the same bits too); outputs agree to
 /// rounding. The chunk attends to two segments: the rows of the cache, and itself. Errors and exhaustion as for step; a
 /// chunk counts as one: it fits, or nothing of it is kept.
+///
+/// A policy that ranks keys by the attention they receive takes the chunk as blocks of a prompt (ObservedPrefill): within a
+/// block nothing is evicted, so blocks of more than one token keep other keys than steps do.
 template <class P, Storage T, template <class, class> class Ref>
 requires CacheRef<Ref<P, T>>
 void prefill(const host& on, const Ref<P, T>& cache, const Batch& batch, input_rows<T> q, input_rows<T> k,
@@ -51,7 +57,8 @@ void prefill(const host& on, const Ref<P, T>& cache, const Batch& batch, input_r
 
 /// Speculation: what prefill(tokens) would give as out and lse, while the cache keeps its rows: in-place replacement cannot
 /// be undone, so nothing is decided before commit. The tokens, at most CacheShape::proposals a sequence, wait in spare
-/// rows; a second propose, a step or a prefill of the slot forgets them. Errors as for prefill; takes no pages.
+/// rows; a second propose, a step or a prefill of the slot forgets them. Errors as for prefill; takes no pages. Not for
+/// policies that rank keys by the attention they receive: they do not compile here.
 template <class P, Storage T, template <class, class> class Ref>
 requires CacheRef<Ref<P, T>>
 void propose(const host& on, const Ref<P, T>& cache, const Batch& batch, input_rows<T> q, input_rows<T> k,

@@ -35,7 +35,9 @@ struct DualRef : LayerRef<P, T> {
         return table + slot * table_offset[this->kv_heads] + table_offset[head];
     }
     KVPOLICY_HOST_DEVICE constexpr PagedRows<T> head_rows(std::int64_t slot, std::int32_t head) const {
-        return {pages(slot, head), pool.slabs, pool.slab_pages, pool.page_rows, this->dim_k, this->dim_v};
+        return {
+            pages(slot, head),          pool.slabs, pool.slab_pages, pool.page_rows, this->dim_k, this->dim_v,
+            this->selection.page_rows()};
     }
     /// The rows that proposed tokens wait in; they are not of the pool.
     KVPOLICY_HOST_DEVICE constexpr PlainRows<T> spare_rows(std::int64_t slot, std::int32_t head) const {
@@ -86,6 +88,13 @@ struct DualRef : LayerRef<P, T> {
     }
 };
 
+/// What evict did to one sequence.
+struct EvictionReport {
+    std::int32_t rounds = 0;   ///< in which every head dropped its lowest rows
+    std::int64_t dropped = 0;  ///< rows, over all layers and heads
+    std::int64_t rows = 0;     ///< that are held now
+};
+
 /// One object a model. It owns bookkeeping only. The caller lends two kinds of memory: bytes() for tables and states, once,
 /// with bind(); and slabs of slab_bytes(), with add_slab(), whenever the pool needs to grow. All layers, slots and heads
 /// share the pool, so heads of different density share memory.
@@ -132,6 +141,15 @@ class DualCache : public CacheOwner<DualCache<P, T>, P, T> {
     /// Pages stay with their slot until it is cleared. Refuses tokens beyond pool().longest.
     [[nodiscard]] std::int64_t reserve(const host& on, const Batch& batch);
 
+    /// Bytes of workspace that evict needs. Depends on the threads of `on` and on the slabs that were lent.
+    [[nodiscard]] std::size_t evict_workspace_bytes(const host& on) const requires P::has_eviction;
+    /// For a policy with an eviction part: looks at the named slots that have tokens in the batch, and makes those that hold too
+    /// much drop rows of all their heads (policies/eviction.hpp says which), until they do not or cannot. Rows that stay keep
+    /// their order; pages that fall free go back to the pool. Once a step or chunk, after advance(batch). `reports` [count],
+    /// where given, says what happened. Synchronous; the bits do not depend on the number of threads.
+    void evict(const host& on, const Batch& batch, workspace_view workspace,
+               EvictionReport* reports = nullptr) requires P::has_eviction;
+
     /// The layer's view, for the calls of caches/calls.hpp. Valid until the next bind.
     [[nodiscard]] ref_type ref(std::int32_t layer) const;
 
@@ -144,6 +162,14 @@ class DualCache : public CacheOwner<DualCache<P, T>, P, T> {
                static_cast<std::size_t>(head);
     }
     void plan();
+    /// The most rows that a head can have with the pages that were lent.
+    [[nodiscard]] std::int64_t most_rows() const;
+    /// Bytes of the selection's bounds of so many rows.
+    [[nodiscard]] std::size_t bounds_bytes(std::size_t rows) const {
+        return P::has_selection ? rows / static_cast<std::size_t>(this->policy_.selection().page_rows()) * 2 *
+                                      static_cast<std::size_t>(this->shape_.dim_k) * sizeof(T)
+                                : 0;
+    }
     void give_pages(const ref_type& cache, std::int32_t slot) const;
 
     /// Byte offsets of one layer's arrays in the buffer.
@@ -167,4 +193,5 @@ class DualCache : public CacheOwner<DualCache<P, T>, P, T> {
 
 }  // namespace kvpolicy
 
+#include <kvpolicy/host/cache_evict.hpp>
 #include <kvpolicy/host/dual.hpp>

@@ -32,6 +32,10 @@ class FixedBudgetCache : public CacheOwner<FixedBudgetCache<P, T>, P, T> {
     static_assert(!P::has_keep,
                   "kvpolicy: a FixedBudgetCache cannot hold a policy that keeps keys by position, since "
                   "nothing bounds them");
+    static_assert(!P::has_eviction,
+                  "kvpolicy: a FixedBudgetCache has a budget for every head; an eviction part, which counts "
+                  "all heads together, "
+                  "needs a DualCache");
     static_assert(!P::grows,
                   "kvpolicy: a FixedBudgetCache cannot hold a policy that keeps what is decoded (SnapKV), "
                   "since nothing "
@@ -76,7 +80,7 @@ class FixedBudgetCache : public CacheOwner<FixedBudgetCache<P, T>, P, T> {
 
     /// Byte offsets of one layer's arrays in the buffer.
     struct layer_plan {
-        std::size_t k, v, position, score;
+        std::size_t k, v, position, score, bounds;
         typename base::common_plan common;
     };
 

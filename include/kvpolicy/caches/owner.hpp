@@ -117,7 +117,7 @@ class CacheOwner {
 
     /// Byte offsets of the arrays of one layer that both kinds have.
     struct common_plan {
-        std::size_t kept, pinned, victim, proposed, state;
+        std::size_t kept, pinned, victim, proposed, state, queries, spare_queries;
     };
     /// Hands out parts of the buffer: an offset for so many bytes. Refuses what no address space holds.
     struct layout {

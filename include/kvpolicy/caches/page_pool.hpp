@@ -26,6 +26,7 @@ struct Slab {
     T* v = nullptr;                  // [slab_pages * page_rows, dim_v]
     position_t* position = nullptr;  // [slab_pages * page_rows]
     float* score = nullptr;          // [slab_pages * page_rows]
+    T* bounds = nullptr;  // [slab_pages * page_rows / bound_rows, 2, dim_k], for selection; null without
 };
 
 /// Views of the pool's bookkeeping. Page id = slab * slab_pages + page of the slab. A page may be named by several page
@@ -67,7 +68,13 @@ struct PagedRows {
     std::int32_t page_rows = 1;
     std::int32_t dim_k = 0;
     std::int32_t dim_v = 0;
+    std::int32_t bound_rows = 1;  // divides page_rows
 
+    /// As PlainRows::bounds.
+    KVPOLICY_HOST_DEVICE constexpr T* bounds(std::int64_t page) const {
+        const auto row = static_cast<std::int32_t>(page * bound_rows);
+        return slab(row).bounds + slab_row(row) / bound_rows * 2 * dim_k;
+    }
     KVPOLICY_HOST_DEVICE constexpr T* k(std::int32_t row) const {
         return slab(row).k + slab_row(row) * dim_k;
     }

@@ -55,7 +55,13 @@ struct PlainRows {
     float* score_data = nullptr;          // [rows]
     std::int32_t dim_k = 0;
     std::int32_t dim_v = 0;
+    T* bounds_data = nullptr;  // [rows / bound_rows, 2, dim_k], for selection
+    std::int32_t bound_rows = 1;
 
+    /// The smallest and largest number of every dimension of the keys of the selection's page `page`.
+    KVPOLICY_HOST_DEVICE constexpr T* bounds(std::int64_t page) const {
+        return bounds_data + page * 2 * dim_k;
+    }
     KVPOLICY_HOST_DEVICE constexpr T* k(std::int64_t row) const { return k_data + row * dim_k; }
     KVPOLICY_HOST_DEVICE constexpr T* v(std::int64_t row) const { return v_data + row * dim_v; }
     KVPOLICY_HOST_DEVICE constexpr position_t& position(std::int64_t row) const { return position_data[row]; }
@@ -97,7 +103,20 @@ struct LayerRef {
     scorer_type scorer;
     typename P::gate_type gate;
     typename P::keep_type keep;
+    typename P::selection_type selection;
+    typename P::eviction_type eviction;
+    // For an eviction part: the last queries of every head, that of position t in row t mod observing, and those of proposed tokens.
+    T* queries = nullptr;        // [slots, kv_heads, observing, group, dim_k]
+    T* spare_queries = nullptr;  // [slots, kv_heads, proposals, group, dim_k]
 
+    KVPOLICY_HOST_DEVICE constexpr T* query_row(std::int64_t slot, std::int32_t head, position_t t) const {
+        return queries +
+               (head_index(slot, head) * eviction.observing + t % eviction.observing) * group * dim_k;
+    }
+    KVPOLICY_HOST_DEVICE constexpr T* spare_query_row(std::int64_t slot, std::int32_t head,
+                                                      std::int64_t j) const {
+        return spare_queries + (head_index(slot, head) * proposals + j) * group * dim_k;
+    }
     KVPOLICY_HOST_DEVICE constexpr HeadRows layout(std::int32_t head) const {
         return {rules[head].sinks, rules[head].window};
     }
@@ -124,6 +143,7 @@ struct FixedBudgetRef : LayerRef<P, T> {
     T* v = nullptr;                            // [slots, rows, dim_v]
     position_t* position = nullptr;            // [slots, rows]
     float* score = nullptr;                    // [slots, rows]
+    T* bounds = nullptr;  // [slots, rows / selection.page_rows(), 2, dim_k]; null without selection
 
     KVPOLICY_HOST_DEVICE constexpr std::int64_t first_row(std::int64_t slot, std::int32_t head) const {
         return slot * rows + row_offset[head];
@@ -154,12 +174,15 @@ struct FixedBudgetRef : LayerRef<P, T> {
 
   private:
     KVPOLICY_HOST_DEVICE constexpr PlainRows<T> rows_from(std::int64_t first) const {
+        const std::int32_t page = this->selection.page_rows();
         return {k + first * this->dim_k,
                 v + first * this->dim_v,
                 position + first,
                 score + first,
                 this->dim_k,
-                this->dim_v};
+                this->dim_v,
+                P::has_selection ? bounds + first / page * 2 * this->dim_k : nullptr,
+                page};
     }
 };
 
@@ -184,6 +207,11 @@ struct CacheExtras {
     /// Hidden states of the new tokens [count, n, width], of any storage type, for a policy whose scorer reads them (SP-KV's
     /// UtilityPredictor).
     HiddenRows hidden{};
+    /// For prefill and propose of a packed batch: the edges [count + 1], rising from 0, of the entries' tokens in tensors of one
+    /// sequence. q is then [1, Hq, total, Dk], and likewise k, v, out, scores, lse and hidden; entry i is the tokens
+    /// cu_seqlens[i] .. cu_seqlens[i + 1] - 1, as many as batch.tokens(i). Whether samples of a pack see each other is a question of
+    /// slots: one entry keeps attention across them, an entry and a slot for each resets it.
+    const std::int32_t* cu_seqlens = nullptr;
 };
 
 }  // namespace kvpolicy

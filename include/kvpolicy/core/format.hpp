@@ -14,12 +14,15 @@
 #include <kvpolicy/metrics/recall.hpp>
 #include <kvpolicy/policies/compose.hpp>
 #include <kvpolicy/policies/decay.hpp>
+#include <kvpolicy/policies/eviction.hpp>
 #include <kvpolicy/policies/eviction_gate.hpp>
+#include <kvpolicy/policies/selection.hpp>
 #include <kvpolicy/policies/sink.hpp>
 #include <kvpolicy/policies/stride.hpp>
 #include <kvpolicy/policies/threshold_gate.hpp>
 #include <kvpolicy/policies/topk_budget.hpp>
 #include <kvpolicy/policies/window.hpp>
+#include <kvpolicy/scorers/conv.hpp>
 #include <kvpolicy/scorers/linear.hpp>
 #include <kvpolicy/scorers/mlp.hpp>
 #include <kvpolicy/scorers/mlstm.hpp>
@@ -65,6 +68,10 @@ inline const char* kind_text(part_kind kind) {
             return "a budget of one's own";
         case part_kind::decay:
             return "a decay of one's own";
+        case part_kind::eviction:
+            return "an eviction of one's own";
+        case part_kind::selection:
+            return "a selection of one's own";
         case part_kind::scorer:
             break;
     }
@@ -143,6 +150,14 @@ std::string part_text(const ThresholdGate<Comparison>& part) {
 inline std::string part_text(const EvictionGate& part) {
     return fmt::format("EvictionGate (closed above {})", values_text(part.threshold));
 }
+inline std::string part_text(const SnapKVEviction& part) {
+    return fmt::format("SnapKVEviction ({} rows a head, {} of them a round)", number_text(part.average),
+                       part.share);
+}
+template <std::int32_t Rows>
+std::string part_text(const QuestPages<Rows>& part) {
+    return fmt::format("QuestPages ({} pages of {} rows)", values_text(part.pages), part.page_rows());
+}
 inline std::string part_text(const GivenScores&) { return "GivenScores"; }
 template <std::int32_t D>
 std::string part_text(const LinearScorer<D>& part) {
@@ -150,7 +165,16 @@ std::string part_text(const LinearScorer<D>& part) {
 }
 template <class Input, class Act, std::int32_t D>
 std::string part_text(const BasicMlpScorer<Input, Act, D>& part) {
-    return fmt::format("MlpScorer ({} + {}, hidden {})", part.dim_k, part.dim_v, part.hidden);
+    if constexpr (std::is_same_v<Input, HiddenInput>) {
+        return fmt::format("UtilityPredictor (hidden {})", part.hidden);
+    } else {
+        const char* const name = std::is_same_v<Input, WriteGateInput> ? "WriteGateScorer" : "MlpScorer";
+        return fmt::format("{} ({} + {}, hidden {})", name, part.dim_k, part.dim_v, part.hidden);
+    }
+}
+template <std::int32_t D>
+std::string part_text(const ConvScorer<D>& part) {
+    return fmt::format("ConvScorer ({} + {})", part.dim_k, part.dim_v);
 }
 template <std::int32_t D, class Feature, class Values>
 std::string part_text(const mLSTMScorer<D, Feature, Values>& part) {

@@ -6,6 +6,7 @@
 #include <kvpolicy/cuda/attend_call.cuh>
 #include <kvpolicy/cuda/config.cuh>
 #include <kvpolicy/cuda/dispatch.cuh>
+#include <kvpolicy/cuda/head_tiles.cuh>
 #include <kvpolicy/cuda/hopper.cuh>
 #include <kvpolicy/cuda/kernels/attend.cuh>
 #include <kvpolicy/cuda/kernels/attention_plan.cuh>
@@ -18,20 +19,6 @@
 namespace kvpolicy {
 inline namespace KVPOLICY_CUDA_NAMESPACE KVPOLICY_HIDDEN {
 namespace cuda_backend {
-
-/// The smallest tile that holds both head_dims; 0 where none does.
-template <int... Dims>
-int fitting_tile(head_dims<Dims...>, std::int32_t dim) {
-    int best = 0;
-    ((best = Dims >= dim && (best == 0 || Dims < best) ? Dims : best), ...);
-    return best;
-}
-
-/// Calls body(std::integral_constant<int, Dim>{}) for the Dim of the list that `tile` is.
-template <int... Dims, class Body>
-void with_tile(head_dims<Dims...>, int tile, const Body& body) {
-    ((tile == Dims ? body(std::integral_constant<int, Dims>{}) : void()), ...);
-}
 
 /// A checked forward call.
 template <class T, class Dims>

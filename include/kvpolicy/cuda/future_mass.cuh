@@ -5,6 +5,7 @@
 #include <kvpolicy/cuda/blocks/band_problem.cuh>
 #include <kvpolicy/cuda/config.cuh>
 #include <kvpolicy/cuda/dispatch.cuh>
+#include <kvpolicy/cuda/head_tiles.cuh>
 #include <kvpolicy/cuda/hopper.cuh>
 #include <kvpolicy/cuda/kernels/band_hopper.cuh>
 #include <kvpolicy/cuda/kernels/band_plain.cuh>
@@ -39,15 +40,21 @@ __global__ void write_head_numbers_kernel(const head_numbers batch, Number* cons
     }
 }
 
-/// The workspace's parts: a flag for every block of the mass's grid (the fewest rows a block are 128), and windows.
+/// The workspace's parts: a flag for every block of the mass's grid (the fewest rows a block are 128), windows, and biases.
 struct band_workspace {
     std::int32_t* flags;
     std::int32_t* windows;
+    float* bias;
+
+    /// Tiles of columns are at most this long, and a tile's biases are copied whole.
+    static std::int64_t bias_stride(std::int64_t length) { return (length + 127) / 128 * 128; }
 
     template <class T>
-    static band_workspace take(workspace_parts& parts, const rows_view<const T>& k) {
+    static band_workspace take(workspace_parts& parts, const rows_view<const T>& q,
+                               const rows_view<const T>& k) {
         const std::int64_t tiles = (std::int64_t{k.length} + 127) / 128;
-        return {parts.take<std::int32_t>(tiles * k.batch * k.heads), parts.take<std::int32_t>(k.heads)};
+        return {parts.take<std::int32_t>(tiles * k.batch * k.heads), parts.take<std::int32_t>(k.heads),
+                parts.take<float>(bias_stride(q.length) * q.batch * q.heads)};
     }
 };
 
@@ -118,11 +125,17 @@ template <class Pass, int Dim, class T>
 void launch_tiles(const cuda& on, const device_scope& device, band_path path,
                   const band_problem<T>& problem) {
     const std::int64_t heads = std::int64_t{problem.batch} * problem.row_heads;
-    if (path == band_path::hopper && has_hopper_code(device, band_hopper_kernel<T, Dim, Pass>)) {
+    CUtensorMap columns;
+    if (path == band_path::hopper && has_hopper_code(device, band_hopper_kernel<T, Dim, Pass>) &&
+        make_tensor_map(problem.columns, band_hopper_sizes<Dim>::columns, columns)) {
         using sizes = band_hopper_sizes<Dim>;
+        if constexpr (Pass::mass) {
+            launch("band_bias_kernel", band_bias_kernel<T>,
+                   std::int64_t{problem.batch} * problem.columns.heads, 256, 0, on, problem);
+        }
         launch("band_hopper_kernel", band_hopper_kernel<T, Dim, Pass>,
                (std::int64_t{problem.length} + sizes::rows - 1) / sizes::rows * heads, sizes::threads,
-               sizes::shared, on, problem);
+               sizes::shared, on, problem, columns);
     } else {
         using sizes = band_portable_sizes<Dim>;
         launch("band_portable_kernel", band_portable_kernel<T, Dim, Pass>,
@@ -131,27 +144,22 @@ void launch_tiles(const cuda& on, const device_scope& device, band_path path,
     }
 }
 
-template <class Pass, class T>
+template <class Pass, class Dims, class T>
 void launch_band(const cuda& on, const device_scope& device, band_path path, const band_problem<T>& problem) {
-    if (problem.rows.dim <= 64) {
-        launch_tiles<Pass, 64>(on, device, path, problem);
-    } else if (problem.rows.dim <= 128) {
-        launch_tiles<Pass, 128>(on, device, path, problem);
-    } else {
-        launch_tiles<Pass, 256>(on, device, path, problem);
-    }
+    with_tile(Dims{}, fitting_tile(Dims{}, problem.rows.dim),
+              [&](auto dim) { launch_tiles<Pass, decltype(dim)::value>(on, device, path, problem); });
 }
 
 template <class T>
 constexpr bool has_tiles = std::is_same_v<T, bf16> || std::is_same_v<T, fp16>;
 
-template <class T>
+template <class Dims, class T>
 bool takes_tiles(band_path path, const rows_view<const T>& q, const rows_view<const T>& k) {
-    return path != band_path::plain && q.dim <= 256 && copies_of_16(q) && copies_of_16(k);
+    return path != band_path::plain && fitting_tile(Dims{}, q.dim) != 0 && copies_of_16(q) && copies_of_16(k);
 }
 
 /// causal_lse by a path of one's choice.
-template <class T>
+template <class T, class Dims = all_head_dims>
 void causal_lse_by(const cuda& on, band_path path, const Attention& attention, rows_view<const T> q,
                    rows_view<const T> k, const Sequences& sequences, plane_view<float> lse) {
     using C = compute_t<T>;
@@ -167,8 +175,8 @@ void causal_lse_by(const cuda& on, band_path path, const Attention& attention, r
     problem.lengths = sequences.lengths;
     problem.exponents = exponents_of<C>(attention, q.dim, 1.0);
     if constexpr (has_tiles<T>) {
-        if (takes_tiles(path, q, k)) {
-            launch_band<lse_pass>(on, device, path, problem);
+        if (takes_tiles<Dims>(path, q, k)) {
+            launch_band<lse_pass, Dims>(on, device, path, problem);
             return;
         }
     }
@@ -202,14 +210,14 @@ void set_windows(const cuda& on, const FutureMassOptions& options, std::int32_t*
 }
 
 /// future_mass by a path of one's choice.
-template <class T>
+template <class T, class Dims = all_head_dims>
 void future_mass_by(const cuda& on, band_path path, const Attention& attention, rows_view<const T> q,
                     rows_view<const T> k, plane_view<const float> lse, const Sequences& sequences,
                     const FutureMassOptions& options, plane_view<float> target, workspace_view workspace) {
     using C = compute_t<T>;
     const device_scope device(on);
     workspace_parts parts(workspace.data);
-    const band_workspace memory = band_workspace::take(parts, k);
+    const band_workspace memory = band_workspace::take(parts, q, k);
     const bool largest = std::isinf(options.beta);
     const float beta = largest ? 1.0f : options.beta;
     band_problem<T, C> problem;
@@ -232,20 +240,21 @@ void future_mass_by(const cuda& on, band_path path, const Attention& attention, 
         return;
     }
     set_windows(on, options, memory.windows, problem);
+    problem.bias = memory.bias;
+    problem.bias_stride = band_workspace::bias_stride(q.length);
     if constexpr (has_tiles<T>) {
-        if (takes_tiles(path, q, k)) {
+        if (takes_tiles<Dims>(path, q, k)) {
             if (largest) {
-                launch_band<largest_mass_pass>(on, device, path, problem);
+                launch_band<largest_mass_pass, Dims>(on, device, path, problem);
                 return;
             }
             const float shift = shift_of(options.epsilon, beta, problem.length);
             if (shift >= 0.0f) {
                 problem.exponents.shift = shift;
                 problem.flags = memory.flags;
-                launch_band<mass_pass>(on, device, path, problem);
-                problem.exponents.shift = 0.0f;
+                launch_band<mass_pass, Dims>(on, device, path, problem);
             }
-            launch_band<careful_mass_pass>(on, device, path, problem);
+            launch_band<careful_mass_pass, Dims>(on, device, path, problem);
             return;
         }
     }
@@ -261,22 +270,21 @@ void future_mass_by(const cuda& on, band_path path, const Attention& attention, 
 template <Storage T>
 std::size_t future_mass_workspace_bytes(const cuda& on, rows_view<const T> q, rows_view<const T> k) {
     static_cast<void>(on);
-    static_cast<void>(q);
     cuda_backend::workspace_parts parts(nullptr);
-    static_cast<void>(cuda_backend::band_workspace::take(parts, k));
+    static_cast<void>(cuda_backend::band_workspace::take(parts, q, k));
     return parts.bytes();
 }
 
-template <Storage T>
+template <Storage T, class Dims>
 void causal_lse(const cuda& on, const Attention& attention, rows_view<const T> q, rows_view<const T> k,
                 const Sequences& sequences, plane_view<float> lse, workspace_view workspace) {
     namespace cb = cuda_backend;
     cb::check_mass_call(attention, q, k, plane_view<const float>(lse), sequences);
     cb::check_workspace(workspace, future_mass_workspace_bytes<T>(on, q, k));
-    cb::causal_lse_by<T>(on, cb::band_path::hopper, attention, q, k, sequences, lse);
+    cb::causal_lse_by<T, Dims>(on, cb::band_path::hopper, attention, q, k, sequences, lse);
 }
 
-template <Storage T>
+template <Storage T, class Dims>
 void future_mass(const cuda& on, const Attention& attention, rows_view<const T> q, rows_view<const T> k,
                  plane_view<const float> lse, const Sequences& sequences, const FutureMassOptions& options,
                  plane_view<float> target, workspace_view workspace) {
@@ -294,8 +302,8 @@ void future_mass(const cuda& on, const Attention& attention, rows_view<const T> 
         detail::require(window >= 1, "window", window, "1 or more");
     }
     cb::check_workspace(workspace, future_mass_workspace_bytes<T>(on, q, k));
-    cb::future_mass_by<T>(on, cb::band_path::hopper, attention, q, k, lse, sequences, options, target,
-                          workspace);
+    cb::future_mass_by<T, Dims>(on, cb::band_path::hopper, attention, q, k, lse, sequences, options, target,
+                                workspace);
 }
 
 }  // namespace KVPOLICY_HIDDEN

@@ -3,6 +3,7 @@
 
 #include <kvpolicy/caches/ref.hpp>
 #include <kvpolicy/core/status.hpp>
+#include <kvpolicy/host/cache_rows.hpp>
 #include <kvpolicy/host/check.hpp>
 
 #include <algorithm>
@@ -87,7 +88,8 @@ Batch admit([[maybe_unused]] const Cache& cache, const Batch& batch, [[maybe_unu
 template <class Cache, class T>
 void clear_refused([[maybe_unused]] const Cache& cache, [[maybe_unused]] const Batch& all,
                    [[maybe_unused]] const Batch& admitted, [[maybe_unused]] rows_view<T> out,
-                   [[maybe_unused]] plane_view<float> lse) {
+                   [[maybe_unused]] plane_view<float> lse,
+                   [[maybe_unused]] const std::int32_t* cu_seqlens = nullptr) {
     if constexpr (Cache::pooled) {
         for (std::int32_t i = 0; i < all.count; ++i) {
             if (admitted.tokens(i) == all.tokens(i)) {
@@ -96,9 +98,11 @@ void clear_refused([[maybe_unused]] const Cache& cache, [[maybe_unused]] const B
             for (std::int32_t h = 0; h < cache.kv_heads * cache.group; ++h) {
                 for (std::int32_t j = 0; j < all.tokens(i); ++j) {
                     // T{} would do, but the storage types are trivial on purpose.
-                    std::fill_n(out.row(i, h, j), cache.dim_v, static_cast<T>(0.0f));
+                    std::fill_n(entry_rows(out, cu_seqlens, i).row(i, h, j), cache.dim_v,
+                                static_cast<T>(0.0f));
                     if (lse) {
-                        lse.head(i, h)[j] = -std::numeric_limits<float>::infinity();
+                        entry_plane(lse, cu_seqlens, i).head(i, h)[j] =
+                            -std::numeric_limits<float>::infinity();
                     }
                 }
             }

@@ -3,6 +3,8 @@
 
 #include <kvpolicy/caches/ref.hpp>
 #include <kvpolicy/host/attention_kernel.hpp>
+#include <kvpolicy/host/cache_rows.hpp>
+#include <kvpolicy/host/cache_select.hpp>
 #include <kvpolicy/host/check.hpp>
 
 #include <algorithm>
@@ -54,6 +56,11 @@ struct decode_part {
           scratch(aligned_size(attend_scratch_bytes<T>(shape, group, 1))) {}
 };
 
+/// What a query of one head reads: the first `pages` of its chosen pages, `rows` rows in all.
+struct page_choice {
+    std::int32_t pages, rows;
+};
+
 inline constexpr std::int32_t most_decode_parts = 32;  // attend_splits never makes more than this many in all
 
 template <class Cache>
@@ -61,7 +68,8 @@ std::size_t decode_bytes(const host& on, const Cache& cache, std::int32_t count)
     const decode_part<typename Cache::value_type> part(shape_of(cache), cache.group);
     const std::size_t tasks = static_cast<std::size_t>(count) * static_cast<std::size_t>(cache.kv_heads);
     return std::max<std::size_t>(tasks, most_decode_parts) * (part.out + part.lse) +
-           static_cast<std::size_t>(on.threads()) * part.scratch;
+           static_cast<std::size_t>(on.threads()) * part.scratch +
+           tasks * (selection_bytes(cache) + aligned_size(sizeof(page_choice)));
 }
 
 /// Hands rows [begin, end) of a head to visit(segment, first_row), a segment for each run of rows that lie together. Every
@@ -92,9 +100,44 @@ void attend_rows(const host& on, const Cache& cache, const Batch& batch, rows_vi
     const std::int64_t tasks = std::int64_t{batch.count} * cache.kv_heads;
     const auto entry_of = [&](std::int64_t task) { return static_cast<std::int32_t>(task / cache.kv_heads); };
     const auto head_of = [&](std::int64_t task) { return static_cast<std::int32_t>(task % cache.kv_heads); };
-    const auto used = [&](std::int64_t task) {
+    const auto held = [&](std::int64_t task) {
         const std::int32_t slot = batch.slot(entry_of(task)), head = head_of(task);
         return cache.layout(head).used(cache.length[slot] + added, cache.kept[cache.head_index(slot, head)]);
+    };
+    using real = compute_t<T>;
+    const std::size_t chosen_bytes = selection_bytes(cache), choice_bytes = aligned_size(sizeof(page_choice));
+    std::byte* const choices = memory;
+    const auto choice_of = [&](std::int64_t task) -> page_choice& {
+        return *reinterpret_cast<page_choice*>(choices + static_cast<std::size_t>(task) *
+                                                             (chosen_bytes + choice_bytes));
+    };
+    const auto chosen_of = [&](std::int64_t task) {
+        return reinterpret_cast<page_bound<real>*>(reinterpret_cast<std::byte*>(&choice_of(task)) +
+                                                   choice_bytes);
+    };
+    memory += static_cast<std::size_t>(tasks) * (chosen_bytes + choice_bytes);
+    if constexpr (Cache::policy_type::has_selection) {
+        on.parallel_for(tasks, [&](std::int64_t task) {
+            const std::int32_t i = entry_of(task), h = head_of(task), rows = held(task);
+            page_choice& choice = choice_of(task) = {0, 0};
+            if (batch.tokens(i) == 0 || rows == 0) {
+                return;
+            }
+            const std::int32_t newest = cache.layout(h).recent(cache.length[batch.slot(i)] + added - 1);
+            choice.pages = choose_pages(cache, cache.head_rows(batch.slot(i), h), h, rows, newest,
+                                        static_cast<real>(shape.scale), q.row(i, h * cache.group, 0),
+                                        q.head_stride, chosen_of(task));
+            const std::int32_t size = cache.selection.page_rows();
+            const std::int32_t last = chosen_of(task)[choice.pages - 1].page;
+            choice.rows = (choice.pages - 1) * size + std::min(size, rows - last * size);
+        });
+    }
+    const auto used = [&](std::int64_t task) {
+        if constexpr (Cache::policy_type::has_selection) {
+            return choice_of(task).rows;
+        } else {
+            return held(task);
+        }
     };
     std::int64_t longest = 0;
     for (std::int64_t task = 0; task < tasks; ++task) {
@@ -105,10 +148,30 @@ void attend_rows(const host& on, const Cache& cache, const Batch& batch, rows_vi
     const decode_part<T> part(shape, cache.group);
     std::byte* scratch = memory + static_cast<std::size_t>(tasks * splits) * (part.out + part.lse);
     const auto segments_of = [&](std::int64_t task) {
-        return [&cache, rows = cache.head_rows(batch.slot(entry_of(task)), head_of(task)),
-                count = used(task)](auto&& visit) {
-            visit_rows(rows, 0, count, cache.dim_k, cache.dim_v,
-                       [&](const key_segment<T>& segment, std::int32_t) { visit(segment); });
+        const page_bound<real>* const chosen = Cache::policy_type::has_selection ? chosen_of(task) : nullptr;
+        const std::int32_t pages = Cache::policy_type::has_selection ? choice_of(task).pages : 0;
+        return [&cache, rows = cache.head_rows(batch.slot(entry_of(task)), head_of(task)), count = held(task),
+                chosen, pages](auto&& visit) {
+            const auto pass = [&](std::int32_t begin, std::int32_t end) {
+                visit_rows(rows, begin, end, cache.dim_k, cache.dim_v,
+                           [&](const key_segment<T>& segment, std::int32_t) { visit(segment); });
+            };
+            if constexpr (Cache::policy_type::has_selection) {
+                // Pages that follow one another are read as one.
+                const std::int32_t size = cache.selection.page_rows();
+                for (std::int32_t i = 0; i < pages;) {
+                    std::int32_t next = i + 1;
+                    for (; next < pages && chosen[next].page == chosen[next - 1].page + 1; ++next) {
+                    }
+                    pass(chosen[i].page * size, std::min((chosen[next - 1].page + 1) * size, count));
+                    i = next;
+                }
+            } else {
+                static_cast<void>(
+                    chosen);  // clang++ warns about captures that one of the branches leaves out
+                static_cast<void>(pages);
+                pass(0, count);
+            }
         };
     };
     const auto block = [&](std::int64_t task) {
@@ -162,7 +225,7 @@ std::size_t chunk_attention_bytes(const host& on, const Cache& cache) {
 template <class Cache, class T, class SegmentsOf>
 void attend_chunk(const host& on, const Cache& cache, const Batch& batch, rows_view<const T> q,
                   rows_view<T> out, plane_view<float> lse, std::int32_t longest, std::byte* memory,
-                  SegmentsOf&& segments_of) {
+                  SegmentsOf&& segments_of, const std::int32_t* cu_seqlens = nullptr) {
     const attention_shape shape = shape_of(cache);
     const std::int32_t tile = attend_tile<T>(shape, cache.group);
     const std::int64_t tiles = (longest + tile - 1) / tile;
@@ -179,8 +242,9 @@ void attend_chunk(const host& on, const Cache& cache, const Batch& batch, rows_v
         }
         attend_head<T>(
             on.instructions(), shape, [&](auto&& visit) { segments_of(i, h, visit); },
-            block_of(cache, i, h, tokens, q, out, lse), begin, std::min(tokens, begin + tile),
-            memory + static_cast<std::size_t>(thread) * scratch);
+            block_of(cache, i, h, tokens, entry_rows(q, cu_seqlens, i), entry_rows(out, cu_seqlens, i),
+                     entry_plane(lse, cu_seqlens, i)),
+            begin, std::min(tokens, begin + tile), memory + static_cast<std::size_t>(thread) * scratch);
     });
 }
 

@@ -40,6 +40,8 @@ CacheExtras with_scores([[maybe_unused]] const host& on, [[maybe_unused]] const 
         CacheExtras scored = extras;
         const plane_view<float> plane = view_bhs(scores, batch.count, cache.kv_heads, longest);
         scored.scores = plane;
+        // The states of a packed batch lie one after another; their scores do not.
+        const std::int32_t* const edges = extras.cu_seqlens;
         std::byte* const scratch = memory + aligned_size(static_cast<std::size_t>(batch.count) *
                                                          static_cast<std::size_t>(cache.kv_heads) *
                                                          static_cast<std::size_t>(longest) * sizeof(float));
@@ -50,7 +52,8 @@ CacheExtras with_scores([[maybe_unused]] const host& on, [[maybe_unused]] const 
             const std::int64_t count = std::min<std::int64_t>(scorer_block, batch.tokens(i) - first);
             if (count > 0) {
                 score_hidden_tokens(
-                    on.instructions(), cache.scorer, extras.hidden, i, first, count, plane.head(i, 0) + first,
+                    on.instructions(), cache.scorer, extras.hidden, edges != nullptr ? 0 : i,
+                    (edges != nullptr ? edges[i] : 0) + first, count, plane.head(i, 0) + first,
                     plane.head_stride,
                     reinterpret_cast<float*>(scratch + static_cast<std::size_t>(thread) * stride));
             }

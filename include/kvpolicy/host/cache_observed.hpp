@@ -51,11 +51,19 @@ class observed_pass {
         for (std::int32_t h = 0; h < cache.kv_heads; ++h) {
             keys_ = std::max(keys_, cache.capacity(h) + block_);
         }
-        head_bytes_ = observed_head<T>::bytes(cache.dim_k, keys_);
-        const std::size_t heads = static_cast<std::size_t>(count) * static_cast<std::size_t>(cache.kv_heads);
+        head_bytes_ = observed_head<T>::bytes(keys_);
+        scratch_bytes_ = mass_scratch<T>(nullptr, cache.dim_k, keys_).bytes;
+        // Lists wait for each other where a layer is averaged, and for attention where it is to leave out a row. Others are
+        // made, used and forgotten head by head: those of policies that grow may be long.
+        lists_wait_ = evicts_at_steps || seen_.whole_layer;
+        const auto threads = static_cast<std::size_t>(on.threads());
+        const std::size_t lists =
+            lists_wait_ ? static_cast<std::size_t>(count) * static_cast<std::size_t>(cache.kv_heads)
+                        : threads;
         arena parts(memory);
         tokens_ = parts.template take<std::int32_t>(static_cast<std::size_t>(count));
-        heads_ = parts.template take<std::byte>(heads * head_bytes_);
+        heads_ = parts.template take<std::byte>(lists * head_bytes_);
+        scratch_ = parts.template take<std::byte>(threads * scratch_bytes_);
         const std::size_t attention =
             std::max(decode_bytes(on, cache, count), chunk_attention_bytes(on, cache));
         attention_ = parts.template take<std::byte>(attention);
@@ -104,25 +112,32 @@ class observed_pass {
     }
 
   private:
-    observed_head<T>& head_at(std::int32_t i, std::int32_t h) const {
-        const std::size_t place = static_cast<std::size_t>(i) * static_cast<std::size_t>(cache_.kv_heads) +
-                                  static_cast<std::size_t>(h);
+    observed_head<T>& head_at(std::int32_t i, std::int32_t h, int thread = 0) const {
+        const std::size_t place =
+            lists_wait_ ? static_cast<std::size_t>(i) * static_cast<std::size_t>(cache_.kv_heads) +
+                              static_cast<std::size_t>(h)
+                        : static_cast<std::size_t>(thread);
         return observed_head<T>::at(heads_ + place * head_bytes_);
     }
     template <class Visit>
     void for_each_head(const Batch& batch, Visit&& visit) const {
-        on_.parallel_for(std::int64_t{batch.count} * cache_.kv_heads, [&](std::int64_t task) {
+        on_.parallel_for(std::int64_t{batch.count} * cache_.kv_heads, [&](std::int64_t task, int thread) {
             const auto i = static_cast<std::int32_t>(task / cache_.kv_heads);
             const auto h = static_cast<std::int32_t>(task % cache_.kv_heads);
             if (batch.tokens(i) != 0) {
-                visit(i, h);
+                visit(i, h, thread);
             }
         });
     }
 
     void run_block(const Batch& batch, bool prompt, std::int32_t done, std::int32_t longest,
                    const observed_call<T>& call) const {
-        for_each_head(batch, [&](std::int32_t i, std::int32_t h) { look(batch, prompt, done, call, i, h); });
+        const auto look_at = [&](std::int32_t i, std::int32_t h, int thread) {
+            look(batch, prompt, done, call, i, h, thread);
+        };
+        if (lists_wait_) {
+            for_each_head(batch, look_at);
+        }
         for (std::int32_t i = 0; seen_.whole_layer && i < batch.count; ++i) {
             if (batch.tokens(i) != 0 && (evicts_at_steps || prompt)) {
                 average_masses(
@@ -135,8 +150,12 @@ class observed_pass {
                              block_segments(batch, done, call, i, h, visit);
                          });
         }
-        for_each_head(batch,
-                      [&](std::int32_t i, std::int32_t h) { decide(batch, prompt, done, call, i, h); });
+        for_each_head(batch, [&](std::int32_t i, std::int32_t h, int thread) {
+            if (!lists_wait_) {
+                look_at(i, h, thread);
+            }
+            decide(batch, prompt, done, call, i, h, head_at(i, h, thread).list);
+        });
         if (longest == 1) {
             attend_rows(on_, cache_, batch, call.q, call.out, call.lse, done + 1, attention_);
         }
@@ -144,9 +163,9 @@ class observed_pass {
 
     /// Makes the list, lets go of what loses its place when the block begins, and collects the block's masses.
     void look(const Batch& batch, bool prompt, std::int32_t done, const observed_call<T>& call,
-              std::int32_t i, std::int32_t h) const {
-        observed_head<T>& head = head_at(i, h);
-        observed_head<T>::make(&head, cache_.dim_k, keys_);
+              std::int32_t i, std::int32_t h, int thread) const {
+        observed_head<T>& head = head_at(i, h, thread);
+        observed_head<T>::make(&head, keys_);
         observed_list<T>& list = head.list;
         const std::int32_t slot = batch.slot(i);
         const HeadRule& rule = cache_.rules[h];
@@ -173,14 +192,15 @@ class observed_pass {
         queries.head_stride = call.q.head_stride;
         queries.end = batch.tokens(i);
         queries.group = cache_.group;
-        observe(on_.instructions(), shape_, seen_, rule, queries, list, head.scratch, keys_);
+        observe(on_.instructions(), shape_, seen_, rule, queries, list,
+                scratch_ + static_cast<std::size_t>(thread) * scratch_bytes_, keys_);
     }
 
     /// What a block's queries see: the rows of the cache but one, and the block itself.
     template <class Visit>
     void block_segments(const Batch& batch, std::int32_t done, const observed_call<T>& call, std::int32_t i,
                         std::int32_t h, Visit&& visit) const {
-        const std::int32_t slot = batch.slot(i), excluded = head_at(i, h).excluded;
+        const std::int32_t slot = batch.slot(i), excluded = evicts_at_steps ? head_at(i, h).excluded : -1;
         const auto rows = cache_.head_rows(slot, h);
         const std::int32_t used =
             cache_.layout(h).used(cache_.length[slot] + done, cache_.kept[cache_.head_index(slot, h)]);
@@ -199,8 +219,7 @@ class observed_pass {
 
     /// Takes the masses, ends a prompt's block, and writes the survivors back.
     void decide(const Batch& batch, bool prompt, std::int32_t done, const observed_call<T>& call,
-                std::int32_t i, std::int32_t h) const {
-        observed_list<T>& list = head_at(i, h).list;
+                std::int32_t i, std::int32_t h, observed_list<T>& list) const {
         const std::int32_t slot = batch.slot(i);
         const position_t last = cache_.length[slot] + done + batch.tokens(i) - 1;
         list.take_masses(seen_);
@@ -280,9 +299,11 @@ class observed_pass {
     attention_shape shape_;
     std::int32_t block_ = 0;
     std::int64_t keys_ = 0;
-    std::size_t head_bytes_ = 0, bytes_ = 0;
+    std::size_t head_bytes_ = 0, scratch_bytes_ = 0, bytes_ = 0;
+    bool lists_wait_ = true;
     std::int32_t* tokens_ = nullptr;
-    std::byte* heads_ = nullptr;
+    std::byte* heads_ = nullptr;    // [count, kv_heads] where lists wait, else [threads]
+    std::byte* scratch_ = nullptr;  // [threads]
     std::byte* attention_ = nullptr;
 };
 

@@ -45,6 +45,12 @@ CacheOwner<Derived, P, T>::CacheOwner(const CacheShape& shape, const P& policy, 
     host_backend::check_shape(shape);
     host_backend::check_attention(attention);
     policy.check(shape.layers, shape.kv_heads);
+    if constexpr (P::has_selection) {
+        const std::int32_t page = policy.selection().page_rows();
+        detail::require(page >= 1 && shape.page_rows % page == 0, "rows of a selection's page", page, [&] {
+            return detail::text("a divisor of the cache's page_rows, ", shape.page_rows);
+        });
+    }
     scratch_.resize(3 * static_cast<std::size_t>(shape.slots));
     for (std::int32_t layer = 0; layer < shape.layers; ++layer) {
         for (std::int32_t head = 0; head < shape.kv_heads; ++head) {
@@ -84,6 +90,12 @@ typename CacheOwner<Derived, P, T>::common_plan CacheOwner<Derived, P, T>::plan_
     plan.pinned = memory.take(P::has_keep ? heads * sizeof(std::int32_t) : 0);
     plan.victim = memory.take(heads * sizeof(std::int32_t));
     plan.proposed = memory.take(slots * sizeof(std::int32_t));
+    if constexpr (P::has_eviction) {
+        const std::size_t query =
+            host_backend::product_of(shape_.query_heads / shape_.kv_heads, shape_.dim_k, sizeof(T));
+        plan.queries = memory.take(host_backend::product_of(heads, policy_.eviction().observing, query));
+        plan.spare_queries = memory.take(host_backend::product_of(heads, shape_.proposals, query));
+    }
     bytes_.scorer_state += state_bytes;
     return plan;
 }
@@ -111,6 +123,12 @@ void CacheOwner<Derived, P, T>::fill(LayerRef<P, T>& ref, std::int32_t layer, co
     ref.state_size = host_backend::state_floats<P>(ref.scorer);
     ref.gate = policy_.gate();
     ref.keep = policy_.keep();
+    ref.selection = policy_.selection();
+    ref.eviction = policy_.eviction();
+    if constexpr (P::has_eviction) {
+        ref.queries = at<T>(plan.queries);
+        ref.spare_queries = at<T>(plan.spare_queries);
+    }
 }
 
 template <class Derived, AnyPolicy P, Storage T>

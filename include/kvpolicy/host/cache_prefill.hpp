@@ -54,7 +54,7 @@ chunk_plan plan_of(const Cache& cache, std::int32_t head, std::int32_t tokens, s
     chunk_plan plan{};
     std::size_t at = 0;
     const auto take = [&]<class Element>(Element*& array, std::size_t count) {
-        array = reinterpret_cast<Element*>(memory + at);
+        array = memory == nullptr ? nullptr : reinterpret_cast<Element*>(memory + at);
         at += aligned_size(count * sizeof(Element));
     };
     plan.mortal = static_cast<std::int32_t>(mortal);
@@ -128,10 +128,7 @@ void decide_chunk([[maybe_unused]] isa set, const Cache& cache, std::int32_t slo
             return u < base ? rows.v(rows.layout.recent(u)) : v.row(entry, head, u - base);
         };
         if constexpr (P::ranked && scores_come_along<S>) {
-            // A sink's score is never read, whatever came.
-            for (std::int32_t j = 0; j < tokens; ++j) {
-                plan.score[j] = base + j < rule.sinks || rows.keeps(base + j) ? 0.0f : given[j];
-            }
+            std::transform(given, given + tokens, plan.score, stored_score);
         } else {
             std::fill_n(plan.score, tokens, 0.0f);
         }
@@ -219,6 +216,7 @@ void commit_chunk(const Cache& cache, std::int32_t slot, std::int32_t head, std:
     const head_state<Cache> rows(cache, slot, head);
     const HeadRule& rule = rows.rule;
     const position_t base = cache.length[slot];
+    [[maybe_unused]] const std::int32_t kept_before = cache.kept[rows.index];
     const chunk_counts& counts = *plan.counts;
     const auto put = [&](const detail::contestant& keeper) {
         const std::int32_t row = rows.layout.place(keeper.place);
@@ -253,6 +251,11 @@ void commit_chunk(const Cache& cache, std::int32_t slot, std::int32_t head, std:
     cache.kept[rows.index] = counts.kept;
     if constexpr (P::has_keep) {
         cache.pinned[rows.index] += counts.pinned;
+    }
+    if constexpr (P::has_selection) {
+        const std::int32_t used = rows.layout.used(base + tokens, counts.kept);
+        refresh_bounds(cache, rows.rows, 0, plan.mortal, used);
+        refresh_bounds(cache, rows.rows, rows.layout.place(kept_before), used, used);
     }
     cache.victim[rows.index] = -1;
     if constexpr (P::ranked && StatefulScorer<typename P::scorer_type>) {
@@ -294,9 +297,12 @@ struct chunk_source {
 
 /// A call's own tensors as a source.
 template <class T>
-auto tensor_source(rows_view<const T> k, rows_view<const T> v, plane_view<const float> scores) {
-    return [=](std::int32_t i, std::int32_t h) {
-        return chunk_source<T>{k, v, scores ? scores.head(i, h) : nullptr};
+auto tensor_source(rows_view<const T> k, rows_view<const T> v, const CacheExtras& extras,
+                   bool scores_packed) {
+    return [=, scores = extras.scores, edges = extras.cu_seqlens](std::int32_t i, std::int32_t h) {
+        const plane_view<const float> mine = entry_plane(scores, scores_packed ? edges : nullptr, i);
+        return chunk_source<T>{entry_rows(k, edges, i), entry_rows(v, edges, i),
+                               mine ? mine.head(i, h) : nullptr};
     };
 }
 
@@ -375,14 +381,18 @@ class chunk_pass {
         return cache_.layout(h).used(cache_.length[batch.slot(i)] + batch.tokens(i), plan(i, h).counts->kept);
     }
 
-    void attend(const Batch& batch, rows_view<const T> q, rows_view<const T> k, rows_view<const T> v,
-                rows_view<T> out, plane_view<float> lse) const {
-        attend_chunk(on_, cache_, batch, q, out, lse, longest_,
-                     memory_ + static_cast<std::size_t>(batch.count) * entry_bytes_,
-                     [&](std::int32_t i, std::int32_t h, auto&& visit) {
-                         chunk_segments(cache_, batch.slot(i), h, batch.tokens(i), k, v, i, plan(i, h),
-                                        visit);
-                     });
+    template <class Source>
+    void attend(const Batch& batch, rows_view<const T> q, const Source& source, rows_view<T> out,
+                const CacheExtras& extras) const {
+        attend_chunk(
+            on_, cache_, batch, q, out, extras.lse, longest_,
+            memory_ + static_cast<std::size_t>(batch.count) * entry_bytes_,
+            [&](std::int32_t i, std::int32_t h, auto&& visit) {
+                const chunk_source<T> from = source(i, h);
+                chunk_segments(cache_, batch.slot(i), h, batch.tokens(i), from.k, from.v, i, plan(i, h),
+                               visit);
+            },
+            extras.cu_seqlens);
     }
 
     template <class Source>
@@ -436,14 +446,21 @@ void prefill_scored(const host& on, const Cache& cache, const Batch& batch, std:
                     rows_view<const T> q, rows_view<const T> k, rows_view<const T> v, rows_view<T> out,
                     std::byte* start, std::uint32_t* status, const CacheExtras& extras) {
     const chunk_pass<Cache> pass(on, cache, longest, start + admission_bytes(cache, batch.count));
-    const auto source = tensor_source(k, v, extras.scores);
+    const auto source = tensor_source(k, v, extras, !reads_hidden<typename Cache::policy_type>);
     pass.decide(batch, source);
     const Batch admitted = admit(cache, batch, status, start, [&](std::int32_t i, std::int32_t h) {
         return pass.rows_after(batch, i, h);
     });
-    pass.attend(admitted, q, k, v, out, extras.lse);
+    pass.attend(admitted, q, source, out, extras);
     pass.commit(admitted, source);
-    clear_refused(cache, batch, admitted, out, extras.lse);
+    if constexpr (Cache::policy_type::has_eviction) {
+        pass.for_each_head(admitted, [&](std::int32_t i, std::int32_t h) {
+            const std::int32_t slot = batch.slot(i);
+            remember_queries(cache, slot, h, cache.length[slot], batch.tokens(i),
+                             entry_rows(q, extras.cu_seqlens, i), i);
+        });
+    }
+    clear_refused(cache, batch, admitted, out, extras.lse, extras.cu_seqlens);
 }
 
 }  // namespace host_backend
@@ -452,19 +469,21 @@ template <class P, Storage T, template <class, class> class Ref>
 requires CacheRef<Ref<P, T>>
 void prefill(const host& on, const Ref<P, T>& cache, const Batch& batch, input_rows<T> q, input_rows<T> k,
              input_rows<T> v, output_rows<T> out, workspace_view workspace, std::uint32_t* status,
-             const CacheExtras& given) {
+             const CacheExtras& extras) {
     namespace hb = host_backend;
     const std::int32_t longest = hb::check_batch(batch, cache.slots, q.length, "the length of q");
-    hb::check_cache_call(cache, batch, longest, q, k, v, out, given);
+    hb::check_cache_call(cache, batch, longest, q, k, v, out, extras);
     hb::check_longest(cache, batch);
     hb::check_workspace(workspace, cache_workspace_bytes<P, T>(on, cache, batch.count, longest));
     std::byte* const begin = hb::aligned(workspace.data);
     if constexpr (P::observed) {
-        hb::observed_tokens(on, cache, batch, longest, true, {q, k, v, out, given.lse}, begin, status);
+        detail::require(extras.cu_seqlens == nullptr, "extras.cu_seqlens", "given",
+                        "null for an observed policy, whose entries come in rows of their own");
+        hb::observed_tokens(on, cache, batch, longest, true, {q, k, v, out, extras.lse}, begin, status);
     } else {
-        const CacheExtras extras = hb::with_scores(on, cache, batch, longest, given, begin);
+        const CacheExtras scored = hb::with_scores(on, cache, batch, longest, extras, begin);
         hb::prefill_scored(on, cache, batch, longest, q, k, v, out,
-                           begin + hb::hidden_bytes(on, cache, batch.count, longest), status, extras);
+                           begin + hb::hidden_bytes(on, cache, batch.count, longest), status, scored);
     }
 }
 

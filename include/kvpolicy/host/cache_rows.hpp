@@ -2,15 +2,50 @@
 #pragma once
 
 #include <kvpolicy/caches/ref.hpp>
+#include <kvpolicy/host/cache_select.hpp>
 #include <kvpolicy/host/check.hpp>
 #include <kvpolicy/host/scorers/hidden.hpp>
 #include <kvpolicy/policies/ranking.hpp>
 #include <kvpolicy/scorers/concept.hpp>
 
+#include <algorithm>
 #include <cstring>
 #include <utility>
 
 namespace kvpolicy::host_backend {
+
+/// Entry i's part of a call's tensor: of a packed one from its first token on, at batch index i either way.
+template <class T>
+rows_view<T> entry_rows(rows_view<T> all, const std::int32_t* cu_seqlens, std::int64_t i) {
+    if (cu_seqlens != nullptr) {
+        all.data += cu_seqlens[i] * all.row_stride;
+        all.batch_stride = 0;
+    }
+    return all;
+}
+template <class T>
+plane_view<T> entry_plane(plane_view<T> all, const std::int32_t* cu_seqlens, std::int64_t i) {
+    if (cu_seqlens != nullptr && all.data != nullptr) {
+        all.data += cu_seqlens[i];
+        all.batch_stride = 0;
+    }
+    return all;
+}
+
+/// Refuses edges that do not say how the batch's entries are packed. Returns the tokens of all of them.
+inline std::int32_t check_packed(const Batch& batch, const std::int32_t* cu_seqlens) {
+    for (std::int32_t i = 0; i < batch.count; ++i) {
+        const std::int64_t tokens = std::int64_t{cu_seqlens[i + 1]} - cu_seqlens[i];
+        if (i == 0 && cu_seqlens[0] != 0) {
+            detail::refuse("extras.cu_seqlens[0]", cu_seqlens[0], "0");
+        }
+        if (tokens != batch.tokens(i)) {
+            detail::refuse(detail::text("extras.cu_seqlens[", i + 1, "]").c_str(), cu_seqlens[i + 1],
+                           detail::text("the edge before it and the entry's ", batch.tokens(i), " tokens"));
+        }
+    }
+    return batch.count == 0 ? 0 : cu_seqlens[batch.count];
+}
 
 /// The arguments that step, prefill and propose share.
 template <class Cache, class T>
@@ -18,30 +53,34 @@ void check_cache_call(const Cache& cache, const Batch& batch, std::int32_t longe
                       rows_view<const T> k, rows_view<const T> v, rows_view<T> out,
                       const CacheExtras& extras) {
     using P = typename Cache::policy_type;
-    check_rows("q", q, batch.count, cache.kv_heads * cache.group, longest, cache.dim_k);
-    check_rows("k", k, batch.count, cache.kv_heads, longest, cache.dim_k);
-    check_rows("v", v, batch.count, cache.kv_heads, longest, cache.dim_v);
-    check_rows("out", out, batch.count, cache.kv_heads * cache.group, longest, cache.dim_v);
-    check_lse(extras.lse, batch.count, cache.kv_heads * cache.group, longest);
+    const bool packed = extras.cu_seqlens != nullptr;
+    const std::int32_t rows = packed ? check_packed(batch, extras.cu_seqlens) : longest;
+    const std::int32_t count = packed ? 1 : batch.count;
+    detail::require(!packed || !P::observed, "extras.cu_seqlens", "given",
+                    "null, since this policy ranks keys by the attention that they receive");
+    check_rows("q", q, count, cache.kv_heads * cache.group, rows, cache.dim_k);
+    check_rows("k", k, count, cache.kv_heads, rows, cache.dim_k);
+    check_rows("v", v, count, cache.kv_heads, rows, cache.dim_v);
+    check_rows("out", out, count, cache.kv_heads * cache.group, rows, cache.dim_v);
+    check_lse(extras.lse, count, cache.kv_heads * cache.group, rows);
     if constexpr (P::ranked && P::scorer_type::when == score_time::from_hidden) {
         if (longest != 0) {
-            check_hidden("extras.hidden", extras.hidden, batch.count, longest, cache.scorer.hidden_width());
+            check_hidden("extras.hidden", extras.hidden, count, rows, cache.scorer.hidden_width());
         }
     }
     if constexpr (P::ranked && P::scorer_type::when == score_time::given) {
         const plane_view<const float> scores = extras.scores;
         detail::require(static_cast<bool>(scores) || longest == 0, "extras.scores", "null",
                         "fp32 scores, since this policy's scores are given");
-        const bool fits =
-            scores.batch == batch.count && scores.heads == cache.kv_heads && scores.length >= longest;
+        const bool fits = scores.batch == count && scores.heads == cache.kv_heads && scores.length >= rows;
         if (longest != 0 && !fits) {
             detail::refuse("extras.scores",
                            detail::text(scores.batch, " x ", scores.heads, " x ", scores.length),
-                           detail::text(batch.count, " x ", cache.kv_heads, " x at least ", longest));
+                           detail::text(count, " x ", cache.kv_heads, " x at least ", rows));
         }
         for (std::int32_t i = 0; i < batch.count; ++i) {
             for (std::int32_t h = 0; h < cache.kv_heads; ++h) {
-                const float* score = scores.head(i, h);
+                const float* score = entry_plane(scores, extras.cu_seqlens, i).head(i, h);
                 // A sink's score is never read.
                 const position_t sinks = cache.rules[h].sinks - cache.length[batch.slot(i)];
                 for (std::int32_t j = 0; j < batch.tokens(i); ++j) {
@@ -55,6 +94,9 @@ void check_cache_call(const Cache& cache, const Batch& batch, std::int32_t longe
     }
 }
 
+/// What is stored of a score that came with its token: the number, and 0 for a NaN, which only keys that nothing ranks may have.
+inline float stored_score(float given) { return given == given ? given : 0.0f; }
+
 /// A computed score that is NaN: the keys, values or weights that it was made from are not finite.
 [[noreturn]] inline void refuse_computed_score(std::int32_t entry, std::int32_t head, position_t position) {
     detail::refuse(detail::text("score of entry ", entry, ", head ", head, ", position ", position).c_str(),
@@ -64,6 +106,24 @@ void check_cache_call(const Cache& cache, const Batch& batch, std::int32_t longe
 template <class T>
 void copy_row(const T* from, std::int32_t dim, T* to) {
     std::memcpy(to, from, static_cast<std::size_t>(dim) * sizeof(T));
+}
+
+/// Keeps the queries of tokens from position `first` on, all heads of KV head `head`, for an eviction part: q.row(entry, query
+/// head, j) are those of token first + j.
+template <class Cache, class T>
+void remember_queries([[maybe_unused]] const Cache& cache, [[maybe_unused]] std::int32_t slot,
+                      [[maybe_unused]] std::int32_t head, [[maybe_unused]] position_t first,
+                      [[maybe_unused]] std::int32_t tokens, [[maybe_unused]] const rows_view<const T>& q,
+                      [[maybe_unused]] std::int32_t entry) {
+    if constexpr (Cache::policy_type::has_eviction) {
+        for (std::int32_t j = std::max(0, tokens - cache.eviction.observing); j < tokens; ++j) {
+            T* const to = cache.query_row(slot, head, first + j);
+            for (std::int32_t g = 0; g < cache.group; ++g) {
+                copy_row(q.row(entry, head * cache.group + g, j), cache.dim_k,
+                         to + std::int64_t{g} * cache.dim_k);
+            }
+        }
+    }
 }
 
 /// Whether a key may live on after its window: without budget, gate and keep parts none does.
@@ -154,35 +214,35 @@ struct head_state {
     }
 
     /// The key in ring row `row` leaves the window at query q with score s: it takes a free place, takes the worst place,
-    /// or goes.
-    void leave(std::int32_t row, float s, position_t q) const {
+    /// or goes. Returns the row that it has now, or -1.
+    std::int32_t leave(std::int32_t row, float s, position_t q) const {
         if (priority_base(q, cache.rebase_limit) != priority_base(q - 1, cache.rebase_limit)) {
             cache.victim[index] = -1;  // priorities are rounded anew, which may reorder near-equal keys
         }
         const position_t t = position(row);
         if (takes_new_place(t, s)) {
-            std::int32_t& kept = cache.kept[index];
-            put(layout.place(kept), k(row), v(row), t, s);
-            ++kept;
+            const std::int32_t taken = layout.place(cache.kept[index]++);
+            put(taken, k(row), v(row), t, s);
             if constexpr (P::has_keep) {
                 if (keeps(t)) {
                     ++cache.pinned[index];
-                    return;
+                    return taken;
                 }
             }
             cache.victim[index] = -1;
-            return;
+            return taken;
         }
         if (rule.budget == 0 || !cache.gate.open(s, rule)) {
-            return;
+            return -1;
         }
         const std::int32_t worst = worst_place(q);
         const double value = rank_value(rule, s, t, q, cache.rebase_limit);
         if (!ranks_before(value, t, value_of(worst, q), position(layout.place(worst)))) {
-            return;
+            return -1;
         }
         put(layout.place(worst), k(row), v(row), t, s);
         cache.victim[index] = -1;
+        return layout.place(worst);
     }
 };
 

@@ -4,6 +4,7 @@
 #include <kvpolicy/caches/owner.hpp>
 #include <kvpolicy/core/status.hpp>
 #include <kvpolicy/host/cache_owner.hpp>
+#include <kvpolicy/host/cache_select.hpp>
 
 #include <algorithm>
 #include <utility>
@@ -15,6 +16,9 @@ namespace host_backend {
 /// Pages of a head that another slot may name too: full, and of rows that are never written again.
 template <class Cache>
 bool shareable(const Cache& cache, std::int32_t slot, std::int32_t head, std::int64_t page) {
+    if (Cache::policy_type::has_eviction) {
+        return false;  // gaps are closed in place
+    }
     const std::int64_t first = page * cache.page_rows;
     return first >= cache.mortal_rows(head) && first + cache.page_rows <= cache.used(slot, head);
 }
@@ -57,6 +61,9 @@ void for_each_counter(const Cache& cache, Visit&& visit) {
         visit(cache.pinned, std::int64_t{1});
     }
     visit(cache.state, cache.state_size);
+    if constexpr (Cache::policy_type::has_eviction) {
+        visit(cache.queries, std::int64_t{cache.eviction.observing} * cache.group * cache.dim_k);
+    }
 }
 
 /// One layer of a slot, copied to a slot that names no pages. The pool must have what it takes.
@@ -82,6 +89,7 @@ void copy_slot(const Cache& cache, std::int32_t from, std::int32_t to) {
         } else {
             copy_rows(rows, copy, 0, used, cache.dim_k, cache.dim_v);
         }
+        refresh_bounds(cache, copy, 0, used, used);
     }
     for_each_counter(cache, [&](auto* array, std::int64_t each) {
         const std::int64_t count = cache.kv_heads * each;
@@ -106,6 +114,9 @@ void swap_slots(const Cache& cache, std::int32_t a, std::int32_t b) {
             std::swap_ranges(x.v(0), x.v(count), y.v(0));
             std::swap_ranges(x.position_data, x.position_data + count, y.position_data);
             std::swap_ranges(x.score_data, x.score_data + count, y.score_data);
+            if constexpr (Cache::policy_type::has_selection) {
+                std::swap_ranges(x.bounds(0), x.bounds(pages_of_rows(cache, count)), y.bounds(0));
+            }
         }
     }
     for_each_counter(cache, [&](auto* array, std::int64_t each) {

@@ -101,6 +101,19 @@ class blob_reader {
     bool fine_ = true;
 };
 
+/// Calls visit(queries, count) for the queries that an eviction part has of each head after `length` tokens.
+template <class Cache, class Visit>
+void for_each_query_ring([[maybe_unused]] const Cache& cache, [[maybe_unused]] std::int32_t slot,
+                         [[maybe_unused]] position_t length, [[maybe_unused]] Visit&& visit) {
+    if constexpr (Cache::policy_type::has_eviction) {
+        const std::int64_t count =
+            std::min<position_t>(length, cache.eviction.observing) * cache.group * cache.dim_k;
+        for (std::int32_t head = 0; head < cache.kv_heads; ++head) {
+            visit(cache.query_row(slot, head, 0), count);
+        }
+    }
+}
+
 /// One layer of a slot: for each head the places in use, positions and scores, then keys and values; then states.
 template <class Cache>
 void write_layer(const Cache& cache, std::int32_t slot, blob_writer& blob) {
@@ -118,6 +131,8 @@ void write_layer(const Cache& cache, std::int32_t slot, blob_writer& blob) {
         }
     }
     blob.put(cache.state + slot * cache.kv_heads * cache.state_size, cache.kv_heads * cache.state_size);
+    for_each_query_ring(cache, slot, cache.length[slot],
+                        [&](auto* queries, std::int64_t count) { blob.put(queries, count); });
 }
 
 /// Whether row r of a head with `kept` long-range places may hold position t after `length` tokens.
@@ -163,7 +178,11 @@ bool read_past_layer(const Cache& cache, position_t length, blob_reader& blob, s
         }
         pages += (used + cache.page_rows - 1) / cache.page_rows;
     }
-    return blob.template skip<float>(cache.kv_heads * cache.state_size);
+    bool there = blob.template skip<float>(cache.kv_heads * cache.state_size);
+    for_each_query_ring(cache, 0, length, [&](auto* queries, std::int64_t count) {
+        there = there && blob.template skip<std::remove_pointer_t<decltype(queries)>>(count);
+    });
+    return there;
 }
 
 /// Reads a layer into a slot that names no pages.
@@ -189,11 +208,14 @@ void read_layer(const Cache& cache, std::int32_t slot, position_t length, blob_r
             blob.get(rows.k(r), cache.dim_k);
             blob.get(rows.v(r), cache.dim_v);
         }
+        refresh_bounds(cache, rows, 0, used, used);
         if constexpr (Cache::policy_type::has_keep) {
             cache.pinned[index] = pinned;
         }
     }
     blob.get(cache.state + slot * cache.kv_heads * cache.state_size, cache.kv_heads * cache.state_size);
+    for_each_query_ring(cache, slot, length,
+                        [&](auto* queries, std::int64_t count) { blob.get(queries, count); });
     cache.proposed[slot] = 0;
 }
 
@@ -228,6 +250,16 @@ std::uint64_t CacheOwner<Derived, P, T>::fingerprint() const {
         for (const float score : {-infinity, std::nextafter(rule.threshold, -infinity), rule.threshold,
                                   std::nextafter(rule.threshold, infinity), infinity}) {
             sum.number(gate.open(score, rule) ? 1 : 0);
+        }
+    }
+    if constexpr (P::has_eviction) {
+        const auto rule = policy_.eviction();
+        sum.number(static_cast<std::int64_t>(rule.average));
+        sum.number(static_cast<float>(rule.share));
+        for (const std::int32_t number :
+             {static_cast<std::int32_t>(rule.observing), static_cast<std::int32_t>(rule.pool),
+              static_cast<std::int32_t>(rule.aggregate), shape_.query_heads}) {
+            sum.number(number);
         }
     }
     if constexpr (P::has_keep) {
@@ -308,7 +340,7 @@ void CacheOwner<Derived, P, T>::restore(const host&, std::int32_t slot, const vo
     detail::require(header.fingerprint == fingerprint(), "snapshot",
                     "of another policy, shape or storage type", "of a cache like this one");
     // A blob may be forged, and its checksum right: every number that decides where something is written is looked at.
-    bool sound = header.length >= 0 && header.length <= (position_t{1} << 62);
+    bool sound = header.unused == 0 && header.length >= 0 && header.length <= (position_t{1} << 62);
     std::int64_t pages = 0;
     hb::blob_reader reader(bytes + sizeof header, blob_bytes - sizeof header);
     for (std::int32_t layer = 0; sound && layer < shape_.layers; ++layer) {

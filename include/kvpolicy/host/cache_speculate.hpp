@@ -50,29 +50,38 @@ auto spare_source(const Cache& cache, const Batch& batch) {
 template <class P, Storage T, template <class, class> class Ref>
 requires CacheRef<Ref<P, T>>
 void propose(const host& on, const Ref<P, T>& cache, const Batch& batch, input_rows<T> q, input_rows<T> k,
-             input_rows<T> v, output_rows<T> out, workspace_view workspace, const CacheExtras& given) {
+             input_rows<T> v, output_rows<T> out, workspace_view workspace, const CacheExtras& extras) {
     namespace hb = host_backend;
     static_assert(!P::observed,
                   "kvpolicy: propose takes a policy whose scores do not change with every query");
     const std::int32_t longest =
         hb::check_batch(batch, cache.slots, cache.proposals, "the cache's proposals, CacheShape::proposals");
-    hb::check_cache_call(cache, batch, longest, q, k, v, out, given);
+    hb::check_cache_call(cache, batch, longest, q, k, v, out, extras);
     hb::check_longest(cache, batch);
     hb::check_workspace(workspace, cache_workspace_bytes<P, T>(on, cache, batch.count, longest));
     std::byte* const begin = hb::aligned(workspace.data);
-    const CacheExtras extras = hb::with_scores(on, cache, batch, longest, given, begin);
+    const CacheExtras scored = hb::with_scores(on, cache, batch, longest, extras, begin);
     const hb::chunk_pass<Ref<P, T>> pass(on, cache, longest,
                                          begin + hb::hidden_bytes(on, cache, batch.count, longest));
-    pass.decide(batch, hb::tensor_source(k, v, extras.scores));
-    pass.attend(batch, q, k, v, out, extras.lse);
+    const auto source = hb::tensor_source(k, v, scored, !hb::reads_hidden<P>);
+    pass.decide(batch, source);
+    pass.attend(batch, q, source, out, scored);
     pass.for_each_head(batch, [&](std::int32_t i, std::int32_t h) {
         const std::int32_t slot = batch.slot(i);
         const PlainRows<T> spare = cache.spare_rows(slot, h);
+        const hb::chunk_source<T> from = source(i, h);
         for (std::int32_t j = 0; j < batch.tokens(i); ++j) {
-            hb::copy_row(k.row(i, h, j), cache.dim_k, spare.k(j));
-            hb::copy_row(v.row(i, h, j), cache.dim_v, spare.v(j));
+            hb::copy_row(from.k.row(i, h, j), cache.dim_k, spare.k(j));
+            hb::copy_row(from.v.row(i, h, j), cache.dim_v, spare.v(j));
             spare.position(j) = cache.length[slot] + j;
-            spare.score(j) = extras.scores ? extras.scores.head(i, h)[j] : 0.0f;
+            spare.score(j) = from.scores != nullptr ? from.scores[j] : 0.0f;
+            if constexpr (P::has_eviction) {
+                for (std::int32_t g = 0; g < cache.group; ++g) {
+                    hb::copy_row(hb::entry_rows(q, extras.cu_seqlens, i).row(i, h * cache.group + g, j),
+                                 cache.dim_k,
+                                 cache.spare_query_row(slot, h, j) + std::int64_t{g} * cache.dim_k);
+                }
+            }
         }
         if (h == 0) {
             cache.proposed[slot] = batch.tokens(i);
@@ -99,6 +108,17 @@ void commit(const host& on, const Ref<P, T>& cache, const Batch& batch, workspac
         return pass.rows_after(batch, i, h);
     });
     pass.commit(admitted, source);
+    if constexpr (P::has_eviction) {
+        pass.for_each_head(admitted, [&](std::int32_t i, std::int32_t h) {
+            const std::int32_t slot = batch.slot(i);
+            const std::int64_t width = std::int64_t{cache.group} * cache.dim_k;
+            for (std::int32_t j = std::max(0, batch.tokens(i) - cache.eviction.observing);
+                 j < batch.tokens(i); ++j) {
+                std::copy_n(cache.spare_query_row(slot, h, j), width,
+                            cache.query_row(slot, h, cache.length[slot] + j));
+            }
+        });
+    }
     for (std::int32_t i = 0; i < batch.count; ++i) {
         if (batch.tokens(i) == 0) {
             cache.proposed[batch.slot(i)] = 0;

@@ -83,6 +83,7 @@ void DualCache<P, T>::plan() {
     slab.take(host_backend::product_of(rows, v_row));
     slab.take(host_backend::product_of(rows, sizeof(position_t)));
     slab.take(host_backend::product_of(rows, sizeof(float)));
+    slab.take(bounds_bytes(rows));
     slab_bytes_ = slab.at + host_backend::alignment;
 }
 
@@ -121,6 +122,7 @@ void DualCache<P, T>::add_slab(const host&, void* buffer, std::size_t buffer_byt
                                   slab.take(rows * static_cast<std::size_t>(this->shape_.dim_v) * sizeof(T)));
     lent.position = reinterpret_cast<position_t*>(memory + slab.take(rows * sizeof(position_t)));
     lent.score = reinterpret_cast<float*>(memory + slab.take(rows * sizeof(float)));
+    lent.bounds = P::has_selection ? reinterpret_cast<T*>(memory + slab.take(bounds_bytes(rows))) : nullptr;
     // The stack hands out low ids first.
     auto* ids = this->template at<std::int32_t>(free_at_);
     std::int32_t& count = *this->template at<std::int32_t>(count_at_);

@@ -47,6 +47,11 @@ void FixedBudgetCache<P, T>::plan() {
         plan.v = memory.take(v_bytes);
         plan.position = memory.take(host_backend::product_of(rows, sizeof(position_t)));
         plan.score = memory.take(host_backend::product_of(rows, sizeof(float)));
+        plan.bounds = memory.take(
+            P::has_selection ? host_backend::product_of(
+                                   rows / static_cast<std::size_t>(this->policy_.selection().page_rows()),
+                                   2 * static_cast<std::size_t>(this->shape_.dim_k) * sizeof(T))
+                             : 0);
         plan.common = this->plan_layer(memory, layer);
         plan_.push_back(plan);
         this->bytes_.keys_and_values += k_bytes + v_bytes;
@@ -78,6 +83,7 @@ FixedBudgetRef<P, T> FixedBudgetCache<P, T>::ref(std::int32_t layer) const {
     ref.v = this->template at<T>(plan.v);
     ref.position = this->template at<position_t>(plan.position);
     ref.score = this->template at<float>(plan.score);
+    ref.bounds = P::has_selection ? this->template at<T>(plan.bounds) : nullptr;
     return ref;
 }
 

@@ -28,13 +28,15 @@ template <class T>
 void check_mass_shapes(rows_view<const T> q, rows_view<const T> k, const Sequences& sequences) {
     check_sequences(sequences, q.batch, q.length);
     detail::require(sequences.cu_seqlens == nullptr, "sequences.cu_seqlens", "given", "null");
-    detail::require(k.batch == q.batch, "k.batch", k.batch, detail::text("q.batch = ", q.batch));
+    detail::require(k.batch == q.batch, "k.batch", k.batch,
+                    [&] { return detail::text("q.batch = ", q.batch); });
     detail::require(k.length >= sequences.length, "k.length", k.length,
                     [&] { return detail::text("at least sequences.length = ", sequences.length); });
     detail::require(k.heads >= 1 && q.heads % k.heads == 0, "q.heads", q.heads,
                     [&] { return detail::text("a multiple of k.heads = ", k.heads); });
-    detail::require(q.dim == k.dim && head_dim_supported(q.dim), "head_dim", q.dim,
-                    detail::text("that of k (", k.dim, "), a multiple of 8 up to ", max_head_dim));
+    detail::require(q.dim == k.dim && head_dim_supported(q.dim), "head_dim", q.dim, [&] {
+        return detail::text("that of k (", k.dim, "), a multiple of 8 up to ", max_head_dim);
+    });
     check_rows("q", q, q.batch, q.heads, sequences.length, q.dim);
     check_rows("k", k, q.batch, k.heads, sequences.length, k.dim);
 }

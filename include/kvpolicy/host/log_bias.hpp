@@ -93,7 +93,7 @@ KVPOLICY_HOST_DEVICE gate_value<Real> SoftGate::operator()(Real z, gate_place) c
 }
 
 template <class Real>
-KVPOLICY_HOST_DEVICE gate_value<Real> WriteGate::operator()(Real z, gate_place) const {
+KVPOLICY_HOST_DEVICE gate_value<Real> SoftWriteGate::operator()(Real z, gate_place) const {
     // Without epsilon, u / total is 1 even where both underflow.
     if (epsilon == 0.0f) {
         return SoftGate{}(z);
@@ -103,8 +103,8 @@ KVPOLICY_HOST_DEVICE gate_value<Real> WriteGate::operator()(Real z, gate_place) 
     const double total = u + static_cast<double>(epsilon);
     return host_backend::rounded<Real>({std::log(total), u * host_backend::sigmoid(-x) / total, true});
 }
-inline void WriteGate::check() const {
-    detail::require(epsilon >= 0.0f && epsilon <= 1.0f, "WriteGate.epsilon", epsilon, "0 to 1");
+inline void SoftWriteGate::check() const {
+    detail::require(epsilon >= 0.0f && epsilon <= 1.0f, "SoftWriteGate.epsilon", epsilon, "0 to 1");
 }
 
 template <class Real>

@@ -143,29 +143,23 @@ class observed_list {
     unsigned char* lost_ = nullptr;
 };
 
-/// A list in the caller's workspace, with the memory of its passes.
+/// A list in the caller's workspace.
 template <Storage T>
 struct observed_head {
     observed_list<T> list;
-    std::byte* scratch = nullptr;
     std::int32_t excluded = -1;  // the row that lost its place when the block began; -1: none
 
-    static std::size_t bytes(std::int32_t dim, std::int64_t keys) {
-        return lay_out(nullptr, nullptr, dim, keys);
-    }
+    static std::size_t bytes(std::int64_t keys) { return lay_out(nullptr, nullptr, keys); }
     static observed_head& at(std::byte* memory) { return *reinterpret_cast<observed_head*>(memory); }
-    /// Makes an empty one in the bytes(dim, keys) of memory that begin at `head`, aligned.
-    static void make(observed_head* head, std::int32_t dim, std::int64_t keys) {
-        lay_out(head, head, dim, keys);
-    }
+    /// Makes an empty one in the bytes(keys) of memory that begin at `head`, aligned.
+    static void make(observed_head* head, std::int64_t keys) { lay_out(head, head, keys); }
 
   private:
-    static std::size_t lay_out(void* memory, observed_head* head, std::int32_t dim, std::int64_t keys) {
+    static std::size_t lay_out(void* memory, observed_head* head, std::int64_t keys) {
         arena parts(memory);
         static_cast<void>(parts.take<observed_head>(1));
         observed_head made;
         made.list = observed_list<T>(parts, keys);
-        made.scratch = parts.take<std::byte>(mass_scratch<T>(nullptr, dim, keys).bytes);
         if (head != nullptr) {
             *head = made;
         }

@@ -26,10 +26,13 @@ inline std::int32_t observed_block_end(const Observation& seen, std::int32_t a, 
 }  // namespace host_backend
 
 template <Storage T, AnyPolicy P>
-std::size_t build_observed_mask_workspace_bytes(const host&, const P&, rows_view<const T> q,
+std::size_t build_observed_mask_workspace_bytes(const host& on, const P&, rows_view<const T> q,
                                                 rows_view<const T> k) {
+    const std::int32_t keys = std::max(q.length, 0);
     const std::size_t tasks = static_cast<std::size_t>(q.batch) * static_cast<std::size_t>(k.heads);
-    return tasks * host_backend::observed_head<T>::bytes(q.dim, std::max(q.length, 0)) +
+    return tasks * host_backend::observed_head<T>::bytes(keys) +
+           static_cast<std::size_t>(on.threads()) *
+               host_backend::mass_scratch<T>(nullptr, q.dim, keys).bytes +
            host_backend::alignment;
 }
 
@@ -59,11 +62,14 @@ void build_observed_mask(const host& on, const P& policy, const Attention& atten
 
     const hb::attention_shape shape = hb::valueless_shape(attention, q.dim);
     const std::int32_t group = q.heads / heads;
-    const std::size_t each = hb::observed_head<T>::bytes(q.dim, q.length);
+    const std::size_t each = hb::observed_head<T>::bytes(q.length);
+    const std::size_t scratch_bytes = hb::mass_scratch<T>(nullptr, q.dim, q.length).bytes;
     std::byte* const memory = hb::aligned(workspace.data);
+    std::byte* const scratch =
+        memory + static_cast<std::size_t>(q.batch) * static_cast<std::size_t>(heads) * each;
     // Heads that are averaged go side by side, the others on their own.
     const std::int32_t together = seen.whole_layer ? heads : 1;
-    on.parallel_for(std::int64_t{q.batch} * heads / together, [&](std::int64_t task) {
+    on.parallel_for(std::int64_t{q.batch} * heads / together, [&](std::int64_t task, int thread) {
         const std::int64_t first = task * together, b = first / heads;
         const auto begin = static_cast<std::int32_t>(first % heads), stop = begin + together;
         const std::int32_t length = sequences.length_of(b);
@@ -71,7 +77,7 @@ void build_observed_mask(const host& on, const P& policy, const Attention& atten
             return hb::observed_head<T>::at(memory + static_cast<std::size_t>(first + h - begin) * each);
         };
         for (std::int32_t h = begin; h < stop; ++h) {
-            hb::observed_head<T>::make(&one(h), q.dim, q.length);
+            hb::observed_head<T>::make(&one(h), q.length);
             std::fill_n(expiry.head(b, h), length, never);
         }
         for (std::int32_t a = 0, end = 0; a < length; a = end) {
@@ -96,8 +102,8 @@ void build_observed_mask(const host& on, const P& policy, const Attention& atten
                 queries.head_stride = q.head_stride;
                 queries.end = end - a;
                 queries.group = group;
-                hb::observe(on.instructions(), shape, seen, rule_of(h), queries, list, one(h).scratch,
-                            q.length);
+                hb::observe(on.instructions(), shape, seen, rule_of(h), queries, list,
+                            scratch + static_cast<std::size_t>(thread) * scratch_bytes, q.length);
             }
             if (seen.whole_layer) {
                 hb::average_masses(

@@ -81,8 +81,7 @@ void score_step([[maybe_unused]] isa set, const Cache& cache, std::int32_t slot,
     const bool leaves = u >= rows.rule.sinks;
     const std::int32_t row = leaves ? rows.layout.recent(u) : 0;
     if constexpr (scores_come_along<S>) {
-        // A sink's score is never read, whatever came.
-        scores.arriving = given == nullptr || q < rows.rule.sinks || rows.keeps(q) ? 0.0f : *given;
+        scores.arriving = given == nullptr ? 0.0f : stored_score(*given);
         scores.leaving = leaves ? rows.score(row) : 0.0f;
     } else if constexpr (S::when == score_time::on_arrival) {
         scorer_input<S, T> input(set, cache.scorer, head, cache.dim_k, cache.dim_v, scratch);

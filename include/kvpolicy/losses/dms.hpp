@@ -31,6 +31,8 @@ struct CompressionLoss {
     float scale = 1.0f;
     DmsGate gate{};
     EvictionSums total{};
+    /// Count decisions (alpha > 0.5) instead of alphas, with the gradient of alpha: what the authors' code does.
+    bool straight_through = false;
     gate_scope scope = gate_scope::all;
     std::int32_t layer = 0;
 
@@ -47,7 +49,7 @@ struct CompressionLoss {
                          const Sequences& sequences, plane_view<Real> d_scores) const;
 };
 
-/// The paper's schedule: the compression ratio grows by 1 every `steps_per_unit` steps, from 1 up to `compression`; the
+/// The schedule: the compression ratio grows by 1 every `steps_per_unit` steps, from 1 up to `compression`; the
 /// target is 1 - 1 / ratio. Refuses step < 0, compression < 1, steps_per_unit < 1.
 inline float eviction_target(std::int64_t step, double compression, std::int64_t steps_per_unit = 100) {
     detail::require(step >= 0, "step", step, "0 or more");

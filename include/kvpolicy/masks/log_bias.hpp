@@ -47,7 +47,7 @@ struct SoftGate {
 };
 
 /// log_bias = log(u + epsilon), the write gate of WG-KV (3.2).
-struct WriteGate {
+struct SoftWriteGate {
     float epsilon = 1e-6f;
     template <class Real>
     KVPOLICY_HOST_DEVICE gate_value<Real> operator()(Real z, gate_place = {}) const;
@@ -90,7 +90,7 @@ struct BernoulliGate {
     void check() const;
 };
 
-static_assert(TrainingGate<SoftGate> && TrainingGate<WriteGate> && TrainingGate<AnnealedGate>);
+static_assert(TrainingGate<SoftGate> && TrainingGate<SoftWriteGate> && TrainingGate<AnnealedGate>);
 static_assert(TrainingGate<ThresholdSoftGate> && TrainingGate<BernoulliGate>);
 
 /// The mask of a gated policy in training: overwrites expiry [B, Hkv, S] and log_bias [B, Hkv, S] for the sequences'

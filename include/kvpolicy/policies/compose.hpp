@@ -50,6 +50,15 @@ constexpr bool keeps_decoded() {
     }
 }
 
+/// For policies that read everything, and for those that leave what is written.
+struct no_selection {
+    static constexpr part_kind kind = part_kind::selection;
+    KVPOLICY_HOST_DEVICE constexpr std::int32_t page_rows() const { return 1; }
+};
+struct no_eviction {
+    static constexpr part_kind kind = part_kind::eviction;
+};
+
 /// Keep parts as one plain value, for kernels and the refs of caches.
 template <class... Parts>
 struct keep_set {
@@ -100,6 +109,10 @@ class Policy {
                   "kvpolicy: a Policy has at most one Decay");
     static_assert(detail::count_of<part_kind::scorer, Parts...> <= 1,
                   "kvpolicy: a Policy has at most one scorer");
+    static_assert(detail::count_of<part_kind::eviction, Parts...> <= 1,
+                  "kvpolicy: a Policy has at most one eviction part");
+    static_assert(detail::count_of<part_kind::selection, Parts...> <= 1,
+                  "kvpolicy: a Policy has at most one selection part");
 
   public:
     static constexpr bool has_gate = detail::count_of<part_kind::gate, Parts...> == 1;
@@ -109,6 +122,12 @@ class Policy {
     /// Whether a key's fate depends on its score.
     static constexpr bool ranked = has_gate || has_budget;
 
+    static constexpr bool has_eviction = detail::count_of<part_kind::eviction, Parts...> == 1;
+    static constexpr bool has_selection = detail::count_of<part_kind::selection, Parts...> == 1;
+
+    using eviction_type = typename detail::part_of<part_kind::eviction, detail::no_eviction, Parts...>::type;
+    using selection_type =
+        typename detail::part_of<part_kind::selection, detail::no_selection, Parts...>::type;
     using gate_type = typename detail::part_of<part_kind::gate, detail::no_gate, Parts...>::type;
     using scorer_type = typename detail::part_of<part_kind::scorer, GivenScores, Parts...>::type;
     using keep_type = decltype(detail::make_keep_set(std::declval<const Parts&>()...));
@@ -125,8 +144,18 @@ class Policy {
         "kvpolicy: a gate needs `bool open(float score, const HeadRule&) const` and `void write(HeadRule&, "
         "int layer, int head) const`");
     static_assert(((Parts::kind == part_kind::keep || Parts::kind == part_kind::scorer ||
+                    Parts::kind == part_kind::eviction || Parts::kind == part_kind::selection ||
                     RulePart<Parts>)&&...),
                   "kvpolicy: a part of this kind needs `void write(HeadRule&, int layer, int head) const`");
+    static_assert(((Parts::kind != part_kind::eviction || EvictionPart<Parts>)&&...),
+                  "kvpolicy: an eviction part needs average, share, observing, pool and aggregate");
+    static_assert(
+        ((Parts::kind != part_kind::selection || SelectionPart<Parts>)&&...),
+        "kvpolicy: a selection part needs `page_rows()`, `pages` by layer and head, and `aggregate`");
+    static_assert(!observed || (!has_eviction && !has_selection),
+                  "kvpolicy: a policy that ranks keys by the attention they receive evicts already, and must "
+                  "read all keys: no "
+                  "eviction and no selection part");
     static_assert(((Parts::kind != part_kind::keep || KeepPart<Parts>)&&...),
                   "kvpolicy: a keep part needs `bool keeps(position_t) const`");
     static_assert(
@@ -153,6 +182,22 @@ class Policy {
     constexpr gate_type gate() const {
         if constexpr (has_gate) {
             return std::get<gate_type>(parts_);
+        } else {
+            return {};
+        }
+    }
+
+    constexpr eviction_type eviction() const {
+        if constexpr (has_eviction) {
+            return std::get<eviction_type>(parts_);
+        } else {
+            return {};
+        }
+    }
+
+    constexpr selection_type selection() const {
+        if constexpr (has_selection) {
+            return std::get<selection_type>(parts_);
         } else {
             return {};
         }

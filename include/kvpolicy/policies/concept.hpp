@@ -11,13 +11,15 @@ namespace kvpolicy {
 
 /// The kinds of parts. A policy has at most one of each, except `keep`, of which it may have several.
 enum class part_kind : std::uint8_t {
-    sink,    ///< the first keys never leave
-    window,  ///< the most recent keys are always visible
-    keep,    ///< keys that never leave, by position: bool keeps(position_t) const
-    gate,    ///< admission at the window's edge: bool open(float score, const HeadRule&) const
-    budget,  ///< eviction: the k best eligible keys
-    decay,   ///< how scores age
-    scorer,  ///< where scores come from
+    sink,       ///< the first keys never leave
+    window,     ///< the most recent keys are always visible
+    keep,       ///< keys that never leave, by position: bool keeps(position_t) const
+    gate,       ///< admission at the window's edge: bool open(float score, const HeadRule&) const
+    budget,     ///< eviction: the k best eligible keys
+    decay,      ///< how scores age
+    scorer,     ///< where scores come from
+    eviction,   ///< after the write, over all heads of a sequence
+    selection,  ///< at the read: which pages of rows a query reads
 };
 
 /// A part that writes numbers: Sink, Window, TopKBudget, Decay, and gates with a threshold. A part that reads arrays may
@@ -33,6 +35,25 @@ template <class P>
 concept Gate = RulePart<P> &&
                P::kind == part_kind::gate&& requires(const P& part, float score, const HeadRule& rule) {
     { part.open(score, rule) } -> std::same_as<bool>;
+};
+
+/// Which pages of rows a decoded token reads: page_rows() rows each, pages.at(layer, head) of them, by bounds that `aggregate`
+/// joins over the query heads of a KV head (policies/selection.hpp).
+template <class P>
+concept SelectionPart = P::kind == part_kind::selection&& requires(const P& part, std::int32_t at) {
+    { part.page_rows() } -> std::same_as<std::int32_t>;
+    { part.pages.at(at, at) } -> std::convertible_to<std::int32_t>;
+    { part.aggregate } -> std::convertible_to<group_aggregate>;
+};
+
+/// What a sequence drops when all its heads together hold too much (policies/eviction.hpp).
+template <class P>
+concept EvictionPart = P::kind == part_kind::eviction&& requires(const P& part) {
+    { part.average } -> std::convertible_to<std::int64_t>;
+    { part.share } -> std::convertible_to<float>;
+    { part.observing } -> std::convertible_to<std::int32_t>;
+    { part.pool } -> std::convertible_to<std::int32_t>;
+    { part.aggregate } -> std::convertible_to<group_aggregate>;
 };
 
 /// Keys that never leave because of where they stand (every 16th, say).

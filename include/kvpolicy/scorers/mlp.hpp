@@ -1,5 +1,5 @@
 // Scorers with one hidden layer. One MLP with an input policy and an activation: KVpop's (kvpop.txt, 3.3 and E.2) is
-// MlpScorer, WG-KV's WriteGate (wgkv.txt, 3.2), SP-KV's UtilityPredictor (spkv.txt, 2.1 and listing 1).
+// MlpScorer, WG-KV's WriteGateScorer (wgkv.txt, 3.2), SP-KV's UtilityPredictor (spkv.txt, 2.1 and listing 1).
 #pragma once
 
 #include <kvpolicy/core/context.hpp>
@@ -269,13 +269,13 @@ using MlpScorer = BasicMlpScorer<KeyValueInput, Silu, D>;
 
 /// WG-KV's write gate: g = sigmoid(r), r = w2 . GELU(W1 [RMSNorm(k before RoPE); RMSNorm(k after RoPE)] + b1) + b2, headwise.
 template <std::int32_t D = dynamic>
-using WriteGate = BasicMlpScorer<WriteGateInput, GeluErf, D>;
+using WriteGateScorer = BasicMlpScorer<WriteGateInput, GeluErf, D>;
 
 /// SP-KV's utility predictor: u = sigmoid(r), r_h = w2_h . SiLU(W1 x + b1) + b2_h of the hidden state x, with one hidden
 /// layer for all heads. input.width is the model's; dim_k and dim_v are not used.
 using UtilityPredictor = BasicMlpScorer<HiddenInput, Silu>;
 
-static_assert(BlockScorer<WriteGate<>> && HiddenScorer<UtilityPredictor> && Scorer<UtilityPredictor>);
+static_assert(BlockScorer<WriteGateScorer<>> && HiddenScorer<UtilityPredictor> && Scorer<UtilityPredictor>);
 static_assert(StatelessScorer<MlpScorer<>> && BlockScorer<MlpScorer<64>> && CheckedScorer<MlpScorer<64>>);
 static_assert(Scorer<BasicMlpScorer<KeyValueInput, GeluErf>> && std::is_trivially_copyable_v<MlpScorer<>>);
 

@@ -85,8 +85,8 @@ void check_gate(const P& policy, const G& gate, MaskCase& input, const std::stri
 template <class P>
 void check_gates(const P& policy, MaskCase& input, const std::string& what) {
     check_gate(policy, SoftGate{}, input, "soft, " + what);
-    check_gate(policy, WriteGate{}, input, "write, " + what);
-    check_gate(policy, WriteGate{0.0f}, input, "write without epsilon, " + what);
+    check_gate(policy, SoftWriteGate{}, input, "write, " + what);
+    check_gate(policy, SoftWriteGate{0.0f}, input, "write without epsilon, " + what);
     for (const float alpha : {0.0f, 0.375f, 1.0f}) {
         check_gate(policy, AnnealedGate{alpha, 0.4f}, input,
                    "annealed by " + std::to_string(alpha) + ", " + what);

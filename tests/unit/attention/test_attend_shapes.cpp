@@ -132,7 +132,7 @@ TEST_CASE("strides: fused QKV rows, and K and V in one pool") {
     Problem<float> p({batch, kv_heads, group, length, length, dim, dim}, 21);
     p.random_expiry(22);
     // [B, S, (Hq + 2 Hkv) D], as a fused projection writes it.
-    const std::int64_t row = std::int64_t{heads + 2 * kv_heads} * dim;
+    const std::int64_t row = (heads + std::int64_t{2} * kv_heads) * dim;
     std::vector<float> fused(static_cast<std::size_t>(batch * length * row));
     for (std::int32_t b = 0; b < batch; ++b) {
         for (std::int32_t t = 0; t < length; ++t) {
@@ -150,7 +150,7 @@ TEST_CASE("strides: fused QKV rows, and K and V in one pool") {
     }
     const auto slice = [&](std::int32_t first, std::int32_t count) {
         return rows_view<const float>{
-            fused.data() + first * dim, batch, count, length, dim, length * row, dim, row};
+            fused.data() + std::int64_t{first} * dim, batch, count, length, dim, length * row, dim, row};
     };
     auto all = p.key_views();
     all.k = slice(heads, kv_heads);

@@ -156,6 +156,20 @@ TEST_CASE("the compression loss") {
             CHECK(d.at(0, 0, t) == 9.0);
             CHECK(close(d.at(3, 0, t), file.loss_slope[file.at(noise, static_cast<std::size_t>(t))], 1e-13));
         }
+        // Counting decisions leaves the gradient as it is.
+        CompressionLoss counting = loss;
+        counting.straight_through = true;
+        test::Plane<double> same(4, 1, n);
+        double evicted = 0.0;
+        for (std::int32_t t = 0; t < n; ++t) {
+            const gate_place place{file.stream, static_cast<std::uint64_t>(t)};
+            evicted += loss.gate.relaxed(scores.at(3, 0, t), place) > 0.0 ? 1.0 : 0.0;
+        }
+        CHECK(counting(on, DMS<4>{}, scores.view(), sequences, same.view()).value ==
+              doctest::Approx(2.0 * (0.75 - evicted / n)));
+        for (std::int32_t t = 0; t < n; ++t) {
+            CHECK(same.at(3, 0, t) == d.at(3, 0, t));
+        }
         // Two layers as one loss: the sums of both, and each layer's part of the gradient.
         CompressionLoss both = loss;
         const EvictionSums sums = loss.sums(on, DMS<4>{}, std::as_const(scores).view(), sequences);

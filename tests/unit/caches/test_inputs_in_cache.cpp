@@ -134,18 +134,13 @@ TEST_CASE("SP-KV with its predictor is SP-KV with the predictor's scores") {
     using Own = SPKV<6, UtilityPredictor, 2>;
     using Given = SPKV<6, GivenScores, 2>;
     const Own own{{}, {}, {}, scorer};
-    for (std::int32_t h = 0; h < heads; ++h) {
-        for (std::int32_t t = 0; t < 2; ++t) {
-            scores.at(0, h, t) = std::numeric_limits<float>::quiet_NaN();  // of sinks: never read
-        }
-    }
     check_beside_given<float>(own, Given{}, scores);
     check_beside_given<bf16>(own, Given{}, scores);
 }
 
 TEST_CASE("WG-KV with its gate is WG-KV with the gate's scores of the stored keys") {
     const Mlp weights(heads, 2 * dim, 7);
-    WriteGate<dim> scorer;
+    WriteGateScorer<dim> scorer;
     scorer.heads = heads, scorer.hidden = 7;
     scorer.weights = weights.views();
     scorer.input.rope = {rope_layout::half_split, 10000.0f};
@@ -156,7 +151,7 @@ TEST_CASE("WG-KV with its gate is WG-KV with the gate's scores of the stored key
     test::Workspace room(score_sequence_workspace_bytes(on, scorer, in.k.view(), in.v.view(), sequences));
     score_sequence(on, scorer, in.k.view(), in.v.view(), sequences, 0, scores.view(), room);
     const auto gate = ThresholdGate<at_least>::probability(0.5);
-    check_beside_given<fp16>(WGKV<6, WriteGate<dim>>{{}, {}, gate, scorer}, WGKV<6>{{}, {}, gate, {}},
+    check_beside_given<fp16>(WGKV<6, WriteGateScorer<dim>>{{}, {}, gate, scorer}, WGKV<6>{{}, {}, gate, {}},
                              scores);
 }
 

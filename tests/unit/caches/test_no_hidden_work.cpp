@@ -2,12 +2,15 @@
 // workspace and the
 // buffer are the caller's.) The global operator new of this program counts.
 #include <kvpolicy/attention/sparse.hpp>
+#include <kvpolicy/h2o.hpp>
 #include <kvpolicy/masks/build.hpp>
 #include <kvpolicy/policies/decay.hpp>
 #include <kvpolicy/policies/sink.hpp>
 #include <kvpolicy/policies/threshold_gate.hpp>
 #include <kvpolicy/policies/topk_budget.hpp>
 #include <kvpolicy/policies/window.hpp>
+#include <kvpolicy/snapkv.hpp>
+#include <kvpolicy/tova.hpp>
 
 #include "support/bound_cache.hpp"
 #include "support/bound_dual.hpp"
@@ -142,4 +145,49 @@ TEST_CASE("no call of a cache with a pool allocates, growing included") {
     CHECK(allocations.load() - before == 0);
     CHECK(std::all_of(status.begin(), status.end(),
                       [](std::uint32_t s) { return s == status_pool_exhausted; }));
+}
+
+TEST_CASE("no call of an observed policy allocates") {
+    constexpr std::int32_t count = 12;
+    std::mt19937 generator(1);
+    test::Tensor<float> q(count, 4, 16, 8), k(count, 2, 16, 8), v(count, 2, 16, 8), out(count, 4, 16, 8);
+    q.fill_normal(generator);
+    k.fill_normal(generator);
+    v.fill_normal(generator);
+    test::Plane<expiry_t> expiry(count, 2, 16);
+    test::Plane<float> mass(count, 2, 16);
+    const Sequences sequences{.batch = count, .length = 16};
+    const auto check = [&](const auto& policy) {
+        using P = std::remove_cvref_t<decltype(policy)>;
+        for (const int threads : {1, 2}) {
+            const host on(threads);
+            test::BoundDual<P, float> under_test(
+                on, {.slots = count, .query_heads = 4, .kv_heads = 2, .dim_k = 8, .dim_v = 8, .page_rows = 3},
+                {.slab_pages = 600, .most_slabs = 2, .longest = 100}, policy);
+            under_test.add_slab(on);
+            under_test.add_slab(on);
+            const auto ref = under_test.cache.ref(0);
+            test::Workspace workspace(cache_workspace_bytes(on, ref, count, 16));
+            test::Workspace mask_workspace(build_observed_mask_workspace_bytes(
+                on, policy, std::as_const(q).view(), std::as_const(k).view()));
+            test::Workspace mass_workspace(
+                received_mass_workspace_bytes<float>(on, std::as_const(q).view(), std::as_const(k).view()));
+            const Batch chunk{.count = count, .length = 16}, token{.count = count, .length = 1};
+            const long before = allocations.load();
+            for (int round = 0; round < 3; ++round) {
+                prefill<P, float>(on, ref, chunk, q.view(), k.view(), v.view(), out.view(), workspace);
+                under_test.cache.advance(on, chunk);
+                step<P, float>(on, ref, token, q.view(), k.view(), v.view(), out.view(), workspace);
+                under_test.cache.advance(on, token);
+                build_observed_mask(on, policy, {}, std::as_const(q).view(), std::as_const(k).view(),
+                                    sequences, expiry.view(), mask_workspace, {.prompt = 8});
+                received_mass<float>(on, {}, std::as_const(q).view(), std::as_const(k).view(), {}, sequences,
+                                     {}, mass.view(), mass_workspace);
+            }
+            CHECK(allocations.load() - before == 0);
+        }
+    };
+    check(h2o_for_total(8, {ObservedPrefill::in_chunks(5)}));
+    check(tova_for_total(8));
+    check(snapkv_for_total(8, 4));
 }

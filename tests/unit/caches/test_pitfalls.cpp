@@ -136,7 +136,7 @@ TEST_CASE("3, 9: a page of 4 rows, 13 tokens, NaN in the tail, pages in any orde
     under_test.cache.advance(on, batch);
     CHECK(std::all_of(out.data.begin(), out.data.end(), [](float x) { return std::isfinite(x); }));
     const auto ref = under_test.cache.ref(0);
-    CHECK(std::isnan(ref.k[13 * 8]));  // the tail of the last page is still poisoned
+    CHECK(std::isnan(ref.k[std::int64_t{13} * 8]));  // the tail of the last page is still poisoned
     std::int32_t indptr[2], indices[4], last[1];
     export_heads(on, ref, {.count = 1}, {indptr, indices, last, 4});
     CHECK(indptr[1] == 4);

@@ -43,7 +43,7 @@ TEST_CASE("policies, fixed and at run time") {
     CHECK(text(Policy<Decay<dynamic>>{Decay<dynamic>{-1.0f, 64}}) == "Decay 64 (log gamma -1)");
     CHECK(text(Policy<>{}) == "Policy without parts");
     CHECK(text(SPKV<128>{}) == "Sink 0 + Window 128 + ThresholdGate (open from 0) + GivenScores");
-    CHECK(text(LTE<4, 768, 512>{}) ==
+    CHECK(text(LTE<4, 768, 512, GivenScores>{}) ==
           "Sink 4 + Window 768 + ThresholdGate (open above 0) + TopKBudget 508 + GivenScores");
     CHECK(text(DMS<256>{}) == "Sink 0 + Window 256 + EvictionGate (closed above 0) + GivenScores");
     CHECK(text(h2o_for_total(10, 4)) ==
@@ -59,6 +59,13 @@ TEST_CASE("policies, fixed and at run time") {
     MlpScorer<> mlp;
     mlp.dim_k = 64, mlp.dim_v = 32, mlp.hidden = 16;
     CHECK(text(Policy<MlpScorer<>>{mlp}) == "MlpScorer (64 + 32, hidden 16)");
+    CHECK(text(Policy<Window<3>, QuestPages<16>, SnapKVEviction>{Window<3>{}, QuestPages<16>{4},
+                                                                 SnapKVEviction{}}) ==
+          "Window 3 + QuestPages (4 pages of 16 rows) + SnapKVEviction (4096 rows a head, 0.1 of them a "
+          "round)");
+    CHECK(text(Policy<WriteGateScorer<64>>{}) == "WriteGateScorer (64 + 64, hidden 0)");
+    CHECK(text(Policy<UtilityPredictor>{}) == "UtilityPredictor (hidden 0)");
+    CHECK(text(Policy<ConvScorer<64>>{}) == "ConvScorer (64 + 64)");
     CHECK(text(Policy<LinearScorer<64>>{}) == "LinearScorer (64 + 64)");
     CHECK(text(Policy<mLSTMScorer<64>>{}) == "mLSTMScorer (64 + 64, 64 features, 32 values)");
     CHECK(text(Policy<Window<3>, Nameless, Named>{}) == "Window 3 + a keep part of one's own + Seventh");

@@ -160,8 +160,9 @@ TEST_CASE("conversions are constant expressions, and the types are what kernels 
     static_assert(sizeof(bf16) == 2 && sizeof(fp16) == 2);
     static_assert(std::is_trivial_v<bf16> && std::is_trivial_v<fp16>);
     static_assert(std::is_standard_layout_v<bf16> && std::is_standard_layout_v<fp16>);
+    // NOLINTNEXTLINE(misc-redundant-expression): two aliases that happen to name one type
     static_assert(std::is_same_v<compute_t<bf16>, float> && std::is_same_v<compute_t<fp16>, float> &&
-                  std::is_same_v<float, compute_t<float>> && std::is_same_v<double, compute_t<double>>);
+                  std::is_same_v<compute_t<float>, float> && std::is_same_v<compute_t<double>, double>);
     static_assert(!Storage<int> && !Storage<long double>);
     CHECK(true);
 }

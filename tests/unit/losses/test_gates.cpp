@@ -47,12 +47,12 @@ void check_slope(const G& gate, double z) {
 TEST_CASE("gates: values and slopes") {
     for (double z = -9.5; z < 10.0; z += 0.75) {
         check_slope(SoftGate{}, z);
-        check_slope(WriteGate{}, z);
-        check_slope(WriteGate{0.25f}, z);
+        check_slope(SoftWriteGate{}, z);
+        check_slope(SoftWriteGate{0.25f}, z);
         check_slope(AnnealedGate{0.375f, 0.5f}, z);
         check_slope(ThresholdSoftGate{0.25f}, z);
         CHECK(SoftGate{}(z).log_bias == doctest::Approx(std::log(sigmoid(z))).epsilon(1e-12));
-        CHECK(WriteGate{0.25f}(z).log_bias == doctest::Approx(std::log(sigmoid(z) + 0.25)).epsilon(1e-12));
+        CHECK(SoftWriteGate{0.25f}(z).log_bias == doctest::Approx(std::log(sigmoid(z) + 0.25)).epsilon(1e-12));
         const bool above = z >= 0.0;
         CHECK(AnnealedGate{0.375f, 0.5f}(z).log_bias ==
               doctest::Approx(std::log(0.625 * sigmoid(z) + (above ? 0.375 : 0.0))).epsilon(1e-12));
@@ -65,7 +65,7 @@ TEST_CASE("gates: values and slopes") {
     // Far out: log u is z itself, never -infinity.
     CHECK(SoftGate{}(-1000.0f).log_bias == -1000.0f);
     CHECK(SoftGate{}(1000.0f).log_bias == 0.0f);
-    CHECK(std::isfinite(WriteGate{0.0f}(-1000.0f).derivative));
+    CHECK(std::isfinite(SoftWriteGate{0.0f}(-1000.0f).derivative));
     CHECK(std::isfinite(AnnealedGate{0.5f, 0.0f}(-1000.0f).log_bias));
 }
 
@@ -144,7 +144,7 @@ TEST_CASE("a log-bias mask, and the way back") {
     CHECK_REFUSED(call(AnnealedGate{1.5f, 0.5f}), "AnnealedGate.alpha: 1.5");
     CHECK_REFUSED(call(ThresholdSoftGate{-0.5f}), "ThresholdSoftGate.tau: -0.5");
     CHECK_REFUSED(call(BernoulliGate{0.75f, 0}), "BernoulliGate.clip: 0.75");
-    CHECK_REFUSED(call(WriteGate{-1.0f}), "WriteGate.epsilon: -1");
+    CHECK_REFUSED(call(SoftWriteGate{-1.0f}), "SoftWriteGate.epsilon: -1");
 }
 
 TEST_CASE("gate losses by formula and by differences") {

@@ -179,8 +179,8 @@ std::vector<double> mlstm_reference(const S& s, const test::mlstm_case& c, const
             value.push_back(one);
             const double cap = static_cast<double>(c.softcap);
             const auto gate = [&](const float* w, const float* b) {
-                const double a =
-                    times(w + h * inputs, 0, t) + (b != nullptr ? static_cast<double>(b[h]) : 0.0);
+                const double a = times(w + std::int64_t{h} * inputs, 0, t) +
+                                 (b != nullptr ? static_cast<double>(b[h]) : 0.0);
                 return cap > 0.0 ? cap * std::tanh(a / cap) : a;
             };
             log_i.push_back(gate(s.weights.w_i, s.weights.b_i));

@@ -50,8 +50,8 @@ struct input_case {
         }
         return all;
     }
-    [[nodiscard]] WriteGate<> gate() const {
-        WriteGate<> s;
+    [[nodiscard]] WriteGateScorer<> gate() const {
+        WriteGateScorer<> s;
         s.heads = heads, s.dim_k = dim, s.dim_v = 4, s.hidden = hidden;
         s.weights = {w1.data(), b1.data(), w2.data(), b2.data()};
         s.input.rope = {static_cast<rope_layout>(layout), 10000.0f, dims};
@@ -93,7 +93,7 @@ void compare(double tolerance) {
                 const auto got =
                     c.hidden_state != 0
                         ? run_hidden<T>(on, c.predictor(), rows, c.sequences(), c.length)
-                        : test::score_all<WriteGate<>, T>(
+                        : test::score_all<WriteGateScorer<>, T>(
                               on, c.gate(), view_bhsd<const T>(rows.data(), 1, c.heads, c.length, c.dim),
                               view_bhsd<const T>(values.data(), 1, c.heads, c.length, 4), c.sequences(), 0,
                               form::fastest, T(-77));
@@ -171,15 +171,15 @@ TEST_CASE("the write gate: gradients by differences, through both norms and the 
         const auto k = [&] { return view_bhsd<const double>(keys.data(), 1, c.heads, c.length, c.dim); };
         const auto v = view_bhsd<const double>(values.data(), 1, c.heads, c.length, 4);
         const auto loss = [&] {
-            const auto scores = test::score_all<WriteGate<>, double>(on, c.gate(), k(), v, c.sequences(), 0,
-                                                                     form::fastest, 0.0);
+            const auto scores = test::score_all<WriteGateScorer<>, double>(
+                on, c.gate(), k(), v, c.sequences(), 0, form::fastest, 0.0);
             double sum = 0.0;
             for (std::size_t t = 0; t < scores.size(); ++t) {
                 sum += scores[t] * d.data[t];
             }
             return sum;
         };
-        const WriteGate<> scorer = c.gate();
+        const WriteGateScorer<> scorer = c.gate();
         std::vector<std::vector<double>> got{
             std::vector<double>(c.w1.size()), std::vector<double>(c.b1.size()),
             std::vector<double>(c.w2.size()), std::vector<double>(c.b2.size())};
@@ -330,7 +330,7 @@ TEST_CASE("what does not fit gets a sentence; a predictor starts open") {
     MlpParameters<float> into{c.w1.data(), c.b1.data(), c.w2.data(), c.b2.data()};
     initialize(scorer, into, 3);
     CHECK(c.b2[1] == 5.0f);  // sigmoid(5) = 0.993
-    WriteGate<> gate;
+    WriteGateScorer<> gate;
     gate.heads = 2, gate.dim_k = 8, gate.dim_v = 8, gate.hidden = 4;
     CHECK_REFUSED(gate.check(2, 8, 8), "MlpScorer.input.rope.layout: none");
     gate.input.rope = {rope_layout::half_split, 10000.0f, 9};

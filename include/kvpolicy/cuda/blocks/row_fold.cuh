@@ -1,8 +1,8 @@
 // A thread's part of two rows: logits of a tile become exponents, and exponents one number a row.
 //
 // The layout is that of mma and wgmma accumulators: value i of s belongs to row (i / 2) % 2 of the thread's two rows (8 apart)
-// and to column 8 (i / 4) + i % 2 from the thread's first. Rows never meet across threads before the end, so that a row's
-// four threads may have different largest exponents meanwhile.
+// and to column 8 (i / 4) + i % 2 from the thread's first, which is 2 pair, pair being its lane % 4. Rows never meet across
+// threads before the end, so that a row's four threads may have different largest exponents meanwhile.
 #pragma once
 
 #include <kvpolicy/cuda/blocks/band_problem.cuh>
@@ -89,14 +89,20 @@ struct row_state {
     }
 
     /// Folds a tile in. `bias` [columns], shared memory, at the thread's first column (a mass's); `first` is that column less
-    /// the thread's first row. Share: of 8 exponents, how many by polynomial. The logits are used up.
+    /// the thread's first row, `left` how many columns there are from it on. Share: of 8 exponents, how many by polynomial. The logits are left
+    /// alone: ptxas makes wgmmas wait for each other where other instructions write registers that are accumulators.
     template <bool Masked, int Share, int N>
-    __device__ void absorb(float (&s)[N], const float* bias, const row_constants& c, std::int32_t first,
-                           std::int32_t low, std::uint32_t span) {
+    __device__ void absorb(const float (&logits)[N], const float* bias, const row_constants& c,
+                           std::int32_t first, std::int32_t left, std::int32_t low, std::uint32_t span) {
+        float s[N];
+#pragma unroll
+        for (int i = 0; i < N; ++i) {
+            s[i] = logits[i];
+        }
         prepare(s, c);
         const auto seen = [&](int i) {
             const std::int32_t apart = first + 8 * (i / 4) + i % 2 - 8 * (i / 2 % 2);
-            return static_cast<std::uint32_t>(apart - low) <= span;
+            return static_cast<std::uint32_t>(apart - low) <= span && 8 * (i / 4) + i % 2 < left;
         };
         if constexpr (!Pass::mass) {
             absorb_logits<Masked, Share>(s, c.scale, seen);
@@ -108,7 +114,8 @@ struct row_state {
 #pragma unroll
                 for (int e = 0; e < 4; ++e) {
                     const int i = 4 * j + e;
-                    float x = fmaf(s[i], c.scale, e % 2 == 0 ? of.x : of.y);
+                    const float one = e % 2 == 0 ? of.x : of.y;
+                    float x = fmaf(s[i], c.scale, one);
                     if constexpr (Masked) {
                         x = seen(i) ? x : -INFINITY;
                     }
@@ -127,7 +134,8 @@ struct row_state {
 #pragma unroll
                 for (int e = 0; e < 4; ++e) {
                     const int i = 4 * j + e;
-                    s[i] = fmaf(s[i], c.scale, e % 2 == 0 ? of.x : of.y);
+                    const float one = e % 2 == 0 ? of.x : of.y;
+                    s[i] = fmaf(s[i], c.scale, one);
                     if constexpr (Masked) {
                         s[i] = seen(i) ? s[i] : -INFINITY;
                     }

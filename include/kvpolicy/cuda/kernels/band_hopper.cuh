@@ -1,9 +1,9 @@
 // The band pass by wgmma (compute capability 9.0a): bf16 and fp16, head_dim up to 256.
 //
-// A block has 256 rows in shared memory and four consumer warpgroups of 64; a producer warpgroup streams tiles of columns into a
-// ring. A consumer multiplies, waits and folds, one accumulator at a time: four of them keep both the tensor cores and the
-// special function units at work (two warpgroups with two accumulators each, where products are under way while the other
-// accumulator is folded, were slower by a quarter: two warps a scheduler do not hide the latencies of folding).
+// A block has 256 rows in shared memory and two consumer warpgroups of 128. One thread streams tiles of columns and their
+// biases into a ring by TMA. A consumer has two accumulators of 64 rows: while one is folded, the products of the other are
+// under way. (Slower, by measurement: three or four warpgroups of 64 rows with one accumulator each, rows in registers, and
+// tiles by cp.async, whose instructions and waits the consumers feel.)
 #pragma once
 
 #include <kvpolicy/cuda/blocks/async.cuh>
@@ -15,6 +15,7 @@
 #include <kvpolicy/cuda/hopper.cuh>
 #include <kvpolicy/cuda/kernels/band_portable.cuh>
 #include <kvpolicy/cuda/launch.cuh>
+#include <kvpolicy/cuda/tensor_map.cuh>
 
 #include <cstdint>
 
@@ -25,9 +26,8 @@ namespace cuda_backend {
 /// Sizes for head_dim up to Dim, within the 227 KB of a block.
 template <int Dim>
 struct band_hopper_sizes {
-    static constexpr int consumers = 4;  // warpgroups
-    static constexpr int threads = 128 * (consumers + 1);
-    static constexpr int rows = 64 * consumers;
+    static constexpr int threads = 384;
+    static constexpr int rows = 256;
     static constexpr int columns = Dim <= 128 ? 128 : 64;
     static constexpr int stages = Dim <= 64 ? 6 : Dim <= 128 ? 4 : 2;
     /// Of 8 exponents, how many by polynomial: where products take half the time of exponentials, more of them.
@@ -40,6 +40,20 @@ struct band_hopper_sizes {
     static constexpr int shared = barriers + 2 * stages * 8 + 16 + 1024;
     static_assert(shared <= 232448);
 };
+
+/// Makes the biases of all columns. Blocks: one a column head.
+template <class T>
+__global__ void __launch_bounds__(256) band_bias_kernel(const band_problem<T> problem) {
+    const std::int64_t b = blockIdx.x / static_cast<unsigned>(problem.columns.heads);
+    const std::int64_t head = blockIdx.x % static_cast<unsigned>(problem.columns.heads);
+    const std::int32_t length = problem.length_of(b);
+    const float* const lse = problem.lse.head(b, head);
+    float* const bias = problem.bias + problem.bias_row(b, head);
+    for (auto i = static_cast<std::int32_t>(threadIdx.x); i < problem.bias_stride;
+         i += static_cast<std::int32_t>(blockDim.x)) {
+        bias[i] = band_bias(problem, lse, i, length);
+    }
+}
 
 #if KVPOLICY_HOPPER_CODE
 
@@ -57,73 +71,12 @@ __device__ inline void band_products(float (&s)[N], std::uint64_t rows, std::uin
     wgmma_commit();
 }
 
-/// The producers: all tiles of all column heads into the ring, and the biases of their columns.
-template <int Dim, class Pass, class T>
-__device__ inline void produce_band_tiles(const band_problem<T>& problem, const band_item& item,
-                                          std::uint32_t ring, float* bias, std::uint32_t filled,
-                                          std::uint32_t emptied, int thread) {
-    using sizes = band_hopper_sizes<Dim>;
-    const std::int32_t turns = item.tiles * problem.streams;
-    float ahead = 0.0f;
-    const auto fetch_bias = [&](std::int32_t stream, std::int32_t inside) {
-        if (Pass::mass && stream < problem.streams && thread < sizes::columns) {
-            const float* const lse = problem.lse.head(item.b, problem.column_head(item.head, stream));
-            ahead = band_bias(problem, lse, band_column<Pass, sizes::columns>(item, inside) + thread,
-                              item.length);
-        }
-    };
-    // wgmma reads by another proxy than these copies write: each thread fences its own before its warp says so.
-    const auto announce = [&](int stage) {
-        fence_async_proxy();
-        __syncwarp();
-        if (thread % 32 == 0) {
-            barrier_arrive(filled + stage * 8);
-        }
-    };
-    std::int32_t stream = 0;
-    std::int32_t inside = 0;
-    int stage = 0;
-    int previous = 0;
-    std::uint32_t parity = 1;
-    if (turns > 0) {
-        fetch_bias(0, 0);
-    }
-    for (std::int32_t turn = 0; turn < turns; ++turn) {
-        barrier_wait(emptied + stage * 8, parity);
-        copy_band_tile<sizes::columns, Dim, 128>(
-            ring + static_cast<std::uint32_t>(stage) * sizes::column_bytes, problem.columns, item.b,
-            problem.column_head(item.head, stream), band_column<Pass, sizes::columns>(item, inside),
-            item.length, thread);
-        copy_commit();
-        if (Pass::mass && thread < sizes::columns) {
-            bias[stage * sizes::columns + thread] = ahead;
-        }
-        if (++inside == item.tiles) {
-            inside = 0;
-            ++stream;
-        }
-        fetch_bias(stream, inside);
-        if (turn > 0) {
-            copy_wait<1>();
-            announce(previous);
-        }
-        previous = stage;
-        if (++stage == sizes::stages) {
-            stage = 0;
-            parity ^= 1;
-        }
-    }
-    if (turns > 0) {
-        copy_wait<0>();
-        announce(previous);
-    }
-}
-
 #endif
 
 template <class T, int Dim, class Pass>
-__global__ void __launch_bounds__(KVPOLICY_HOPPER_THREADS(640), 1)
-    band_hopper_kernel(const __grid_constant__ band_problem<T> problem) {
+__global__ void __launch_bounds__(KVPOLICY_HOPPER_THREADS(384), 1)
+    band_hopper_kernel(const __grid_constant__ band_problem<T> problem,
+                       const __grid_constant__ CUtensorMap columns) {
 #if KVPOLICY_HOPPER_CODE
     using sizes = band_hopper_sizes<Dim>;
     if constexpr (Pass::fold == row_fold::running) {
@@ -151,80 +104,104 @@ __global__ void __launch_bounds__(KVPOLICY_HOPPER_THREADS(640), 1)
 
     const int group = __shfl_sync(all_lanes, static_cast<int>(threadIdx.x) / 128, 0);
     const int thread = static_cast<int>(threadIdx.x) % 128;
-    const int lane = lane_id();
     if (threadIdx.x == 0) {
         for (int i = 0; i < sizes::stages; ++i) {
-            barrier_init(filled + i * 8, 4);
-            barrier_init(emptied + i * 8, 4 * sizes::consumers);
+            barrier_init(filled + i * 8, 1);
+            barrier_init(emptied + i * 8, 8);
         }
         *flag = 0;
         barrier_init_fence();
     }
-    if (group < sizes::consumers) {
-        if (thread < 64) {
-            totals[64 * group + thread] = -INFINITY;
-        }
-        // Each warpgroup's own rows: the swizzled tile that its wgmma reads.
-        copy_band_tile<64, Dim, 128>(rows + static_cast<std::uint32_t>(group) * 64 * Dim * 2, problem.rows,
-                                     item.b, item.head, item.first + 64 * group, item.length, thread);
-        copy_commit();
-        copy_wait<0>();
-        fence_async_proxy();
+    if (threadIdx.x < sizes::rows) {
+        totals[threadIdx.x] = -INFINITY;
     }
+    // Rows by everybody: 64 at a time, the swizzled tiles that one wgmma reads.
+    for (int m = group; m < sizes::rows / 64; m += 3) {
+        copy_band_tile<64, Dim, 128>(rows + static_cast<std::uint32_t>(m) * 64 * Dim * 2, problem.rows,
+                                     item.b, item.head, item.first + 64 * m, item.length, thread);
+    }
+    copy_commit();
+    copy_wait<0>();
+    fence_async_proxy();
     __syncthreads();
 
     const std::int32_t turns = item.tiles * problem.streams;
-    if (group == sizes::consumers) {
-        give_registers<32>();
-        produce_band_tiles<Dim, Pass>(problem, item, ring, bias, filled, emptied, thread);
-        return;
-    }
-    take_registers<112>();
-    const int pair = lane % 4;
-    const int own = thread / 32 * 16 + lane / 4;  // this thread's rows of the warpgroup's 64: own and own + 8
-    const row_constants constants = constants_of(problem.exponents);
-    const std::int32_t first_row = item.first + 64 * group;
-    const std::uint64_t a = describe_k_major(rows + static_cast<std::uint32_t>(group) * 64 * Dim * 2);
-    row_state<Pass> state;
-    state.clear();
-    bool overflow = false;
-    std::int32_t inside = 0;
-    int stage = 0;
-    std::uint32_t parity = 0;
-    for (std::int32_t turn = 0; turn < turns; ++turn) {
-        const std::int32_t column = band_column<Pass, sizes::columns>(item, inside);
-        barrier_wait(filled + stage * 8, parity);
-        if (item.any(first_row, 64, column, sizes::columns)) {
-            float s[sizes::columns / 2];
-            band_products<T, Dim>(
-                s, a, describe_k_major(ring + static_cast<std::uint32_t>(stage) * sizes::column_bytes));
-            wgmma_wait<0>();
-            pin(s);
-            const std::int32_t apart = column + 2 * pair - (first_row + own);
-            const float* const of = bias + stage * sizes::columns + 2 * pair;
-            if (item.full(first_row, 64, column, sizes::columns)) {
-                state.template absorb<false, sizes::polynomial>(s, of, constants, apart, item.low, item.span);
-            } else {
-                state.template absorb<true, 0>(s, of, constants, apart, item.low, item.span);
+    if (group == 2) {  // the producer
+        give_registers<24>();
+        if (thread == 0) {
+            std::int32_t stream = 0;
+            std::int32_t inside = 0;
+            int stage = 0;
+            std::uint32_t parity = 1;
+            constexpr std::uint32_t bias_bytes = Pass::mass ? sizes::columns * 4 : 0;
+            for (std::int32_t turn = 0; turn < turns; ++turn) {
+                const std::int32_t column = band_column<Pass, sizes::columns>(item, inside);
+                const std::int32_t head = problem.column_head(item.head, stream);
+                const std::uint32_t full = filled + static_cast<std::uint32_t>(stage) * 8;
+                barrier_wait(emptied + static_cast<std::uint32_t>(stage) * 8, parity);
+                barrier_expect(full, sizes::column_bytes + bias_bytes);
+                if constexpr (Pass::mass) {
+                    copy_bulk(ring + sizes::stages * sizes::column_bytes +
+                                  static_cast<std::uint32_t>(stage) * bias_bytes,
+                              problem.bias + problem.bias_row(item.b, head) + column, bias_bytes, full);
+                }
+#pragma unroll
+                for (int x = 0; x < Dim / 64; ++x) {
+                    copy_box(ring + static_cast<std::uint32_t>(stage) * sizes::column_bytes +
+                                 static_cast<std::uint32_t>(x) * sizes::columns * 128,
+                             columns, 64 * x, column, head, item.b, full);
+                }
+                if (++inside == item.tiles) {
+                    inside = 0;
+                    ++stream;
+                }
+                if (++stage == sizes::stages) {
+                    stage = 0;
+                    parity ^= 1;
+                }
             }
         }
-        __syncwarp();
-        if (lane == 0) {
-            barrier_arrive(emptied + stage * 8);
-        }
-        if (++stage == sizes::stages) {
-            stage = 0;
-            parity ^= 1;
-        }
-        if (++inside == item.tiles) {  // the last tile of a column head
-            inside = 0;
+    } else {
+        take_registers<240>();
+        const int lane = thread % 32;
+        const int pair = lane % 4;
+        const int own = thread / 32 * 16 + lane / 4;  // this thread's rows of 64: own and own + 8
+        const row_constants constants = constants_of(problem.exponents);
+        const std::int32_t first_row = item.first + 128 * group;
+        const std::uint64_t a0 =
+            describe_k_major(rows + static_cast<std::uint32_t>(2 * group) * 64 * Dim * 2);
+        const std::uint64_t a1 =
+            describe_k_major(rows + static_cast<std::uint32_t>(2 * group + 1) * 64 * Dim * 2);
+        constexpr int width = sizes::columns / 2;
+        float s0[width], s1[width];
+        row_state<Pass> state0, state1;
+        state0.clear();
+        state1.clear();
+        bool overflow = false;
+
+        const auto tile_of = [&](int stage) {
+            return describe_k_major(ring + static_cast<std::uint32_t>(stage) * sizes::column_bytes);
+        };
+        const auto fold = [&](const float(&s)[width], row_state<Pass>& state, std::int32_t first,
+                              std::int32_t column, int stage) {
+            const std::int32_t apart = column + 2 * pair - (first + own);
+            const std::int32_t left = item.length - (column + 2 * pair);
+            const float* const of = bias + stage * sizes::columns + 2 * pair;
+            if (item.full(first, 64, column, sizes::columns)) {
+                state.template absorb<false, sizes::polynomial>(s, of, constants, apart, left, item.low,
+                                                                item.span);
+            } else if (item.any(first, 64, column, sizes::columns)) {
+                state.template absorb<true, 0>(s, of, constants, apart, left, item.low, item.span);
+            }
+        };
+        const auto finish = [&](row_state<Pass>& state, std::int32_t first) {
             float result[2];
             state.reduce(result, overflow);
             state.clear();
             if (pair == 0) {
 #pragma unroll
                 for (int r = 0; r < 2; ++r) {
-                    const int row = 64 * group + own + 8 * r;
+                    const int row = first - item.first + own + 8 * r;
                     if constexpr (Pass::mass) {
                         mass_total<float> total{totals[row]};
                         total.add(log_mass_of(problem, item, item.first + row, result[r]), problem.rule.mean);
@@ -234,26 +211,72 @@ __global__ void __launch_bounds__(KVPOLICY_HOPPER_THREADS(640), 1)
                     }
                 }
             }
+        };
+
+        std::int32_t inside = 0;
+        int stage = 0;
+        std::uint32_t parity = 0;
+        if (turns > 0) {
+            barrier_wait(filled, 0);
+            band_products<T, Dim>(s0, a0, tile_of(0));
+            wgmma_wait<0>();
+            pin(s0);
+            // At the head of the loop s0 is done and nothing is under way: ptxas takes products that cross its edge apart.
+            for (std::int32_t turn = 1; turn < turns; ++turn) {
+                const std::int32_t column = band_column<Pass, sizes::columns>(item, inside);
+                const bool last = ++inside == item.tiles;
+                inside = last ? 0 : inside;
+                const int next = stage + 1 == sizes::stages ? 0 : stage + 1;
+                parity ^= next == 0 ? 1u : 0u;
+                band_products<T, Dim>(s1, a1, tile_of(stage));
+                fold(s0, state0, first_row, column, stage);
+                if (last) {
+                    finish(state0, first_row);
+                }
+                barrier_wait(filled + next * 8, parity);
+                band_products<T, Dim>(s0, a0, tile_of(next));
+                wgmma_wait<1>();
+                pin(s1);
+                fold(s1, state1, first_row + 64, column, stage);
+                if (last) {
+                    finish(state1, first_row + 64);
+                }
+                __syncwarp();
+                if (lane == 0) {
+                    barrier_arrive(emptied + stage * 8);
+                }
+                wgmma_wait<0>();
+                pin(s0);
+                stage = next;
+            }
+            const std::int32_t column = band_column<Pass, sizes::columns>(item, inside);
+            band_products<T, Dim>(s1, a1, tile_of(stage));
+            fold(s0, state0, first_row, column, stage);
+            finish(state0, first_row);
+            wgmma_wait<0>();
+            pin(s1);
+            fold(s1, state1, first_row + 64, column, stage);
+            finish(state1, first_row + 64);
         }
-    }
-    if constexpr (Pass::mass && Pass::fold == row_fold::sum) {
-        if (overflow) {
-            *flag = 1;
+        if constexpr (Pass::mass && Pass::fold == row_fold::sum) {
+            if (overflow) {
+                *flag = 1;
+            }
         }
-    }
-    named_barrier(1, 128 * sizes::consumers);
-    const int row = static_cast<int>(threadIdx.x);
-    if (row < sizes::rows && item.first + row < item.length) {
-        float* const out = problem.out.head(item.b, item.head) + item.first + row;
-        if constexpr (Pass::mass) {
-            *out = target_of(problem, mass_total<float>{totals[row]});
-        } else {
-            *out = totals[row];
+        named_barrier(1, 256);
+        const int row = static_cast<int>(threadIdx.x);  // consumers are the first 256
+        if (item.first + row < item.length) {
+            float* const out = problem.out.head(item.b, item.head) + item.first + row;
+            if constexpr (Pass::mass) {
+                *out = target_of(problem, mass_total<float>{totals[row]});
+            } else {
+                *out = totals[row];
+            }
         }
-    }
-    if constexpr (Pass::mass && Pass::fold == row_fold::sum) {
-        if (row == 0) {
-            problem.flags[blockIdx.x] = *flag;
+        if constexpr (Pass::mass && Pass::fold == row_fold::sum) {
+            if (row == 0) {
+                problem.flags[blockIdx.x] = *flag;
+            }
         }
     }
 #endif

@@ -32,8 +32,7 @@ struct band_portable_sizes {
     static constexpr int shared = totals + rows * 4 + 16;
 };
 
-/// Copies `Count` rows of a head, from `first` on, into a swizzled tile, by `Threads` threads. What lies beyond `length` or
-/// head_dim becomes 0.
+/// Copies `Count` rows of a head, from `first` on, into a swizzled tile, by `Threads` threads. What lies beyond `length` or head_dim becomes 0.
 template <int Count, int Dim, int Threads, class T>
 __device__ inline void copy_band_tile(std::uint32_t to, const rows_view<const T>& from, std::int64_t b,
                                       std::int64_t head, std::int32_t first, std::int32_t length,
@@ -175,10 +174,11 @@ __global__ void __launch_bounds__(128, Dim <= 128 ? 3 : 1)
             for (int m = 0; m < 2; ++m) {
                 const std::int32_t apart = column + 2 * pair - (first_row + 16 * m + own);
                 const float* const of = bias + turn % 2 * sizes::columns + 2 * pair;
+                const std::int32_t left = item.length - (column + 2 * pair);
                 if (whole) {
-                    state[m].template absorb<false, 2>(s[m], of, constants, apart, item.low, item.span);
+                    state[m].template absorb<false, 2>(s[m], of, constants, apart, left, item.low, item.span);
                 } else {
-                    state[m].template absorb<true, 0>(s[m], of, constants, apart, item.low, item.span);
+                    state[m].template absorb<true, 0>(s[m], of, constants, apart, left, item.low, item.span);
                 }
             }
         }

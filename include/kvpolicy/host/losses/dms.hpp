@@ -43,7 +43,7 @@ EvictionSums CompressionLoss::sums(const host& on, const P& policy, plane_view<c
     EvictionSums sum;
     hb::for_each_decision(*this, policy, scores, sequences,
                           [&](std::int32_t, std::int32_t, std::int32_t, double x) {
-                              sum.evicted += hb::sigmoid(x);
+                              sum.evicted += !straight_through ? hb::sigmoid(x) : x > 0.0 ? 1.0 : 0.0;
                               ++sum.keys;
                           });
     return sum;

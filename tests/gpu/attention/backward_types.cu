@@ -1,0 +1,182 @@
+// attend_backward in other types and head_dims, what it refuses, and that it repeats itself.
+#include "../../support/refusal.hpp"
+#include "backward_case.hpp"
+
+#include <cstring>
+
+using namespace backward_test;
+
+namespace {
+
+Case small(const char* name, std::int32_t dim) {
+    Case c;
+    c.name = name;
+    c.queries = c.rows = 230;
+    c.group = 3;
+    c.kv_heads = 2;
+    c.dim_k = c.dim_v = dim;
+    c.draw_expiry(40, 300);
+    return c;
+}
+
+}  // namespace
+
+TEST_CASE("fp16") {
+    Case c = small("fp16", 128);
+    check_case<fp16>(c);
+    c.draw_bias(30);
+    check_case<fp16>(c);
+}
+
+TEST_CASE("fp64, plain loops") {
+    // The lse is fp32 on both sides.
+    Case c = small("fp64", 80);
+    c.draw_bias(30);
+    check_case<double>(c, {1e-12, 1e-13, 1e-12});
+}
+
+TEST_CASE("fp32, plain loops") {
+    Case c = small("fp32", 80);
+    check_case<float>(c);
+    c.draw_bias(30);
+    c.attention.softcap = 4.0f;
+    check_case<float>(c);
+    c = small("fp32 of several super-tiles", 64);
+    c.kv_heads = 1;
+    c.queries = c.rows = 1300;
+    c.draw_expiry(100, 2000);
+    check_case<float>(c);
+}
+
+TEST_CASE("head_dims up to 256") {
+    Case c = small("head_dim 256", 256);
+    check_case<bf16, head_dims<256>>(c);
+    c.dim_v = 136;
+    c.draw_bias(30);
+    check_case<bf16, head_dims<256>>(c);
+}
+
+TEST_CASE("deterministic: a hundred times the same bits") {
+    Case c = small("repeated", 128);
+    c.queries = c.rows = 1500;
+    c.draw_expiry(100, 2000);
+    c.draw_bias(50);
+    Inputs<bf16> in(c);
+    static_cast<void>(expected(c, in));
+    for (const bool portable : {false, true}) {
+        const BackwardOptions options{true, portable};
+        const OnDevice<bf16, head_dims<128>> call(c, in);
+        const Device<unsigned char> workspace(call.bytes(options));
+        Gradients before;
+        std::int32_t different = 0;
+        for (std::int32_t i = 0; i < 100; ++i) {
+            call.run({}, options, workspace);
+            const Gradients now = call.read();
+            if (i > 0) {
+                different +=
+                    now.q != before.q || now.k != before.k || now.v != before.v || now.bias != before.bias;
+            }
+            before = now;
+        }
+        CHECK_MESSAGE(different == 0, std::string(portable ? "portable: " : ""), different);
+    }
+}
+
+TEST_CASE("a captured graph serves other lengths") {
+    Case c = small("graph", 128);
+    c.batch = 2;
+    c.lengths = {230, 100};
+    c.key_lengths = {230, 230};
+    c.expiry.clear();
+    c.draw_expiry(40, 300);
+    Inputs<bf16> in(c);
+    static_cast<void>(expected(c, in));
+    const BackwardOptions options{};
+    const OnDevice<bf16, head_dims<128>> call(c, in);
+    const Device<unsigned char> workspace(call.bytes(options));
+    cudaStream_t stream = nullptr;
+    test::ok(cudaStreamCreate(&stream));
+    const kvpolicy::cuda on{stream};
+    call.run(on, options, workspace);
+    test::ok(cudaStreamSynchronize(stream));
+    cudaGraph_t graph = nullptr;
+    cudaGraphExec_t exec = nullptr;
+    test::ok(cudaStreamBeginCapture(stream, cudaStreamCaptureModeThreadLocal));
+    call.run(on, options, workspace);
+    test::ok(cudaStreamEndCapture(stream, &graph));
+    test::ok(cudaGraphInstantiate(&exec, graph, 0));
+    c.lengths = {61, 230};
+    test::ok(cudaMemcpy(call.lengths.data(), c.lengths.data(), 8, cudaMemcpyHostToDevice));
+    const Gradients wanted = expected(c, in);
+    test::ok(cudaMemcpy(call.out.memory.data(),
+                        Rows<bf16>::spread(c, in.out, c.heads(), c.queries, c.dim_v).data(),
+                        call.out.memory.bytes(), cudaMemcpyHostToDevice));
+    test::ok(cudaMemcpy(call.lse.data(), in.lse.data(), call.lse.bytes(), cudaMemcpyHostToDevice));
+    test::ok(cudaGraphLaunch(exec, stream));
+    test::ok(cudaStreamSynchronize(stream));
+    const Gradients got = call.read();
+    compare("graph, d_k", got.k, wanted.k, tolerance<bf16>(), 1e-4);
+    compare("graph, d_v", got.v, wanted.v, tolerance<bf16>(), 1e-4);
+    test::ok(cudaGraphExecDestroy(exec));
+    test::ok(cudaGraphDestroy(graph));
+    test::ok(cudaStreamDestroy(stream));
+}
+
+TEST_CASE("lengths that no view holds count as 0 and are reported") {
+    Case c = small("lengths", 128);
+    c.batch = 3;
+    c.lengths = {230, 0, 0};
+    c.key_lengths = {230, 230, 0};
+    c.expiry.clear();
+    c.draw_expiry(40, 300);
+    Inputs<bf16> in(c);
+    const Gradients wanted = expected(c, in);
+    c.lengths = {230, 231, -1};
+    c.key_lengths = {230, 230, 1000};
+    const OnDevice<bf16, head_dims<128>> call(c, in);
+    const Device<std::uint32_t> status(std::vector<std::uint32_t>(3, 0));
+    const BackwardOptions options{false, false, status.data()};
+    const Device<unsigned char> workspace(call.bytes(options));
+    call.run({}, options, workspace);
+    const Gradients got = call.read();
+    compare("bad lengths, d_q", got.q, wanted.q, tolerance<bf16>(), 1e-4);
+    compare("bad lengths, d_k", got.k, wanted.k, tolerance<bf16>(), 1e-4);
+    const auto words = status.read();
+    CHECK(words[0] == 0);
+    CHECK(words[1] == static_cast<std::uint32_t>(status_bad_length));
+    CHECK(words[2] == static_cast<std::uint32_t>(status_bad_length));
+}
+
+TEST_CASE("refusals") {
+    Case c = small("refused", 128);
+    Inputs<bf16> in(c);
+    static_cast<void>(expected(c, in));
+    const OnDevice<bf16, head_dims<128>> call(c, in);
+    const Device<unsigned char> workspace(call.bytes({}));
+    const rows_view<const bf16> q = call.q.view;
+    const auto refused = [&](auto&& change, const char* text) {
+        keys<bf16> all = call.all;
+        Attention attention;
+        AttendGradient<bf16> given = call.given;
+        AttendGradients<bf16> into = call.into;
+        workspace_view memory = workspace;
+        change(all, attention, given, into, memory);
+        const std::string got = test::refusal_of([&] {
+            attend_backward<bf16, head_dims<128>>(kvpolicy::cuda{}, attention, q, all, call.sequences, given,
+                                                  into, memory);
+        });
+        CHECK_MESSAGE(got.find(text) != std::string::npos, got);
+    };
+    refused([](auto&, auto&, auto&, auto&, auto& memory) { memory.bytes -= 1; }, "workspace.bytes");
+    refused([](auto& all, auto&, auto&, auto&, auto&) { all.k.dim = 120; }, "keys.k.dim");
+    refused([](auto& all, auto&, auto&, auto&, auto&) { all.k.row_stride += 1; }, "aligned to 16 bytes");
+    refused([](auto&, auto& attention, auto&, auto&, auto&) { attention.softcap = -1.0f; },
+            "attention.softcap");
+    refused([](auto&, auto&, auto& given, auto&, auto&) { given.lse = {}; }, "lse");
+    refused([](auto&, auto&, auto&, auto& into, auto&) { into.d_v.heads = 1; }, "d_v");
+    CHECK_MESSAGE(test::refusal_of([&] {
+                      static_cast<void>(attend_backward_workspace_bytes<bf16, head_dims<64>>(
+                          kvpolicy::cuda{}, Attention{}, q, call.all, call.sequences));
+                  }).find("head_dim") != std::string::npos,
+                  "the head_dim to compile for");
+}

@@ -1,0 +1,432 @@
+// Quest's pages and SnapKV's rule under a global budget, alone and with admission by a gate: against the reference, and the same
+// after whatever a sequence may go through.
+#include <kvpolicy/policies/sink.hpp>
+#include <kvpolicy/policies/threshold_gate.hpp>
+#include <kvpolicy/policies/topk_budget.hpp>
+#include <kvpolicy/quest.hpp>
+
+#include "../scorers/scorer_cases.hpp"
+#include "support/bound_dual.hpp"
+#include "support/refusal.hpp"
+#include "support/vectors.hpp"
+
+#include <doctest/doctest.h>
+
+#include <utility>
+
+using namespace kvpolicy;
+
+namespace {
+
+using All = Policy<Sink<>, Window<>, ThresholdGate<at_least>, SnapKVEviction, QuestPages<>>;
+constexpr float infinity = std::numeric_limits<float>::infinity();
+
+struct Case {
+    std::int32_t sinks, window, gated, page, pages, mean, average, observing, pool, layers, heads, group, dim,
+        length, seed;
+    float share;
+
+    Case(const std::int32_t* n, float dropped)
+        : sinks(n[0]),
+          window(n[1]),
+          gated(n[2]),
+          page(n[3]),
+          pages(n[4]),
+          mean(n[5]),
+          average(n[6]),
+          observing(n[7]),
+          pool(n[8]),
+          layers(n[9]),
+          heads(n[10]),
+          group(n[11]),
+          dim(n[12]),
+          length(n[13]),
+          seed(n[14]),
+          share(dropped) {}
+
+    [[nodiscard]] SnapKVEviction eviction() const {
+        return {average == 0 ? std::int64_t{1} << 40 : average, share, observing, pool, group_aggregate::max};
+    }
+    [[nodiscard]] QuestPages<> selection() const {
+        return {page, pages == 0 ? unlimited : pages,
+                mean != 0 ? group_aggregate::mean : group_aggregate::max};
+    }
+    [[nodiscard]] All policy() const {
+        return All{Sink<>{sinks}, Window<>{window}, ThresholdGate<at_least>{gated != 0 ? 0.0f : -infinity},
+                   eviction(), selection()};
+    }
+    /// Pages of the cache of one or several of the selection's.
+    [[nodiscard]] CacheShape shape(std::int32_t factor) const {
+        return {.layers = layers,
+                .slots = 3,
+                .query_heads = heads * group,
+                .kv_heads = heads,
+                .dim_k = dim,
+                .dim_v = dim,
+                .page_rows = page * factor,
+                .proposals = 6};
+    }
+};
+
+template <class T>
+struct Tokens {
+    std::vector<test::Tensor<T>> q, k, v, out;
+    std::vector<test::Plane<float>> scores, lse;
+    explicit Tokens(const Case& c) {
+        const auto stream = [&](std::uint64_t place, std::int64_t count, float scale) {
+            return test::draw(static_cast<std::uint64_t>(c.seed) * 32 + place,
+                              static_cast<std::size_t>(count), scale);
+        };
+        const std::int64_t rows = std::int64_t{c.layers} * c.heads * c.length;
+        const auto all_q = stream(0, rows * c.group * c.dim, 2.0f), all_k = stream(1, rows * c.dim, 2.0f),
+                   all_v = stream(2, rows * c.dim, 2.0f), all_scores = stream(3, rows, 1.0f);
+        for (std::int32_t l = 0; l < c.layers; ++l) {
+            const auto take = [&](std::vector<test::Tensor<T>>& into, const std::vector<float>& from,
+                                  std::int32_t heads) {
+                into.emplace_back(1, heads, c.length, c.dim);
+                for (std::size_t i = 0; i < into.back().data.size(); ++i) {
+                    into.back().data[i] =
+                        static_cast<T>(from[static_cast<std::size_t>(l) * into.back().data.size() + i]);
+                }
+            };
+            take(q, all_q, c.heads * c.group);
+            take(k, all_k, c.heads);
+            take(v, all_v, c.heads);
+            out.emplace_back(1, c.heads * c.group, c.length, c.dim);
+            scores.emplace_back(1, c.heads, c.length);
+            lse.emplace_back(1, c.heads * c.group, c.length, -55.0f);
+            std::copy_n(all_scores.data() + l * c.heads * c.length, c.heads * c.length,
+                        scores.back().data.data());
+        }
+    }
+    template <class P, class Cache>
+    void run(const host& on, Cache& cache, std::int32_t slot, std::int32_t from, std::int32_t n, bool steps) {
+        const Batch batch{.count = 1, .slots = &slot, .length = n};
+        for (std::size_t l = 0; l < q.size(); ++l) {
+            plane_view<float> sums = lse[l].view();
+            sums.data += from;
+            sums.length = n;
+            test::call_ref<P, T>(on, cache.ref(static_cast<std::int32_t>(l)), batch,
+                                 std::as_const(q[l]).tokens(from, n), std::as_const(k[l]).tokens(from, n),
+                                 std::as_const(v[l]).tokens(from, n), out[l].tokens(from, n),
+                                 {.scores = std::as_const(scores[l]).tokens(from, n), .lse = sums}, steps);
+        }
+        cache.advance(on, batch);
+    }
+};
+
+template <class Cache>
+EvictionReport evict(const host& on, Cache& cache, std::int32_t slot) {
+    test::Workspace room(cache.evict_workspace_bytes(on));
+    EvictionReport report;
+    cache.evict(on, {.count = 1, .slots = &slot}, room, &report);
+    return report;
+}
+
+std::vector<Case> all_cases(const kvpolicy_test::vectors& file) {
+    std::vector<Case> found;
+    for (std::int64_t i = 0; i < file.get<std::int32_t>("cases").shape[0]; ++i) {
+        found.emplace_back(file.get<std::int32_t>("cases").row(i), file.get<float>("shares")[i]);
+    }
+    return found;
+}
+
+template <class T>
+void compare(double tolerance) {
+    const auto file = kvpolicy_test::vectors::load("selection.kvpv");
+    const std::int32_t* held = file.get<std::int32_t>("held").data();
+    const double* lse = file.get<double>("lse").data();
+    const double* out = file.get<double>("out").data();
+    const std::int32_t* rounds = file.get<std::int32_t>("rounds").data();
+    std::int32_t i = 0;
+    for (const Case& c : all_cases(file)) {
+        CAPTURE(i);
+        const host on{1 + i % 3};
+        const std::int32_t factor = 1 + i++ % 3;
+        const CacheShape shape = c.shape(factor);
+        test::BoundDual<All, T> cache(on, shape, {.slab_pages = 40, .most_slabs = 40, .longest = c.length},
+                                      c.policy());
+        Tokens<T> in(c);
+        const std::int32_t words = (c.length + 31) / 32;
+        bool same_sets = true, same_rounds = true;
+        double worst = 0.0;
+        for (std::int32_t t = 0; t < c.length; ++t) {
+            const std::int32_t slot = 1;
+            cache.reserve(on, {.count = 1, .slots = &slot});
+            in.template run<All>(on, cache.cache, slot, t, 1, true);
+            for (std::int32_t l = 0; l < c.layers; ++l) {
+                for (std::int32_t h = 0; h < c.heads * c.group; ++h) {
+                    const float got = in.lse[static_cast<std::size_t>(l)].view().head(0, h)[t];
+                    worst = std::max(worst, std::abs(static_cast<double>(got) - *lse++));
+                    if (t % 5 == 0) {
+                        const T* row = in.out[static_cast<std::size_t>(l)].view().row(0, h, t);
+                        for (std::int32_t d = 0; d < c.dim; ++d) {
+                            worst = std::max(worst, std::abs(static_cast<double>(row[d]) - *out++));
+                        }
+                    }
+                }
+            }
+            const EvictionReport report = evict(on, cache.cache, 1);
+            same_rounds = same_rounds && report.rounds == *rounds++;
+            std::int64_t rows = 0;
+            for (std::int32_t l = 0; l < c.layers; ++l) {
+                for (std::int32_t h = 0; h < c.heads; ++h, held += words) {
+                    const auto mine = cache.sorted(l, 1, h);
+                    rows += std::ssize(mine);
+                    std::vector<position_t> wanted;
+                    for (std::int32_t at = 0; at < c.length; ++at) {
+                        if ((static_cast<std::uint32_t>(held[at / 32]) >> (at % 32) & 1u) != 0) {
+                            wanted.push_back(at);
+                        }
+                    }
+                    same_sets = same_sets && mine == wanted;
+                }
+            }
+            CHECK(report.rows == rows);
+        }
+        CHECK(same_sets);
+        CHECK(same_rounds);
+        CHECK(worst <= tolerance);
+        const std::int64_t free = cache.cache.free_pages();
+        cache.cache.clear(on, 1);
+        CHECK(cache.cache.free_pages() == cache.cache.lent_pages());
+        CHECK(free < cache.cache.lent_pages());
+    }
+}
+
+/// What one head holds, bounds of pages included.
+template <class Ref>
+std::vector<unsigned char> with_bounds(const Ref& ref, std::int32_t slot) {
+    std::vector<unsigned char> bytes = test::content_of(ref, slot);
+    for (std::int32_t h = 0; h < ref.kv_heads; ++h) {
+        const std::int32_t pages = host_backend::pages_of_rows(ref, ref.used(slot, h));
+        for (std::int32_t page = 0; page < pages; ++page) {
+            const auto* data = reinterpret_cast<const unsigned char*>(ref.head_rows(slot, h).bounds(page));
+            bytes.insert(bytes.end(), data,
+                         data + 2 * static_cast<std::size_t>(ref.dim_k) * sizeof(*ref.head_rows(0, 0).k(0)));
+        }
+    }
+    return bytes;
+}
+
+}  // namespace
+
+// Outputs go through fp32 log-sum-exps only in the comparison of those: 2^-24 of up to 20.
+TEST_CASE("the reference's rows, rounds and outputs, in double") { compare<double>(2e-6); }
+
+// Logits of up to 8 * 4 / 8^(1/2) with errors of 8 of their 2^-24; outputs likewise, of values below 2.
+TEST_CASE("the reference's rows, rounds and outputs, in fp32") { compare<float>(2e-5); }
+
+TEST_CASE("chunks, proposals, copies and snapshots leave the same bounds, queries and keys as steps") {
+    const auto file = kvpolicy_test::vectors::load("selection.kvpv");
+    const Case c = all_cases(file).back();
+    const CacheShape shape = c.shape(2);
+    const PoolShape pool{.slab_pages = 400, .most_slabs = 1, .longest = c.length};
+    const host on{2};
+    test::BoundDual<All, float> stepped(on, shape, pool, c.policy()), other(on, shape, pool, c.policy());
+    stepped.add_slab(on);
+    other.add_slab(on);
+    Tokens<float> a(c), b(c);
+    std::mt19937 generator(5);
+    std::int32_t slot = 0;
+    std::int64_t dropped = 0;
+    for (std::int32_t t = 0; t < c.length;) {
+        const std::int32_t n = std::min(c.length - t, 1 + static_cast<std::int32_t>(generator() % 6));
+        for (std::int32_t j = 0; j < n; ++j) {
+            a.run<All>(on, stepped.cache, 0, t + j, 1, true);
+        }
+        switch (generator() % 3) {
+            case 0:
+                b.run<All>(on, other.cache, slot, t, n, false);
+                break;
+            case 1:
+                for (std::int32_t j = 0; j < n; ++j) {
+                    b.run<All>(on, other.cache, slot, t + j, 1, true);
+                }
+                break;
+            default: {
+                const std::int32_t guess = std::min(6, c.length - t);
+                const Batch batch{.count = 1, .slots = &slot, .length = guess},
+                    taken{.count = 1, .slots = &slot, .length = n};
+                for (std::size_t l = 0; l < b.q.size(); ++l) {
+                    const auto ref = other.cache.ref(static_cast<std::int32_t>(l));
+                    test::Workspace room(cache_workspace_bytes(on, ref, 1, guess));
+                    propose(on, ref, batch, std::as_const(b.q[l]).tokens(t, guess),
+                            std::as_const(b.k[l]).tokens(t, guess), std::as_const(b.v[l]).tokens(t, guess),
+                            b.out[l].tokens(t, guess), room,
+                            {.scores = std::as_const(b.scores[l]).tokens(t, guess)});
+                    commit(on, ref, taken, room);
+                }
+                other.cache.advance(on, taken);
+                break;
+            }
+        }
+        t += n;
+        const EvictionReport one = evict(on, stepped.cache, 0), two = evict(on, other.cache, slot);
+        dropped += one.dropped;
+        CHECK(one.rounds == two.rounds);
+        for (std::int32_t l = 0; l < c.layers; ++l) {
+            CHECK(with_bounds(stepped.cache.ref(l), 0) == with_bounds(other.cache.ref(l), slot));
+        }
+        // On to another slot, by one way or another; what was there is somebody else's.
+        const std::int32_t next = (slot + 1) % 3;
+        if (generator() % 2 == 0) {
+            other.cache.fork(on, slot, next);
+            other.cache.clear(on, slot);
+        } else if (generator() % 2 == 0) {
+            std::int32_t sources[] = {0, 1, 2};
+            std::swap(sources[slot], sources[next]);
+            other.cache.reorder(on, sources, 3);
+        } else {
+            std::vector<unsigned char> blob(other.cache.snapshot_bytes(slot));
+            other.cache.snapshot(on, slot, blob.data(), blob.size());
+            other.cache.clear(on, slot);
+            other.cache.restore(on, next, blob.data(), blob.size());
+        }
+        slot = next;
+    }
+    CHECK(dropped > 50);
+}
+
+TEST_CASE(
+    "on a cache of fixed size: every page read is everything read; bounds hold after replacement in place") {
+    using Fixed = Policy<Sink<>, Window<>, TopKBudget<>, QuestPages<>>;
+    const auto policy = [](std::int32_t pages) {
+        return Fixed{Sink<>{2}, Window<>{5}, TopKBudget<>{13}, QuestPages<>{4, pages}};
+    };
+    const CacheShape shape{.query_heads = 4, .kv_heads = 2, .dim_k = 8, .dim_v = 8, .page_rows = 4};
+    const host on{2};
+    std::mt19937 generator(3);
+    test::Tensor<float> q(1, 4, 80, 8), k(1, 2, 80, 8), v(1, 2, 80, 8), out(1, 4, 80, 8), all(1, 4, 80, 8);
+    q.fill_normal(generator);
+    k.fill_normal(generator);
+    v.fill_normal(generator);
+    test::Plane<float> scores(1, 2, 80);
+    test::fill_scores(scores, test::Scores::random, generator);
+    const auto run = [&](const Fixed& with, test::Tensor<float>& into) {
+        test::BoundCache<Fixed, float> cache(on, shape, with);
+        bool bounds = true;
+        for (std::int32_t t = 0, n = 0; t < 80; t += n) {
+            n = t % 10 == 0 ? 7 : 1;
+            const Batch batch{.count = 1, .length = n};
+            test::call<Fixed, float>(on, cache, 0, batch, std::as_const(q).tokens(t, n),
+                                     std::as_const(k).tokens(t, n), std::as_const(v).tokens(t, n),
+                                     into.tokens(t, n), {.scores = std::as_const(scores).tokens(t, n)},
+                                     n == 1);
+            cache.cache.advance(on, batch);
+            const auto ref = cache.cache.ref(0);
+            for (std::int32_t h = 0; h < 2; ++h) {
+                const auto rows = ref.head_rows(0, h);
+                for (std::int32_t r = 0; r < ref.used(0, h); ++r) {
+                    for (std::int32_t d = 0; d < 8; ++d) {
+                        const float least = rows.bounds(r / 4)[d], most = rows.bounds(r / 4)[8 + d];
+                        bounds = bounds && least <= rows.k(r)[d] && rows.k(r)[d] <= most;
+                    }
+                }
+            }
+        }
+        CHECK(bounds);
+    };
+    run(policy(unlimited), all);
+    run(policy(5), out);  // 20 rows are 5 pages
+    CHECK(out.data == all.data);
+    run(policy(2), out);
+    CHECK(out.data != all.data);
+    CHECK(std::equal(out.view().row(0, 0, 0), out.view().row(0, 0, 8),
+                     all.view().row(0, 0, 0)));  // the first pages
+    // Looking only: the same pages as the step read.
+    test::BoundCache<Fixed, float> cache(on, shape, policy(2));
+    test::Tensor<float> looked(1, 4, 1, 8);
+    test::call<Fixed, float>(on, cache, 0, {.count = 1, .length = 70}, std::as_const(q).tokens(0, 70),
+                             std::as_const(k).tokens(0, 70), std::as_const(v).tokens(0, 70),
+                             out.tokens(0, 70), {.scores = std::as_const(scores).tokens(0, 70)}, false);
+    cache.cache.advance(on, {.count = 1, .length = 70});
+    test::call<Fixed, float>(on, cache, 0, {.count = 1}, std::as_const(q).tokens(70, 1),
+                             std::as_const(k).tokens(70, 1), std::as_const(v).tokens(70, 1),
+                             out.tokens(70, 1), {.scores = std::as_const(scores).tokens(70, 1)}, true);
+    cache.cache.advance(on, {.count = 1});
+    test::Workspace room(cache_workspace_bytes(on, cache.cache.ref(0), 1, 1));
+    attend<Fixed, float>(on, cache.cache.ref(0), {.count = 1}, std::as_const(q).tokens(70, 1), looked.view(),
+                         {}, room);
+    for (std::int32_t h = 0; h < 4; ++h) {
+        CHECK(
+            std::equal(looked.view().row(0, h, 0), looked.view().row(0, h, 0) + 8, out.view().row(0, h, 70)));
+    }
+}
+
+TEST_CASE("Quest as a system: a full cache, of which a needle's page is read") {
+    const Quest<16> policy{{}, {}, QuestPages<16>{3}};
+    const CacheShape shape{.query_heads = 1, .kv_heads = 1, .dim_k = 8, .dim_v = 8, .page_rows = 16};
+    const host on{1};
+    test::BoundDual<Quest<16>, float> cache(on, shape, {.slab_pages = 40, .most_slabs = 1, .longest = 600},
+                                            policy);
+    cache.add_slab(on);
+    std::mt19937 generator(1);
+    test::Tensor<float> q(1, 1, 500, 8), k(1, 1, 500, 8), v(1, 1, 500, 8), out(1, 1, 500, 8);
+    q.fill_normal(generator, 0.1f);
+    k.fill_normal(generator, 0.1f);
+    v.fill(0.0f);
+    k.view().row(0, 0, 123)[0] = 10.0f;  // the needle
+    v.view().row(0, 0, 123)[0] = 1.0f;
+    q.view().row(0, 0, 499)[0] = 20.0f;
+    for (std::int32_t t = 0, n = 499; t < 500; t += n, n = 1) {
+        test::call_ref<Quest<16>, float>(on, cache.cache.ref(0), {.count = 1, .length = n},
+                                         std::as_const(q).tokens(t, n), std::as_const(k).tokens(t, n),
+                                         std::as_const(v).tokens(t, n), out.tokens(t, n), {}, n == 1);
+        cache.cache.advance(on, {.count = 1, .length = n});
+    }
+    CHECK(cache.cache.occupancy(0, 0, 0).rows() == 500);
+    CHECK(out.view().row(0, 0, 499)[0] > 0.99f);
+}
+
+TEST_CASE("what cannot be is refused") {
+    const CacheShape shape{.query_heads = 1, .kv_heads = 1, .dim_k = 8, .dim_v = 8, .page_rows = 24};
+    const PoolShape pool{.slab_pages = 4, .most_slabs = 1, .longest = 100};
+    using Cache = DualCache<All, float>;
+    const auto with = [](SnapKVEviction eviction, QuestPages<> selection) {
+        return All{Sink<>{0}, Window<>{4}, ThresholdGate<at_least>{0.0f}, eviction, selection};
+    };
+    CHECK_REFUSED(
+        Cache(shape, pool, with({}, {16, 4})),
+        "rows of a selection's page: 16 is not allowed; it must be a divisor of the cache's page_rows, 24");
+    CHECK_REFUSED(Cache(shape, pool, with({}, {0, 4})), "rows of a page: 0");
+    CHECK_REFUSED(
+        Cache(shape, pool, with({}, {8, 0})),
+        "pages of layer 0, head 0: 0 is not allowed; it must be 1 or more, since a query sees itself");
+    CHECK_REFUSED(Cache(shape, pool, with({.average = -1}, {8, 4})), "average of SnapKVEviction: -1");
+    CHECK_REFUSED(Cache(shape, pool, with({.share = 0.0f}, {8, 4})), "share of SnapKVEviction: 0");
+    CHECK_REFUSED(Cache(shape, pool, with({.observing = 0}, {8, 4})), "observing of SnapKVEviction: 0");
+    CHECK_REFUSED(Cache(shape, pool, with({.pool = 4}, {8, 4})), "pool of SnapKVEviction: 4");
+    const host on{1};
+    test::BoundDual<All, float> cache(on, shape, pool, with({}, {8, 4}));
+    cache.add_slab(on);
+    CHECK_REFUSED(cache.cache.evict(on, {.count = 1}, {}), "workspace.bytes: 0");
+    CHECK_REFUSED(cache.cache.evict(on, {.count = 2}, {}), "batch.count: 2");
+    using Full = FixedBudgetCache<Policy<Window<4>, TopKBudget<8>, QuestPages<8>>, float>;
+    CacheShape one = shape;
+    one.page_rows = 1;
+    CHECK_REFUSED(Full(one), "rows of a selection's page: 8");
+}
+
+TEST_CASE("dropping rows gives their pages back, and leaves what was reserved") {
+    const CacheShape shape{.query_heads = 1, .kv_heads = 1, .dim_k = 8, .dim_v = 8, .page_rows = 2};
+    const All policy{Sink<>{0}, Window<>{4}, ThresholdGate<at_least>{-infinity},
+                     SnapKVEviction{.average = 20, .share = 0.5f}, QuestPages<>{2, unlimited}};
+    const host on{1};
+    test::BoundDual<All, float> cache(on, shape, {.slab_pages = 40, .most_slabs = 1, .longest = 100}, policy);
+    cache.add_slab(on);
+    const Case sizes(std::vector<std::int32_t>{0, 4, 0, 2, 0, 0, 0, 4, 1, 1, 1, 1, 8, 30, 1}.data(), 0.5f);
+    Tokens<float> in(sizes);
+    in.run<All>(on, cache.cache, 0, 0, 24, false);
+    CHECK(cache.cache.free_pages() == 28);
+    CHECK(cache.cache.reserve(on, {.count = 1, .length = 6}) == 0);
+    CHECK(cache.cache.free_pages() == 25);
+    const EvictionReport report = evict(on, cache.cache, 0);
+    CHECK(report.rounds == 1);
+    CHECK(report.dropped == 12);
+    CHECK(report.rows == 12);
+    CHECK(cache.cache.free_pages() == 31);
+    in.run<All>(on, cache.cache, 0, 24, 6, false);
+    CHECK(cache.cache.free_pages() == 31);
+    CHECK(evict(on, cache.cache, 0).rounds == 0);
+}
