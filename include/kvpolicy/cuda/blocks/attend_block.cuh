@@ -126,9 +126,11 @@ class attend_block {
             const int flip = (pass * rows % 8) << 4;
             const std::uint32_t of_k = offsets.k[row + pass * rows];
             const std::uint32_t of_v = offsets.v[row + pass * rows];
-            copy_16((k ^ flip) + pass * rows * 128, reinterpret_cast<const void*>(from_k.at<Two>(of_k) + 16 * chunk),
+            copy_16((k ^ flip) + pass * rows * 128,
+                    reinterpret_cast<const void*>(from_k.at<Two>(of_k) + 16 * chunk),
                     of_k != offsets.none ? k_bytes : 0);
-            copy_16((v ^ flip) + pass * rows * 128, reinterpret_cast<const void*>(from_v.at<Two>(of_v) + 16 * chunk),
+            copy_16((v ^ flip) + pass * rows * 128,
+                    reinterpret_cast<const void*>(from_v.at<Two>(of_v) + 16 * chunk),
                     of_v != offsets.none ? v_bytes : 0);
         }
         copy_commit();
@@ -144,7 +146,8 @@ class attend_block {
         for (int m = 0; m < S::rows_16; ++m) {
 #pragma unroll
             for (int r = 0; r < 2; ++r) {
-                query[m][r] = static_cast<std::uint32_t>(stream_memory_.source.begin + row_of(m, r) / call_.heads);
+                query[m][r] =
+                    static_cast<std::uint32_t>(stream_memory_.source.begin + row_of(m, r) / call_.heads);
             }
         }
         float o[S::rows_16][columns];

@@ -248,8 +248,8 @@ class attend_warpgroups {
     /// share rows knows the number of row i of theirs. Leaves at least one full block, if there is any, so that the stream
     /// decides which is the last. Returns how many rows it took.
     template <class Source>
-    __device__ std::int32_t produce_full(producer_state& state, std::uint32_t number, std::uint32_t parity, bool& first,
-                                         const Source& source) const {
+    __device__ std::int32_t produce_full(producer_state& state, std::uint32_t number, std::uint32_t parity,
+                                         bool& first, const Source& source) const {
         constexpr int each = S::keys / 16;
         const int lane = state.thread % 8;
         const std::int32_t full = source.full;
@@ -275,7 +275,8 @@ class attend_warpgroups {
                 const rows_view<const T>& view = half == 0 ? call_.problem.rows.k : call_.problem.rows.v;
                 const std::uint64_t from = (half == 0 ? memory_->k.past : memory_->v.past) + 16 * lane;
                 const auto stride = static_cast<std::uint32_t>(view.row_stride) * 2;
-                const std::uint32_t to = ring_ + state.ring.slot * S::tile_bytes + state.thread / 8 * each * 128 +
+                const std::uint32_t to = ring_ + state.ring.slot * S::tile_bytes +
+                                         state.thread / 8 * each * 128 +
                                          ((lane ^ (state.thread / 8 * each % 8)) << 4);
 #pragma unroll
                 for (int i = 0; i < each; ++i) {
@@ -305,7 +306,8 @@ class attend_warpgroups {
         // swizzled(S::keys, first + i, chunk + 8 part), with what depends on i in the instructions: `first` is a multiple of
         // `each`, so that i only sets bits of the row, and flips bits of the chunk.
         static_assert(each == 4 || each == 8);
-        const std::uint32_t to = ring_ + state.ring.slot * S::tile_bytes + first * 128 + ((chunk ^ (first % 8)) << 4);
+        const std::uint32_t to =
+            ring_ + state.ring.slot * S::tile_bytes + first * 128 + ((chunk ^ (first % 8)) << 4);
         const head_rows from{rows.past + 16 * chunk, rows.self + 16 * chunk};
         uint4 some[each / 4];
 #pragma unroll
@@ -337,8 +339,8 @@ class attend_warpgroups {
         const int further = 16 % call_.heads;
         int query = thread / 8 / call_.heads;
         int head = thread / 8 % call_.heads;
-        const T* const base = q.row(place.b, std::int64_t{place.h} * call_.problem.group + place.first_head,
-                                    place.first_query);
+        const T* const base =
+            q.row(place.b, std::int64_t{place.h} * call_.problem.group + place.first_head, place.first_query);
         std::uint32_t to = queries_ + swizzled(64, thread / 8, chunk);
 #pragma unroll 1
         for (int i = 0; i < S::rows / 16; ++i) {
@@ -460,8 +462,8 @@ class attend_warpgroups {
     }
 
     /// From the scores of a slot to weights, in place; the slot is released. True where it was the tile's last.
-    __device__ bool weigh(float (&s)[scores], int slot, const std::uint32_t (&query)[2], online_softmax& softmax,
-                          float (&decay)[2]) const {
+    __device__ bool weigh(float (&s)[scores], int slot, const std::uint32_t (&query)[2],
+                          online_softmax& softmax, float (&decay)[2]) const {
         const key_notes<S::keys, S::General>& notes = memory_->notes[slot];
         const bool masked = notes.masked != 0;
         const bool last = notes.last != 0;
@@ -482,8 +484,9 @@ class attend_warpgroups {
     }
 
     /// One product after the other. The warpgroups are out of step, so the tensor cores still have work.
-    __device__ void attend_in_turn(ring_place<S::slots>& ring, std::uint64_t queries, const std::uint32_t (&query)[2],
-                                   online_softmax& softmax, Output& o) const {
+    __device__ void attend_in_turn(ring_place<S::slots>& ring, std::uint64_t queries,
+                                   const std::uint32_t (&query)[2], online_softmax& softmax,
+                                   Output& o) const {
         bool last;
         do {
             float s[scores];
@@ -512,7 +515,8 @@ class attend_warpgroups {
 
     /// Q K^T of the next block is multiplied beside the softmax of this one; takes the registers for scores and weights both.
     __device__ void attend_overlapped(ring_place<S::slots>& ring, std::uint64_t queries,
-                                      const std::uint32_t (&query)[2], online_softmax& softmax, Output& o) const {
+                                      const std::uint32_t (&query)[2], online_softmax& softmax,
+                                      Output& o) const {
         float s[scores];
         Weights p;
         float decay[2];

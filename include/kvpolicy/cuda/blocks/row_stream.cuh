@@ -17,10 +17,10 @@ template <int Keys, bool Biased>
 struct key_notes {
     // Query i sees key n iff i - (life[n] & 0xffff), as an unsigned number, is below life[n] >> 16.
     std::uint32_t life[Keys];
-    float bias[Biased ? Keys : 1];                // in units of log 2
+    float bias[Biased ? Keys : 1];               // in units of log 2
     std::uint32_t bias_from[Biased ? Keys : 1];  // the bias counts for queries i >= this
-    std::uint32_t masked;                         // some query of the tile does not see some key: read `life`
-    std::uint32_t last;                           // no block follows
+    std::uint32_t masked;                        // some query of the tile does not see some key: read `life`
+    std::uint32_t last;                          // no block follows
 };
 
 inline constexpr int stream_threads = 128;
@@ -40,8 +40,8 @@ struct head_rows {
     std::uint64_t past, self;
 
     template <class T>
-    __device__ static head_rows of(const rows_view<const T>& past, const rows_view<const T>& self, std::int32_t b,
-                                   std::int32_t h) {
+    __device__ static head_rows of(const rows_view<const T>& past, const rows_view<const T>& self,
+                                   std::int32_t b, std::int32_t h) {
         return {reinterpret_cast<std::uint64_t>(past.row(b, h, 0)),
                 reinterpret_cast<std::uint64_t>(self.row(b, h, 0))};
     }
@@ -59,7 +59,8 @@ struct head_rows {
 /// What a stream keeps in shared memory: registers are few where it runs.
 template <int Keys, bool Biased, class Source>
 struct stream_memory {
-    static constexpr int ring = Keys + stream_threads;  // fewer than Keys wait when stream_threads more are looked at
+    static constexpr int ring =
+        Keys + stream_threads;  // fewer than Keys wait when stream_threads more are looked at
     Source source;
     std::int32_t sums[2][4];
     // Waiting rows.
@@ -77,8 +78,8 @@ class row_stream {
   public:
     using Memory = stream_memory<Keys, Biased, Source>;
 
-    __device__ row_stream(const attend_launch<T>& call, const tile_place& place, Memory& memory,
-                          int thread, int barrier)
+    __device__ row_stream(const attend_launch<T>& call, const tile_place& place, Memory& memory, int thread,
+                          int barrier)
         : call_(call), memory_(memory), thread_(thread), barrier_(barrier) {
         if (thread == 0) {
             memory.source = Source(call, place);
@@ -140,7 +141,9 @@ class row_stream {
     }
 
   private:
-    [[nodiscard]] __device__ std::int32_t all() const { return memory_.source.full + memory_.source.candidates; }
+    [[nodiscard]] __device__ std::int32_t all() const {
+        return memory_.source.full + memory_.source.candidates;
+    }
 
     /// Leaves rows waiting, if any come.
     __device__ void wait_for_rows() {
@@ -236,7 +239,8 @@ class row_stream {
             total += sums[w];
         }
         if (seen) {
-            const int at = (head_ + waiting_ + before + __popc(votes & lanes_before(thread_ % 32))) % Memory::ring;
+            const int at =
+                (head_ + waiting_ + before + __popc(votes & lanes_before(thread_ % 32))) % Memory::ring;
             memory_.row[at] = found.row;
             memory_.life[at] = life_of(born, dies - born);
             if constexpr (Biased) {
