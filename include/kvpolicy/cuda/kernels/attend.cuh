@@ -29,7 +29,7 @@ __global__ void __launch_bounds__(KVPOLICY_HOPPER_THREADS(S::threads))
     attend_hopper_kernel(const __grid_constant__ attend_launch<typename S::T> call,
                          std::uint32_t* const next) {
 #if KVPOLICY_HOPPER_CODE
-    attend_warpgroups<S>(call, dynamic_shared(), next).run();
+    attend_warpgroups<S>(call, dynamic_shared(), next);
 #endif
 }
 
