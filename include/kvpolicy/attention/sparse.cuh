@@ -31,8 +31,8 @@ struct AttendOptions {
 inline namespace KVPOLICY_CUDA_NAMESPACE KVPOLICY_HIDDEN {
 
 /// Bytes of device workspace for the attend call with the same arguments, and for every call on the same card that differs
-/// from it only by fewer queries or keys. With `gather` at most 256 bytes a row of a KV head (448 with biases) and about 40
-/// bytes a query of a KV head; nearly nothing with `scan`.
+/// from it only by fewer queries or keys. With `gather` at most 256 bytes a row of a KV head (448 with biases) and 8 bytes a
+/// query of a KV head; nearly nothing with `scan`.
 template <Storage T, class Dims = all_head_dims>
 std::size_t attend_workspace_bytes(const cuda& on, const Attention& attention,
                                    std::type_identity_t<rows_view<const T>> q, const keys<T>& all,
