@@ -245,7 +245,8 @@ std::int32_t check_backward(const Attention& attention, const rows_view<const T>
                             const Sequences& sequences) {
     check_attend(attention, q, all, static_cast<const keys<T>*>(nullptr), sequences);
     check_aligned("q", q);
-    check_keys_aligned("keys.k", "keys.v", all);
+    check_aligned("keys.k", all.k);
+    check_aligned("keys.v", all.v);
     const std::int32_t dim = std::max(q.dim, all.v.dim);
     if constexpr (is_half<T>) {
         const std::int32_t tile = fitting_tile(Dims{}, dim);

@@ -340,7 +340,7 @@ void CacheOwner<Derived, P, T>::restore(const host&, std::int32_t slot, const vo
     detail::require(header.fingerprint == fingerprint(), "snapshot",
                     "of another policy, shape or storage type", "of a cache like this one");
     // A blob may be forged, and its checksum right: every number that decides where something is written is looked at.
-    bool sound = header.length >= 0 && header.length <= (position_t{1} << 62);
+    bool sound = header.unused == 0 && header.length >= 0 && header.length <= (position_t{1} << 62);
     std::int64_t pages = 0;
     hb::blob_reader reader(bytes + sizeof header, blob_bytes - sizeof header);
     for (std::int32_t layer = 0; sound && layer < shape_.layers; ++layer) {

@@ -296,3 +296,68 @@ TEST_CASE("a snapshot of another batch of scores is of another policy") {
     lazy.cache.snapshot(on, 0, blob.data(), blob.size());
     CHECK_REFUSED(eager.cache.restore(on, 0, blob.data(), blob.size()), "of another policy");
 }
+
+TEST_CASE("a pool that runs out leaves scores unwritten; grown, the call gives what an ample pool gives") {
+    const Weights weights;
+    const host on{1};
+    const Open policy{Sink<>{2}, Window<>{15}, ThresholdGate<above>{-0.5f}, weights.scorer(0)};
+    for (const bool steps : {true, false}) {
+        test::BoundDual<Open, float> tight(on, shape, {.slab_pages = 3, .most_slabs = 200, .longest = 200},
+                                           policy),
+            ample(on, shape, pool, policy);
+        ample.add_slab(on);
+        Tokens<float> a(3, 70, 5), b(3, 70, 5);
+        std::int32_t refused = 0;
+        for (std::int32_t t = 0, n = 0; t < 70; t += n) {
+            n = steps ? 1 : std::min(70 - t, 1 + t % 20);  // chunks longer than the window among them
+            b.run<Open>(on, ample.cache.ref(0), {.count = 3, .length = n}, t, n, steps);
+            std::int32_t left[] = {n, n, n};
+            for (bool again = true; again;) {
+                std::uint32_t status[3] = {};
+                const std::vector<unsigned char> before = test::content_of(tight.cache.ref(0), 2);
+                test::call_ref<Open, float>(on, tight.cache.ref(0), {.count = 3, .q_len = left, .length = n},
+                                            std::as_const(a.q).tokens(t, n), std::as_const(a.k).tokens(t, n),
+                                            std::as_const(a.v).tokens(t, n), a.out.tokens(t, n), {}, steps,
+                                            status);
+                again = false;
+                for (std::int32_t i = 0; i < 3; ++i) {
+                    if (left[i] != 0 && status[i] != 0) {
+                        again = true;
+                        ++refused;
+                        CHECK((i != 2 || test::content_of(tight.cache.ref(0), 2) == before));
+                    } else {
+                        left[i] = 0;
+                    }
+                }
+                if (again) {
+                    tight.add_slab(on);
+                }
+            }
+            tight.cache.advance(on, {.count = 3, .length = n});
+            ample.cache.advance(on, {.count = 3, .length = n});
+            for (std::int32_t slot = 0; slot < 3; ++slot) {
+                CHECK(test::content_of(tight.cache.ref(0), slot) ==
+                      test::content_of(ample.cache.ref(0), slot));
+            }
+        }
+        CHECK(refused > 5);
+        CHECK(a.out.data == b.out.data);
+    }
+}
+
+TEST_CASE("one token, a prompt twice the budget, a budget of 0: LTE holds what its mask shows") {
+    const Weights weights;
+    const host on{1};
+    const std::int32_t budgets[] = {0, 6};
+    const Capped policy{Sink<>{2}, Window<>{13}, ThresholdGate<above>{-10.0f},
+                        TopKBudget<>{per_head(budgets, 1, 2)}, weights.scorer(0)};
+    for (const std::int32_t length : {1, 2, 13, 14, 15, 16, 20, 21, 22, 42}) {  // 21 rows of the second head
+        test::BoundCache<Capped, float> cache(on, shape, policy);
+        Tokens<float> in(1, length, 6);
+        in.run<Capped>(on, cache.cache.ref(0), {.count = 1, .length = length}, 0, length, length == 1);
+        cache.cache.advance(on, {.count = 1, .length = length});
+        CHECK(holds(on, policy, cache.cache, in, length));
+        CHECK(cache.cache.occupancy(0, 0, 0).long_range == 0);
+        CHECK(cache.cache.occupancy(0, 0, 1).long_range == std::clamp(length - 15, 0, 6));
+    }
+}
