@@ -104,7 +104,6 @@ class attend_call {
         return std::int64_t{call_.problem.batch} * call_.problem.kv_heads;
     }
 
-
     void set_slope() {
         constexpr float log2_e = 1.44269504088896340736f;
         const float scale = call_.problem.scale;

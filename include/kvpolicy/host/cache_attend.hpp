@@ -152,6 +152,7 @@ void attend_rows(const host& on, const Cache& cache, const Batch& batch, rows_vi
         const std::int32_t pages = Cache::policy_type::has_selection ? choice_of(task).pages : 0;
         return [&cache, rows = cache.head_rows(batch.slot(entry_of(task)), head_of(task)), count = held(task),
                 chosen, pages](auto&& visit) {
+            static_cast<void>(chosen), static_cast<void>(pages);  // without a selection
             const auto pass = [&](std::int32_t begin, std::int32_t end) {
                 visit_rows(rows, begin, end, cache.dim_k, cache.dim_v,
                            [&](const key_segment<T>& segment, std::int32_t) { visit(segment); });

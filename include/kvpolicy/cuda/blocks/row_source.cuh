@@ -61,7 +61,8 @@ struct listed_rows {
         return {call.plan.row[at], reinterpret_cast<const std::uint32_t*>(call.plan.life)[at]};
     }
     template <class T>
-    [[nodiscard]] __device__ float bias(const attend_launch<T>& call, std::int32_t x, std::int32_t& from) const {
+    [[nodiscard]] __device__ float bias(const attend_launch<T>& call, std::int32_t x,
+                                        std::int32_t& from) const {
         const std::int64_t at = entry(x);
         if (call.plan.bias == nullptr) {
             return 0.0f;
@@ -118,7 +119,8 @@ struct scanned_rows {
         return {head.row_of(i), life_of(time.born, time.dies)};
     }
     template <class T>
-    [[nodiscard]] __device__ float bias(const attend_launch<T>& call, std::int32_t x, std::int32_t& from) const {
+    [[nodiscard]] __device__ float bias(const attend_launch<T>& call, std::int32_t x,
+                                        std::int32_t& from) const {
         const head_frame head(call.frames, b, h);
         return head.bias_of(index(x), head.start() + first_query, end, from);
     }

@@ -17,10 +17,10 @@ template <int Keys, bool Biased>
 struct key_notes {
     // Query i sees key n iff i - (life[n] & 0xffff), as an unsigned number, is below life[n] >> 16.
     std::uint32_t life[Keys];
-    float bias[Biased ? Keys : 1];                // in units of log 2
+    float bias[Biased ? Keys : 1];               // in units of log 2
     std::uint32_t bias_from[Biased ? Keys : 1];  // the bias counts for queries i >= this
-    std::uint32_t masked;                         // some query of the tile does not see some key: read `life`
-    std::uint32_t last;                           // no block follows
+    std::uint32_t masked;                        // some query of the tile does not see some key: read `life`
+    std::uint32_t last;                          // no block follows
 };
 
 inline constexpr int stream_threads = 128;
@@ -40,8 +40,8 @@ struct head_rows {
     std::uint64_t past, self;
 
     template <class T>
-    __device__ static head_rows of(const rows_view<const T>& past, const rows_view<const T>& self, std::int32_t b,
-                                   std::int32_t h) {
+    __device__ static head_rows of(const rows_view<const T>& past, const rows_view<const T>& self,
+                                   std::int32_t b, std::int32_t h) {
         return {reinterpret_cast<std::uint64_t>(past.row(b, h, 0)),
                 reinterpret_cast<std::uint64_t>(self.row(b, h, 0))};
     }
@@ -57,15 +57,17 @@ struct head_rows {
 };
 
 /// What a stream keeps in shared memory: registers are few where it runs.
-template <class Source>
+template <int Keys, bool Biased, class Source>
 struct stream_memory {
+    static constexpr int ring =
+        Keys + stream_threads;  // fewer than Keys wait when stream_threads more are looked at
     Source source;
     std::int32_t sums[2][4];
-    // Waiting rows, a ring.
-    std::int32_t row[256];
-    std::uint32_t life[256];
-    float bias[256];
-    std::int32_t bias_from[256];
+    // Waiting rows.
+    std::int32_t row[ring];
+    std::uint32_t life[ring];
+    float bias[Biased ? ring : 1];
+    std::int32_t bias_from[Biased ? ring : 1];
 };
 
 /// Runs on stream_threads threads, numbered `thread`, that share the named barrier `barrier`.
@@ -74,18 +76,26 @@ class row_stream {
     static_assert(Keys <= stream_threads);
 
   public:
-    __device__ row_stream(const attend_launch<T>& call, const tile_place& place, stream_memory<Source>& memory,
-                          int thread, int barrier)
+    using Memory = stream_memory<Keys, Biased, Source>;
+
+    __device__ row_stream(const attend_launch<T>& call, const tile_place& place, Memory& memory, int thread,
+                          int barrier)
         : call_(call), memory_(memory), thread_(thread), barrier_(barrier) {
         if (thread == 0) {
             memory.source = Source(call, place);
         }
         named_barrier(barrier, stream_threads);
+    }
+
+    /// Before the first next(): leaves out rows before `first`, which are full ones.
+    __device__ void start(std::int32_t first = 0) {
+        next_ = first;
         fetch();
     }
 
     /// The next block's offsets and notes. False where it was the last. At least one block comes, of which no row need be
-    /// there. Threads may read both after it; two of the former are to be used in turn.
+    /// there. Threads may read both after it, and must have read the offsets before any calls it
+    /// again with the same ones.
     __device__ bool next(key_offsets<Keys>& offsets, key_notes<Keys, Biased>& notes) {
         const Source& source = memory_.source;
         bool masked = false;
@@ -105,7 +115,7 @@ class row_stream {
             }
             bool partial = false;
             if (thread_ < Keys) {
-                const int at = (head_ + thread_) % 256;
+                const int at = (head_ + thread_) % Memory::ring;
                 const bool present = thread_ < waiting_;
                 const std::uint32_t life = present ? memory_.life[at] : 0;
                 put(offsets, present ? memory_.row[at] : -1);
@@ -117,7 +127,7 @@ class row_stream {
             }
             masked = any(partial);
             const int taken = waiting_ < Keys ? waiting_ : Keys;
-            head_ = (head_ + taken) % 256;
+            head_ = (head_ + taken) % Memory::ring;
             waiting_ -= taken;
             wait_for_rows();
         }
@@ -131,7 +141,9 @@ class row_stream {
     }
 
   private:
-    [[nodiscard]] __device__ std::int32_t all() const { return memory_.source.full + memory_.source.candidates; }
+    [[nodiscard]] __device__ std::int32_t all() const {
+        return memory_.source.full + memory_.source.candidates;
+    }
 
     /// Leaves rows waiting, if any come.
     __device__ void wait_for_rows() {
@@ -227,7 +239,8 @@ class row_stream {
             total += sums[w];
         }
         if (seen) {
-            const int at = (head_ + waiting_ + before + __popc(votes & lanes_before(thread_ % 32))) % 256;
+            const int at =
+                (head_ + waiting_ + before + __popc(votes & lanes_before(thread_ % 32))) % Memory::ring;
             memory_.row[at] = found.row;
             memory_.life[at] = life_of(born, dies - born);
             if constexpr (Biased) {
@@ -240,12 +253,12 @@ class row_stream {
     }
 
     const attend_launch<T>& call_;
-    stream_memory<Source>& memory_;
+    Memory& memory_;
     int thread_;
     int barrier_;
     int turn_ = 0;
     int head_ = 0;
-    int waiting_ = 0;  // at most 255
+    int waiting_ = 0;
     std::int32_t next_ = 0;
     candidate_row fetched_{-1, 0};
     float bias_ = 0.0f;
