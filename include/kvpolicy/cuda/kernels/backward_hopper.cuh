@@ -226,6 +226,7 @@ struct hopper_backward_block : hopper_backward_warpgroup<T, Dim, Bias, Softcap> 
             fence_async_proxy();  // keys were written by cp.async
 
             if (first >= stop) {  // nobody is there to see these keys
+                __syncwarp();
                 if (lane == 0) {
                     barrier_arrive(empty_keys());
                 }
@@ -313,6 +314,7 @@ struct hopper_backward_block : hopper_backward_warpgroup<T, Dim, Bias, Softcap> 
                 // since a branch around them would make the compiler wait for every product.
                 wgmma_fence();
                 this->multiply_scores(s, own_k, base + L::q + after * L::query_bytes);
+                __syncwarp();  // all lanes have read the tile's numbers
                 if (lane == 0 && more) {
                     barrier_arrive(empty(stage));
                 }

@@ -5,6 +5,7 @@
 #include <kvpolicy/cuda/blocks/backward_problem.cuh>
 #include <kvpolicy/cuda/blocks/backward_tile.cuh>
 #include <kvpolicy/cuda/config.cuh>
+#include <kvpolicy/cuda/kernels/backward_prepare.cuh>
 #include <kvpolicy/cuda/launch.cuh>
 
 #include <cstdint>

@@ -255,6 +255,7 @@ struct hopper_queries_block {
             wgmma_wait<0>();
             pin(d_q);
             pin(gradients);
+            __syncwarp();  // all lanes have read what is said of the keys
             if (lane == 0) {
                 barrier_arrive(empty(stage));
             }
