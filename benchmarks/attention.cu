@@ -11,6 +11,7 @@
 
 #include "cold.cuh"
 
+#include <algorithm>
 #include <cstdint>
 #include <limits>
 #include <string>
@@ -247,6 +248,32 @@ struct attention_tensors {
     }
 };
 
+/// Forward and backward in one call, as a training step makes them; with soft gates also the gradient of their biases.
+template <class P>
+void forward_and_backward(benchmark::State& state, const shape& s, const P& policy, bool soft,
+                          bool deterministic) {
+    const attention_tensors tensors(s, policy, soft);
+    const rows d_out(s, s.query_heads(), 4), d_q(s, s.query_heads(), 5), d_k(s, s.heads, 6),
+        d_v(s, s.heads, 7);
+    const buffer<float> d_bias(soft ? s.keys() : 0);
+    const kvp::AttendGradient<bf16> given{tensors.out_view(), tensors.lse_view(), d_out.read()};
+    kvp::AttendGradients<bf16> into{d_q.view(), d_k.view(), d_v.view()};
+    if (soft) {
+        into.d_log_bias = kvp::view_bhs(d_bias.data(), s.batch, s.heads, s.length);
+    }
+    const kvp::BackwardOptions options{.deterministic = deterministic};
+    const std::size_t bytes =
+        std::max(tensors.forward_bytes(),
+                 kvp::attend_backward_workspace_bytes<bf16, Dims>(
+                     kvp::cuda{}, {}, tensors.q.read(), tensors.keys(), tensors.sequences(), options));
+    measure_with_workspace(state, bytes, [&](const kvp::cuda& on, kvp::workspace_view workspace) {
+        tensors.forward(on, workspace);
+        kvp::attend_backward<bf16, Dims>(on, {}, tensors.q.read(), tensors.keys(), tensors.sequences(), given,
+                                         into, workspace, options);
+    });
+    report(state, tensors.life.pairs, 14.0 * s.dim, 6 * (s.queries() + s.keys()) * s.dim);
+}
+
 template <class P>
 void forward(benchmark::State& state, const shape& s, const P& policy) {
     const attention_tensors tensors(s, policy, false);
@@ -294,10 +321,41 @@ void add_forward() {
         [=](benchmark::State& state) { forward(state, shape_of(1, 200000), gates(0.25)); }, 5);
 }
 
+void add_backward() {
+    const struct {
+        const char* name;
+        shape of;
+    } budgets[] = {{"16k", shape_of(1, 1 << 14)},
+                   {"32k", shape_of(1, 1 << 15)},
+                   {"16k, d 64", shape_of(1, 1 << 14, 64)},
+                   {"8 x 4k", shape_of(8, 1 << 12)},
+                   {"32 x 2k", shape_of(32, 1 << 11)}};
+    for (const auto& [name, of] : budgets) {
+        const shape s = of;
+        add(
+            std::string("forward + backward/") + name,
+            [=](benchmark::State& state) { forward_and_backward(state, s, Budget{}, false, false); }, 7);
+    }
+    add(
+        "forward + backward, deterministic/16k",
+        [](benchmark::State& state) {
+            forward_and_backward(state, shape_of(1, 1 << 14), Budget{}, false, true);
+        },
+        7);
+    // Everything is visible; outside of the window keys have a bias.
+    add(
+        "soft gates/16k",
+        [](benchmark::State& state) {
+            forward_and_backward(state, shape_of(1, 1 << 14), gates(1.0), true, false);
+        },
+        7);
+}
+
 }  // namespace
 
 int main(int argc, char** argv) {
     add_forward();
+    add_backward();
     add_future_mass();
     return run(argc, argv);
 }

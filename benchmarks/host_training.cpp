@@ -79,7 +79,8 @@ struct Layer {
     void make_target() {
         FutureMassOptions options;
         options.window = window;
-        future_mass<float>(on, {}, queries(), keys_view(), read(lse, query_heads), sequences, options, write(target),
+        future_mass<float>(on, {}, queries(), keys_view(), read(lse, query_heads), sequences, options,
+                           write(target),
                            need(future_mass_workspace_bytes<float>(on, queries(), keys_view())));
     }
     void loss() {
@@ -110,18 +111,18 @@ struct Trained {
         fill(weights), fill(gradients);
         initialize(scorer, weights, 1);
         std::vector<const float*> pointers;
-        for_each_parameter(scorer, weights, [&](const char*, float*& array, std::size_t, bool) {
-            pointers.push_back(array);
-        });
+        for_each_parameter(scorer, weights,
+                           [&](const char*, float*& array, std::size_t, bool) { pointers.push_back(array); });
         std::size_t i = 0;
-        for_each_parameter(scorer, scorer.weights,
-                           [&](const char*, const float*& array, std::size_t, bool) { array = pointers[i++]; });
+        for_each_parameter(scorer, scorer.weights, [&](const char*, const float*& array, std::size_t, bool) {
+            array = pointers[i++];
+        });
     }
     void score(Layer& layer, std::int32_t delay) {
         score_sequence(layer.on, scorer, layer.keys_view(), layer.values(), layer.sequences, delay,
                        Layer::write(layer.scores),
-                       layer.need(score_sequence_workspace_bytes(layer.on, scorer, layer.keys_view(), layer.values(),
-                                                                 layer.sequences)));
+                       layer.need(score_sequence_workspace_bytes(layer.on, scorer, layer.keys_view(),
+                                                                 layer.values(), layer.sequences)));
     }
     void backward(Layer& layer, std::int32_t delay) {
         const ScoreBackward<float> call{layer.keys_view(), layer.values(), layer.sequences, delay,
@@ -178,7 +179,8 @@ void training_pass(benchmark::State& state, const S& sizes, std::int32_t delay) 
         layer.loss();
         trained.backward(layer, delay);
     }
-    state.counters["workspace MiB"] = static_cast<double>(std::max(layer.most_room, of_attention)) / (1 << 20);
+    state.counters["workspace MiB"] =
+        static_cast<double>(std::max(layer.most_room, of_attention)) / (1 << 20);
 }
 void training_pass_mlp(benchmark::State& state) { training_pass(state, mlp(), 0); }
 void training_pass_mlstm(benchmark::State& state) { training_pass(state, mlstm(), window); }

@@ -65,9 +65,9 @@ Options parse(int argc, char** argv) {
 
 struct Row {
     std::string name;
-    std::string policy;      // for make_attention; "trained": the scorers of `file`
-    float beta = 0.0f;       // of the oracle's scores; 0: none
-    std::string file = {};   // beside the model
+    std::string policy;     // for make_attention; "trained": the scorers of `file`
+    float beta = 0.0f;      // of the oracle's scores; 0: none
+    std::string file = {};  // beside the model
 };
 
 const Row all_rows[] = {
@@ -241,6 +241,15 @@ int run(int argc, char** argv) {
                 "the table should show dense recall of 0.95 or more, the oracle (beta 2) at 0.9 of it and "
                 "StreamingLLM near chance, but shows {:.3f}, {:.3f} and {:.3f}",
                 dense, oracle, streaming);
+        }
+        for (const char* name : {"KVpop-mlp, trained", "KVpop, trained"}) {
+            if (recall(name, 0) < 0.9 * dense || recall(name, smallest) < streaming + 0.3) {
+                llama::fail(
+                    "the table should show {} at 0.9 of dense recall at {} and 0.3 above StreamingLLM at {}, "
+                    "but "
+                    "shows {:.3f} and {:.3f}",
+                    name, budgets[0].first, budgets[smallest].first, recall(name, 0), recall(name, smallest));
+            }
         }
     }
     return 0;

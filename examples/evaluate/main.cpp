@@ -40,7 +40,8 @@ std::int32_t number(const std::string& name, std::string_view text, std::int32_t
     std::int32_t value = 0;
     const auto [end, error] = std::from_chars(text.data(), text.data() + text.size(), value);
     if (error != std::errc{} || end != text.data() + text.size() || value < least || value > most) {
-        llama::fail("{}: {} is not allowed; it must be a number, {} to {}", name, llama::clipped(text), least, most);
+        llama::fail("{}: {} is not allowed; it must be a number, {} to {}", name, llama::clipped(text), least,
+                    most);
     }
     return value;
 }
@@ -104,7 +105,8 @@ std::int32_t rows_of(const std::string& text, std::int32_t length) {
     if (!text.ends_with('%')) {
         return number("--budgets", text, 1, 1 << 30);
     }
-    const std::int32_t percent = number("--budgets", std::string_view(text).substr(0, text.size() - 1), 0, 99);
+    const std::int32_t percent =
+        number("--budgets", std::string_view(text).substr(0, text.size() - 1), 0, 99);
     const std::int32_t sixteenths = (percent * 16 + 50) / 100;
     return std::max(1, length * (16 - sixteenths) / 16);
 }
@@ -166,8 +168,8 @@ int run(int argc, char** argv) {
     for (const std::string& budget : o.budgets) {
         const std::int32_t rows = rows_of(budget, data.length);
         if (rows <= o.sinks + o.window) {
-            llama::fail("--budgets: {} leaves {} rows of {}; sinks and window take {}", budget, rows, data.length,
-                        o.sinks + o.window);
+            llama::fail("--budgets: {} leaves {} rows of {}; sinks and window take {}", budget, rows,
+                        data.length, o.sinks + o.window);
         }
         for (const EvaluatedPolicy* policy : chosen) {
             if (policy->bounded) {
@@ -179,6 +181,16 @@ int run(int argc, char** argv) {
     examples::Progress progress;
     llama::Engine engine(model);
     Bench bench(on, engine, data, o.chunk, o.sinks, o.window);
+    Run of{std::filesystem::path(o.model).filename().string(),
+           0,
+           data.length,
+           o.sinks,
+           o.window,
+           config.layers,
+           config.kv_heads,
+           config.head_dim,
+           config.vocab_size == 256};
+    std::string text;
     for (std::size_t s = 0; s < sequences; ++s) {
         std::map<float, std::vector<float>> targets;
         if (!betas.empty()) {
@@ -198,39 +210,34 @@ int run(int argc, char** argv) {
             progress.show(fmt::format("sequence {} of {}: {}{}", s + 1, sequences, result.policy->label, at));
             bench.run(s, targets, result);
         }
-    }
-    progress.done();
-
-    const Run of{std::filesystem::path(o.model).filename().string(),
-                 static_cast<std::int32_t>(sequences),
-                 data.length,
-                 o.sinks,
-                 o.window,
-                 config.layers,
-                 config.kv_heads,
-                 config.head_dim,
-                 config.vocab_size == 256};
-    const std::chrono::duration<double> time = std::chrono::steady_clock::now() - start;
-    const std::int64_t lookups = results.empty() ? 0 : results.front().score.answers;
-    const std::string text = fmt::format(
-        "{}: {} held-out sequences of {} tokens, {} look-ups; {} sinks, a window of {}; cache in bf16\n\n{}", of.model,
-        sequences, data.length, lookups, o.sinks, o.window, table(of, results));
-    fmt::print("{}({:.0f} s)\n", text, time.count());
-    if (!o.out.empty()) {
-        write_csv(o.out + ".csv", of, results);
-        write_json(o.out + ".json", of, results);
-        std::FILE* file = std::fopen((o.out + ".txt").c_str(), "w");
-        if (file == nullptr || std::fputs(text.c_str(), file) < 0 || std::fclose(file) != 0) {
-            llama::fail("{}.txt: cannot be written", o.out);
+        // After every sequence, so that a run that is cut off leaves what it has.
+        of.sequences = static_cast<std::int32_t>(s) + 1;
+        text = fmt::format(
+            "{}: {} held-out sequences of {} tokens, {} look-ups; {} sinks, a window of {}; cache in "
+            "bf16\n\n{}",
+            of.model, of.sequences, data.length, results.front().score.answers, o.sinks, o.window,
+            table(of, results));
+        if (!o.out.empty()) {
+            write_csv(o.out + ".csv", of, results);
+            write_json(o.out + ".json", of, results);
+            std::FILE* file = std::fopen((o.out + ".txt").c_str(), "w");
+            if (file == nullptr || std::fputs(text.c_str(), file) < 0 || std::fclose(file) != 0) {
+                llama::fail("{}.txt: cannot be written", o.out);
+            }
         }
     }
+    progress.done();
+    const std::chrono::duration<double> time = std::chrono::steady_clock::now() - start;
+    fmt::print("{}({:.0f} s)\n", text, time.count());
     return 0;
 }
 
 }  // namespace
 }  // namespace evaluate
 
-int main(int argc, char** argv) try { return evaluate::run(argc, argv); } catch (const std::exception& error) {
+int main(int argc, char** argv) try {
+    return evaluate::run(argc, argv);
+} catch (const std::exception& error) {
     fmt::print(stderr, "evaluate: {}\n", error.what());
     return 1;
 }

@@ -62,7 +62,8 @@ void Bench::run(std::size_t sequence, const std::map<float, std::vector<float>>&
     }
     const auto attention = policy.make(setting);
     examples::SequenceScorer scorer(data_, sequence);
-    examples::run_sequence(engine_, *attention, data_, sequence, policy.whole ? data_.length : chunk_, scorer);
+    examples::run_sequence(engine_, *attention, data_, sequence, policy.whole ? data_.length : chunk_,
+                           scorer);
     scorer.add_to(result.score);
     result.score.rows += attention->rows_per_head();
 
@@ -71,10 +72,12 @@ void Bench::run(std::size_t sequence, const std::map<float, std::vector<float>>&
     result.kept.resize(heads * position_bins);
     const bool first = result.retained.empty();
     for (std::size_t i = 0; i < heads; ++i) {
-        auto held = attention->retained(static_cast<int>(i) / config.kv_heads, static_cast<int>(i) % config.kv_heads);
+        auto held =
+            attention->retained(static_cast<int>(i) / config.kv_heads, static_cast<int>(i) % config.kv_heads);
         result.rows[i] += static_cast<double>(held.size());
         for (const kvpolicy::position_t t : held) {
-            const std::size_t bin = std::min(position_bins - 1, static_cast<std::size_t>(t) * position_bins / length);
+            const std::size_t bin =
+                std::min(position_bins - 1, static_cast<std::size_t>(t) * position_bins / length);
             const std::size_t begin = (bin * length + position_bins - 1) / position_bins,
                               end = ((bin + 1) * length + position_bins - 1) / position_bins;
             result.kept[i * position_bins + bin] += 1.0 / static_cast<double>(end - begin);
@@ -95,14 +98,16 @@ void Bench::run(std::size_t sequence, const std::map<float, std::vector<float>>&
 
 void Bench::oracle_recall(const examples::Oracle& oracle, const std::map<float, std::vector<float>>& targets,
                           Result& result) const {
-    using Policy = kvpolicy::Policy<kvpolicy::Sink<>, kvpolicy::Window<>, kvpolicy::TopKBudget<>, kvpolicy::Decay<1>>;
+    using Policy =
+        kvpolicy::Policy<kvpolicy::Sink<>, kvpolicy::Window<>, kvpolicy::TopKBudget<>, kvpolicy::Decay<1>>;
     const llama::Config& config = engine_.model().config;
     const examples::TrainedScorers& trained = *result.policy->scorers;
     const std::int32_t n = data_.length, heads = config.kv_heads;
     const auto plane = static_cast<std::size_t>(n) * static_cast<std::size_t>(heads);
-    const Policy student{kvpolicy::Sink<>{sinks_}, kvpolicy::Window<>{window_},
-                         kvpolicy::TopKBudget<>{kvpolicy::budget_for_total(result.budget, sinks_, window_)},
-                         kvpolicy::Decay<1>{kvpolicy::per_head(trained.log_gamma.data(), config.layers, heads)}};
+    const Policy student{
+        kvpolicy::Sink<>{sinks_}, kvpolicy::Window<>{window_},
+        kvpolicy::TopKBudget<>{kvpolicy::budget_for_total(result.budget, sinks_, window_)},
+        kvpolicy::Decay<1>{kvpolicy::per_head(trained.log_gamma.data(), config.layers, heads)}};
     // The oracle knows; it needs no decay.
     const Policy teacher{kvpolicy::Sink<>{sinks_}, kvpolicy::Window<>{window_},
                          kvpolicy::TopKBudget<>{kvpolicy::budget_for_total(result.budget, sinks_, window_)},
@@ -120,7 +125,8 @@ void Bench::oracle_recall(const examples::Oracle& oracle, const std::map<float, 
     std::vector<kvpolicy::Recall> one(static_cast<std::size_t>(heads));
     for (std::int32_t l = 0; l < config.layers; ++l) {
         const kvpolicy::MaskOptions options{.layer = l};
-        const std::size_t bytes = kvpolicy::build_mask_workspace_bytes(on_, student, sequences, heads, options);
+        const std::size_t bytes =
+            kvpolicy::build_mask_workspace_bytes(on_, student, sequences, heads, options);
         std::vector<float> scores(plane, 0.0f);
         const auto view = kvpolicy::view_bhs(scores.data(), 1, heads, n);
         const auto rows = [&](std::span<const float> data) {
@@ -144,9 +150,10 @@ void Bench::oracle_recall(const examples::Oracle& oracle, const std::map<float, 
         for (const auto& [beta, target] : targets) {
             auto& sums = result.recall[beta];
             sums.resize(static_cast<std::size_t>(config.layers * heads), {0, 0.0, 0.0, 0.0, 0.0});
-            kvpolicy::build_mask(on_, teacher,
-                                 kvpolicy::view_bhs(target.data() + static_cast<std::size_t>(l) * plane, 1, heads, n),
-                                 sequences, mask_of(of_teacher), room(bytes), options);
+            kvpolicy::build_mask(
+                on_, teacher,
+                kvpolicy::view_bhs(target.data() + static_cast<std::size_t>(l) * plane, 1, heads, n),
+                sequences, mask_of(of_teacher), room(bytes), options);
             kvpolicy::oracle_recall(
                 on_, teacher, mask_of(of_teacher), mask_of(of_student), sequences, one.data(),
                 room(kvpolicy::oracle_recall_workspace_bytes(on_, mask_of(of_teacher), sequences)), l);

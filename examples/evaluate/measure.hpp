@@ -1,11 +1,11 @@
 // What a policy at a budget does to a model: over held-out sequences, one at a time.
 #pragma once
 
+#include <kvpolicy/metrics/recall.hpp>
+
 #include "policies.hpp"
 #include "support/evaluation.hpp"
 #include "support/oracle.hpp"
-
-#include <kvpolicy/metrics/recall.hpp>
 
 #include <cstdint>
 #include <map>

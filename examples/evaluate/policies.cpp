@@ -1,12 +1,12 @@
 #include "policies.hpp"
 
-#include "support/masked_attention.hpp"
-
 #include <kvpolicy/h2o.hpp>
 #include <kvpolicy/scorers/concept.hpp>
 #include <kvpolicy/snapkv.hpp>
 #include <kvpolicy/tova.hpp>
 #include <kvpolicy/wgkv.hpp>
+
+#include "support/masked_attention.hpp"
 
 #include <algorithm>
 #include <limits>
@@ -40,21 +40,24 @@ Made masked(const Setting& setting, const P& policy, std::int32_t prompt, std::i
 /// Every token as if it were decoded; a budget of B rows holds B - 1 keys and the newcomer.
 Made h2o(const Setting& setting) {
     const std::int32_t rows = setting.choice.budget;
-    return masked(setting, kvpolicy::h2o_for_total(rows - 1, {.prefill = kvpolicy::ObservedPrefill::stepwise()}), 0,
+    return masked(setting,
+                  kvpolicy::h2o_for_total(rows - 1, {.prefill = kvpolicy::ObservedPrefill::stepwise()}), 0,
                   rows);
 }
 Made tova(const Setting& setting) {
     const std::int32_t rows = setting.choice.budget;
-    return masked(setting, kvpolicy::tova_for_total(rows - 1, {.prefill = kvpolicy::ObservedPrefill::stepwise()}), 0,
+    return masked(setting,
+                  kvpolicy::tova_for_total(rows - 1, {.prefill = kvpolicy::ObservedPrefill::stepwise()}), 0,
                   rows);
 }
 /// The rows that chunks of 64 take are those of the budget and of a chunk.
 Made snapkv_chunks(const Setting& setting) {
     constexpr std::int32_t chunk = 64;
     const std::int32_t rows = setting.choice.budget;
-    return masked(setting,
-                  kvpolicy::snapkv_for_total(rows, 32, {.prefill = kvpolicy::ObservedPrefill::in_chunks(chunk)}),
-                  kvpolicy::unlimited, rows + chunk);
+    return masked(
+        setting,
+        kvpolicy::snapkv_for_total(rows, 32, {.prefill = kvpolicy::ObservedPrefill::in_chunks(chunk)}),
+        kvpolicy::unlimited, rows + chunk);
 }
 /// As it was meant: the prompt (here three quarters: the look-ups come after it) is taken densely and pruned once, and
 /// what follows stays, so the cache outgrows its budget.
@@ -102,7 +105,8 @@ class GatedAttention final : public llama::KvAttention {
 /// WG-KV's rule on the oracle's scores: one threshold for all heads and layers, such that the rows are those of the budget on
 /// average at the end of the sequence. Heads whose keys are in demand keep more.
 Made gated_oracle(const Setting& setting) {
-    const auto length = static_cast<std::size_t>(setting.length), row = static_cast<std::size_t>(setting.longest);
+    const auto length = static_cast<std::size_t>(setting.length),
+               row = static_cast<std::size_t>(setting.longest);
     const auto first = static_cast<std::size_t>(setting.choice.sinks);
     const std::size_t last = length - static_cast<std::size_t>(setting.choice.window);
     std::vector<float> scores;
@@ -156,12 +160,13 @@ std::vector<EvaluatedPolicy> all_policies(std::span<const examples::TrainedScore
         if (trained.spec.kind == "mlp" && !trained.quantiles.empty()) {
             all.push_back({names[i] + "-gated", label + ", gated", true, 0.0f, nullptr,
                            [&trained](const Setting& setting) {
-                               return examples::make_gated(setting.on, setting.config, trained, setting.choice,
-                                                           setting.length, setting.longest);
+                               return examples::make_gated(setting.on, setting.config, trained,
+                                                           setting.choice, setting.length, setting.longest);
                            }});
         }
         if (trained.spec.kind == "mlstm") {
-            all.push_back({names[i] + "-matched", label + ", less its state", true, 0.0f, nullptr, make(true)});
+            all.push_back(
+                {names[i] + "-matched", label + ", less its state", true, 0.0f, nullptr, make(true)});
         }
     }
     return all;

@@ -1,9 +1,9 @@
 // The policies that evaluate compares: a table, one line each.
 #pragma once
 
-#include "support/trained.hpp"
-
 #include <kvpolicy/core/context.hpp>
+
+#include "support/trained.hpp"
 
 #include <llama/cache_attention.hpp>
 
@@ -28,10 +28,10 @@ struct Setting {
 };
 
 struct EvaluatedPolicy {
-    std::string name;       ///< for --policies, CSV and JSON
-    std::string label;      ///< for people
-    bool bounded = true;    ///< takes a budget; dense does not
-    float beta = 0.0f;      ///< scores are the oracle's with this beta; 0: no oracle
+    std::string name;     ///< for --policies, CSV and JSON
+    std::string label;    ///< for people
+    bool bounded = true;  ///< takes a budget; dense does not
+    float beta = 0.0f;    ///< scores are the oracle's with this beta; 0: no oracle
     const examples::TrainedScorers* scorers = nullptr;
     std::function<std::unique_ptr<llama::KvAttention>(const Setting&)> make;
     bool whole = false;  ///< takes a sequence in one call, so it has no decode speed here

@@ -24,16 +24,16 @@ double rounded(double x) { return std::round(x * 1e4) / 1e4; }
 }  // namespace
 
 std::string table(const Run& run, const std::vector<Result>& results) {
-    std::string text = fmt::format("{:<34} {:>6} {:>6} {:>8} {:>8} {:>7} {:>7} {:>7} {:>10} {:>9}\n", "cache", "less",
-                                   "rows", "bits/B", "nll/tok", "exact", "first", "digits", "cache MiB", "tokens/s");
+    std::string text =
+        fmt::format("{:<34} {:>6} {:>6} {:>8} {:>8} {:>7} {:>7} {:>7} {:>10} {:>9}\n", "cache", "less",
+                    "rows", "bits/B", "nll/tok", "exact", "first", "digits", "cache MiB", "tokens/s");
     for (const Result& r : results) {
         const examples::Score& s = r.score;
-        text += fmt::format("{:<34} {:>6} {:>6.0f} {:>8.4f} {:>8.4f} {:>7.3f} {:>7.3f} {:>7.3f} {:>10.2f} {:>9}\n",
-                            r.policy->label,
-                            r.budget == 0 ? "-" : fmt::format("{:.0f}%", 100 * run.compression(r)),
-                            s.rows_per_head(), s.bits_per_byte(), s.nll_per_token(), s.recall(), s.first_digit(),
-                            s.digit_accuracy(), r.mib,
-                            r.policy->whole ? "-" : fmt::format("{:.0f}", r.tokens_per_second));
+        text += fmt::format(
+            "{:<34} {:>6} {:>6.0f} {:>8.4f} {:>8.4f} {:>7.3f} {:>7.3f} {:>7.3f} {:>10.2f} {:>9}\n",
+            r.policy->label, r.budget == 0 ? "-" : fmt::format("{:.0f}%", 100 * run.compression(r)),
+            s.rows_per_head(), s.bits_per_byte(), s.nll_per_token(), s.recall(), s.first_digit(),
+            s.digit_accuracy(), r.mib, r.policy->whole ? "-" : fmt::format("{:.0f}", r.tokens_per_second));
     }
     return text;
 }
@@ -44,10 +44,11 @@ void write_csv(const std::filesystem::path& file, const Run& run, const std::vec
            "recall_first_digit,recall_digits,lookups,rows_per_head,cache_mib,tokens_per_s\n";
     for (const Result& r : results) {
         const examples::Score& s = r.score;
-        out << fmt::format("{},{},\"{}\",{},{:.4f},{},{},{:.5f},{:.5f},{:.5f},{:.5f},{:.5f},{},{:.1f},{:.3f},{:.1f}\n",
-                           run.model, r.policy->name, r.policy->label, r.budget, run.compression(r), s.sequences,
-                           run.length, s.bits_per_byte(), s.nll_per_token(), s.recall(), s.first_digit(),
-                           s.digit_accuracy(), s.answers, s.rows_per_head(), r.mib, r.tokens_per_second);
+        out << fmt::format(
+            "{},{},\"{}\",{},{:.4f},{},{},{:.5f},{:.5f},{:.5f},{:.5f},{:.5f},{},{:.1f},{:.3f},{:.1f}\n",
+            run.model, r.policy->name, r.policy->label, r.budget, run.compression(r), s.sequences, run.length,
+            s.bits_per_byte(), s.nll_per_token(), s.recall(), s.first_digit(), s.digit_accuracy(), s.answers,
+            s.rows_per_head(), r.mib, r.tokens_per_second);
     }
     if (!out.flush()) {
         llama::fail("{}: cannot be written; is the disk full?", file.string());
@@ -55,9 +56,15 @@ void write_csv(const std::filesystem::path& file, const Run& run, const std::vec
 }
 
 void write_json(const std::filesystem::path& file, const Run& run, const std::vector<Result>& results) {
-    nlohmann::json all{{"model", run.model},       {"sequences", run.sequences}, {"length", run.length},
-                       {"sinks", run.sinks},       {"window", run.window},       {"layers", run.layers},
-                       {"kv_heads", run.kv_heads}, {"head_dim", run.head_dim},   {"position_bins", position_bins},
+    nlohmann::json all{{"model", run.model},
+                       {"sequences", run.sequences},
+                       {"length", run.length},
+                       {"sinks", run.sinks},
+                       {"window", run.window},
+                       {"layers", run.layers},
+                       {"kv_heads", run.kv_heads},
+                       {"head_dim", run.head_dim},
+                       {"position_bins", position_bins},
                        {"results", nlohmann::json::array()}};
     for (const Result& r : results) {
         const examples::Score& s = r.score;

@@ -52,9 +52,8 @@ void Trainer<S>::save_checkpoint(const std::string& file) const {
     std::vector<examples::TensorPlan> plan;
     for (const AdamW::Array& array : optimizer_.arrays) {
         for (const char* suffix : suffixes) {
-            plan.push_back({array.name + suffix,
-                            llama::DType::f32,
-                            {static_cast<std::int64_t>(array.gradient.size())}});
+            plan.push_back(
+                {array.name + suffix, llama::DType::f32, {static_cast<std::int64_t>(array.gradient.size())}});
         }
     }
     examples::ScorerSpec spec = options_.spec;
@@ -93,8 +92,10 @@ void Trainer<S>::resume(const std::string& file) {
             std::from_chars(found->second.data(), found->second.data() + found->second.size(), value);
         }
         if (value < 0 || value > options_.steps) {
-            llama::fail("{}: is no checkpoint: \"{}\" is missing or not 0 to {}; train_scorer --checkpoint writes them",
-                        file, key, options_.steps);
+            llama::fail(
+                "{}: is no checkpoint: \"{}\" is missing or not 0 to {}; train_scorer --checkpoint writes "
+                "them",
+                file, key, options_.steps);
         }
         return value;
     };

@@ -37,7 +37,8 @@ void open_model(const Options& o, const std::string& folder, const kvpolicy::hos
     const std::int32_t pairs = o.pairs >= 0 ? o.pairs : bytes ? std::min(32, o.length / 64) : 0;
     data.text.emplace(o.text, *data.tokenizer, o.length, pairs, o.seed);
     const auto count = static_cast<std::size_t>(o.sequences);
-    data.training = model_source(on, *data.model, count, [&](std::size_t i) { return data.text->sequence(i); }, o.target);
+    data.training = model_source(
+        on, *data.model, count, [&](std::size_t i) { return data.text->sequence(i); }, o.target);
     auto watched = static_cast<std::size_t>(o.held_out_sequences);
     if (watched == 0) {
         return;
@@ -134,8 +135,8 @@ void run_training(const kvpolicy::host& on, const Options& o, Data& data) {
     }
     progress.done();
     fmt::print("{}; {} parameters; beta {}, budgets {}, {} steps of {} of {} sequences; from step {}\n",
-               o.spec.architecture(), parameters, beta_name(o.target.beta), fmt::join(o.budgets, ", "), o.steps,
-               o.batch, data.training->count(), trainer.steps_done());
+               o.spec.architecture(), parameters, beta_name(o.target.beta), fmt::join(o.budgets, ", "),
+               o.steps, o.batch, data.training->count(), trainer.steps_done());
     if (data.held_out) {
         fmt::print("(held-out: loss, then oracle recall with chance in brackets, at each budget)\n");
     }
@@ -152,7 +153,8 @@ void run_training(const kvpolicy::host& on, const Options& o, Data& data) {
         const LossSums step = trainer.step();
         if (step.count == 0) {
             llama::fail(
-                "step {}: no query has a decision to learn from: a sequence of {} tokens must be longer than a "
+                "step {}: no query has a decision to learn from: a sequence of {} tokens must be longer than "
+                "a "
                 "budget's {} rows; nothing was trained",
                 trainer.steps_done(), data.training->get(0).length, fmt::join(o.budgets, ", "));
         }
@@ -207,9 +209,8 @@ void dump(const kvpolicy::host& on, const Options& o, const std::string& folder,
         tokens = [&](std::size_t i) { return data.text->sequence(i); };
     }
     examples::Progress progress;
-    write_dump(on, *data.model, count, tokens, length, o.target, o.dump_targets, o.dump, [&](std::size_t i) {
-        progress.show(fmt::format("sequence {} of {}", i + 1, count));
-    });
+    write_dump(on, *data.model, count, tokens, length, o.target, o.dump_targets, o.dump,
+               [&](std::size_t i) { progress.show(fmt::format("sequence {} of {}", i + 1, count)); });
     progress.done();
     fmt::print("{}: {} sequences of {} tokens, {:.0f} MiB\n", o.dump, count, length,
                static_cast<double>(std::filesystem::file_size(o.dump)) / (1 << 20));

@@ -149,10 +149,10 @@ Options parse(int argc, char** argv) {
         {"--threads", count(o.threads, 0, 4096)},
     };
     const std::map<std::string, std::function<void()>, std::less<>> flags{
-        {"--dump-eval", [&] { o.dump_eval = true; }},
-        {"--norm", [&] { o.spec.norm = true; }},       {"--skip", [&] { o.spec.skip = true; }},
-        {"--immediate", [&] { o.immediate = true; }},  {"--no-decay", [&] { o.decay = false; }},
-        {"--no-balance", [&] { o.balance = false; }},  {"--fp32", [&] { o.fp32 = true; }},
+        {"--dump-eval", [&] { o.dump_eval = true; }}, {"--norm", [&] { o.spec.norm = true; }},
+        {"--skip", [&] { o.spec.skip = true; }},      {"--immediate", [&] { o.immediate = true; }},
+        {"--no-decay", [&] { o.decay = false; }},     {"--no-balance", [&] { o.balance = false; }},
+        {"--fp32", [&] { o.fp32 = true; }},
     };
     for (int i = 1; i < argc; ++i) {
         name = argv[i];
@@ -179,7 +179,8 @@ Options parse(int argc, char** argv) {
     }
     if (!o.dump_eval && o.text.empty() == o.qkv.empty()) {
         llama::fail(
-            "--text FILE or --qkv FILE is needed, one of them. Any text will do; the byte model's own training "
+            "--text FILE or --qkv FILE is needed, one of them. Any text will do; the byte model's own "
+            "training "
             "text comes from\n  tools/make_corpus && tar -xJf build/corpus/corpus.tar.xz -C build/corpus "
             "train.txt");
     }

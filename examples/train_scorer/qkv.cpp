@@ -244,8 +244,8 @@ class FileSource final : public QkvSource {
 }  // namespace
 
 std::string QkvShape::text() const {
-    return fmt::format("{} layers, {} query heads, {} KV heads, keys of {}, values of {}", layers, query_heads,
-                       kv_heads, dim_k, dim_v);
+    return fmt::format("{} layers, {} query heads, {} KV heads, keys of {}, values of {}", layers,
+                       query_heads, kv_heads, dim_k, dim_v);
 }
 
 std::string beta_name(float beta) { return std::isinf(beta) ? "inf" : fmt::format("{:g}", beta); }

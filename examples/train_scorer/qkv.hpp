@@ -11,11 +11,11 @@
 // q is needed only where a target is not there. Metadata of files with targets: "window" and "aggregate" (max, mean).
 #pragma once
 
-#include "sequences.hpp"
-
 #include <kvpolicy/attention/future_mass.hpp>
 #include <kvpolicy/core/context.hpp>
 #include <kvpolicy/core/view.hpp>
+
+#include "sequences.hpp"
 
 #include <llama/engine.hpp>
 #include <llama/safetensors.hpp>

@@ -110,7 +110,8 @@ RecallSequence weave_recall(const std::string& text, std::size_t start, std::int
             result.answers.push_back(begin + 4);
         }
         result.lines.emplace_back(begin, begin + line);
-        result.bytes += i < lines.size() ? lines[i] : lines[static_cast<std::size_t>(again[i - lines.size()])];
+        result.bytes +=
+            i < lines.size() ? lines[i] : lines[static_cast<std::size_t>(again[i - lines.size()])];
     }
     copy_to(body);
     return result;
@@ -127,9 +128,10 @@ TrainingText::TrainingText(const std::filesystem::path& file, const llama::Token
     if (tokenizer.size() == 256) {
         std::erase_if(text_, [](char c) { return c != '\n' && (c < ' ' || c > '~'); });
     } else if (pairs != 0) {
-        llama::fail("pairs: {} is not allowed; look-ups are woven into bytes, and this model has a vocabulary "
-                    "of {}, so it must be 0",
-                    pairs, tokenizer.size());
+        llama::fail(
+            "pairs: {} is not allowed; look-ups are woven into bytes, and this model has a vocabulary "
+            "of {}, so it must be 0",
+            pairs, tokenizer.size());
     }
     if (text_.size() < static_cast<std::size_t>(length)) {
         llama::fail("{}: {} bytes of text are too short; a sequence takes {} tokens", file.string(),

@@ -1,12 +1,12 @@
 #include "trainer.hpp"
 
-#include "support/safetensors_writer.hpp"
-
 #include <kvpolicy/core/random.hpp>
 #include <kvpolicy/masks/build.hpp>
 #include <kvpolicy/scorers/backward.hpp>
 #include <kvpolicy/scorers/initialize.hpp>
 #include <kvpolicy/scorers/sequence.hpp>
+
+#include "support/safetensors_writer.hpp"
 
 #include <llama/error.hpp>
 #include <llama/safetensors.hpp>
@@ -60,7 +60,8 @@ Trainer<S>::Trainer(const kvpolicy::host& on, const Options& options, QkvSource&
         QkvShape of = held_out->shape();
         of.query_heads = shape.query_heads;  // says nothing where only targets are stored
         if (of != shape) {
-            llama::fail("held-out sequences have {}; the training sequences have {}", of.text(), shape.text());
+            llama::fail("held-out sequences have {}; the training sequences have {}", of.text(),
+                        shape.text());
         }
     }
     stack_.initialize(options.seed);
@@ -74,16 +75,14 @@ Trainer<S>::Trainer(const kvpolicy::host& on, const Options& options, QkvSource&
         auto& gradients = gradients_.emplace_back();
         auto& parameters = stack_.parameters[l];
         std::vector<float*> pointers;
-        for_each_parameter(stack_.scorers[l], parameters,
-                           [&](const char*, float*& array, std::size_t, bool) {
-                               if (array == nullptr) {
-                                   pointers.push_back(nullptr);
-                                   return;
-                               }
-                               auto& of = stack_.arrays[next++];
-                               pointers.push_back(
-                                   optimizer_.add(of.name, of.data.data(), of.data.size(), of.decays));
-                           });
+        for_each_parameter(stack_.scorers[l], parameters, [&](const char*, float*& array, std::size_t, bool) {
+            if (array == nullptr) {
+                pointers.push_back(nullptr);
+                return;
+            }
+            auto& of = stack_.arrays[next++];
+            pointers.push_back(optimizer_.add(of.name, of.data.data(), of.data.size(), of.decays));
+        });
         std::size_t i = 0;
         for_each_parameter(stack_.scorers[l], gradients,
                            [&](const char*, float*& array, std::size_t, bool) { array = pointers[i++]; });
@@ -115,7 +114,8 @@ void Trainer<S>::standardize_inputs() {
                     squares += x * x;
                 }
                 const double mean = sum / example.length;
-                const double deviation = std::sqrt(std::max(squares / example.length - mean * mean, 0.0)) + 1e-3;
+                const double deviation =
+                    std::sqrt(std::max(squares / example.length - mean * mean, 0.0)) + 1e-3;
                 for_each_parameter(
                     scorer, parameters, [&](const char* name, float*& array, std::size_t count, bool) {
                         if (array == nullptr || !examples::reads_inputs(name)) {
@@ -176,9 +176,10 @@ std::size_t Trainer<S>::sequence_at(std::int64_t visit) {
         std::iota(order_.begin(), order_.end(), 0u);
         for (std::uint32_t i = 0; i + 1 < order_.size(); ++i) {
             const auto rest = static_cast<std::uint32_t>(order_.size()) - i;
-            std::swap(order_[i], order_[i + kvpolicy::random_below(
-                                            rest, options_.seed,
-                                            order_stream + static_cast<std::uint64_t>(epoch_), i)]);
+            std::swap(
+                order_[i],
+                order_[i + kvpolicy::random_below(rest, options_.seed,
+                                                  order_stream + static_cast<std::uint64_t>(epoch_), i)]);
         }
     }
     return order_[static_cast<std::size_t>(visit % count)];
@@ -188,8 +189,7 @@ template <class S>
 LossSums Trainer<S>::step() {
     const QkvShape& shape = source_.shape();
     const auto heads = static_cast<std::size_t>(shape.kv_heads);
-    const std::int32_t budget =
-        options_.budgets[static_cast<std::size_t>(step_) % options_.budgets.size()];
+    const std::int32_t budget = options_.budgets[static_cast<std::size_t>(step_) % options_.budgets.size()];
     const std::vector<float> log_gamma = examples::log_gammas(options_.spec, alpha_);
     const Policy rules = policy(budget, log_gamma);
     const double share = 1.0 / (shape.layers * options_.batch);
@@ -218,17 +218,15 @@ LossSums Trainer<S>::step() {
             d_scores.assign(scores.size(), 0.0f);
             loss.layer = l;
             std::vector<double> d_log_gamma(heads, 0.0);
-            const kvpolicy::BoundaryValue value =
-                loss(on_, rules, plane<const float>(scores, shape.kv_heads, example.length),
-                     example.targets(shape, l), sequences,
-                     plane<float>(d_scores, shape.kv_heads, example.length),
-                     alpha_.empty() ? nullptr : d_log_gamma.data(),
-                     room(loss.workspace_bytes(on_, rules, sequences, shape.kv_heads)));
+            const kvpolicy::BoundaryValue value = loss(
+                on_, rules, plane<const float>(scores, shape.kv_heads, example.length),
+                example.targets(shape, l), sequences, plane<float>(d_scores, shape.kv_heads, example.length),
+                alpha_.empty() ? nullptr : d_log_gamma.data(),
+                room(loss.workspace_bytes(on_, rules, sequences, shape.kv_heads)));
             sums.add(value, 1.0);  // scaled already
-            const kvpolicy::ScoreBackward<float> call{example.keys(shape, l), example.values(shape, l),
-                                                      sequences, options_.spec.delay,
-                                                      plane<const float>(d_scores, shape.kv_heads,
-                                                                         example.length)};
+            const kvpolicy::ScoreBackward<float> call{
+                example.keys(shape, l), example.values(shape, l), sequences, options_.spec.delay,
+                plane<const float>(d_scores, shape.kv_heads, example.length)};
             kvpolicy::score_sequence_backward(
                 on_, stack_.scorers[at], call, gradients_[at],
                 room(kvpolicy::backward_workspace_bytes(on_, stack_.scorers[at], call)));
@@ -248,7 +246,8 @@ LossSums Trainer<S>::step() {
     }
     gradient_norm_ = optimizer_.step(schedule_.at(step_));
     if (!std::isfinite(gradient_norm_)) {
-        llama::fail("step {}: the gradient is not finite; a smaller --rate or a --softcap may help", step_ + 1);
+        llama::fail("step {}: the gradient is not finite; a smaller --rate or a --softcap may help",
+                    step_ + 1);
     }
     ++step_;
     return sums;
@@ -264,8 +263,10 @@ std::vector<HeldOutNumbers> Trainer<S>::evaluate() {
     const auto heads = static_cast<std::size_t>(shape.kv_heads);
     const std::vector<float> log_gamma = examples::log_gammas(options_.spec, alpha_);
     for (const std::int32_t budget : options_.budgets) {
-        all.push_back({budget, {}, std::vector<kvpolicy::Recall>(heads * static_cast<std::size_t>(shape.layers),
-                                                                 {0, 0.0, 0.0, 0.0, 0.0})});
+        all.push_back({budget,
+                       {},
+                       std::vector<kvpolicy::Recall>(heads * static_cast<std::size_t>(shape.layers),
+                                                     {0, 0.0, 0.0, 0.0, 0.0})});
     }
     const auto sequences_count = static_cast<double>(held_out_->count());
     std::vector<float> scores, unused;
@@ -295,8 +296,8 @@ std::vector<HeldOutNumbers> Trainer<S>::evaluate() {
                                        std::vector<kvpolicy::expiry_t>& into) {
                     kvpolicy::build_mask(on_, rules, from, sequences,
                                          plane<kvpolicy::expiry_t>(into, shape.kv_heads, n),
-                                         room(kvpolicy::build_mask_workspace_bytes(
-                                             on_, rules, sequences, shape.kv_heads, mask)),
+                                         room(kvpolicy::build_mask_workspace_bytes(on_, rules, sequences,
+                                                                                   shape.kv_heads, mask)),
                                          mask);
                 };
                 build(example.targets(shape, l), teacher);
@@ -358,7 +359,8 @@ template <class S>
 void Trainer<S>::round_weights() {
     for (auto& array : stack_.arrays) {
         if (!options_.fp32 && array.shape.size() == 3) {
-            std::transform(array.data.begin(), array.data.end(), array.data.begin(), examples::rounded_to_bf16);
+            std::transform(array.data.begin(), array.data.end(), array.data.begin(),
+                           examples::rounded_to_bf16);
         }
     }
 }

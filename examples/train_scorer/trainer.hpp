@@ -1,15 +1,15 @@
 // Trains the scorers of all layers and KV heads on a frozen model's k, v and targets, with the library's loss and gradients.
 #pragma once
 
-#include "options.hpp"
-#include "qkv.hpp"
-#include "support/scorers.hpp"
-#include "train/adamw.hpp"
-
 #include <kvpolicy/losses/boundary.hpp>
 #include <kvpolicy/metrics/recall.hpp>
 #include <kvpolicy/policies/compose.hpp>
 #include <kvpolicy/policies/decay.hpp>
+
+#include "options.hpp"
+#include "qkv.hpp"
+#include "support/scorers.hpp"
+#include "train/adamw.hpp"
 
 #include <cstdint>
 #include <string>
@@ -45,8 +45,8 @@ struct HeldOutNumbers {
 template <class S>
 class Trainer {
   public:
-    using Policy = kvpolicy::Policy<kvpolicy::Sink<>, kvpolicy::Window<>, kvpolicy::TopKBudget<>,
-                                    kvpolicy::Decay<1>>;
+    using Policy =
+        kvpolicy::Policy<kvpolicy::Sink<>, kvpolicy::Window<>, kvpolicy::TopKBudget<>, kvpolicy::Decay<1>>;
 
     /// `source` has the shape that options.spec says; `held_out` may be null.
     Trainer(const kvpolicy::host& on, const Options& options, QkvSource& source, QkvSource* held_out);

@@ -1,5 +1,8 @@
 // The engine's attention seam over a cache, and the policies that the programs offer by name.
 #define DOCTEST_CONFIG_IMPLEMENT_WITH_MAIN
+#include <kvpolicy/h2o.hpp>
+#include <kvpolicy/snapkv.hpp>
+#include <kvpolicy/tova.hpp>
 #include <kvpolicy/wgkv.hpp>
 
 #include "../../examples/apps/support/policies.hpp"
@@ -178,4 +181,32 @@ TEST_CASE("a cache that grows says how long a text may be") {
     CAPTURE(refusal);
     CHECK(refusal.find("longest") != std::string::npos);
     CHECK(attention.length() == 4);
+}
+
+TEST_CASE("policies that observe attention: a prompt, then tokens") {
+    using kvpolicy::ObservedPrefill;
+    const kvpolicy::host on(1);
+    const llama::Config config = small();
+    std::vector<std::int64_t> prompt(20);
+    std::iota(prompt.begin(), prompt.end(), 0);
+    const auto rows_after = [&](llama::KvAttention& attention) {
+        feed(attention, config, prompt);
+        for (std::int64_t t = 20; t < 30; ++t) {
+            feed(attention, config, {t});
+        }
+        CHECK(attention.length() == 30);
+        return attention.rows_per_head();
+    };
+    using H2O = kvpolicy::H2O<>;
+    using TOVA = kvpolicy::TOVA<>;
+    for (const ObservedPrefill prefill :
+         {ObservedPrefill::dense_then_prune(), ObservedPrefill::in_chunks(6), ObservedPrefill::stepwise()}) {
+        llama::CacheAttention<H2O, float> h2o(on, config, kvpolicy::h2o_for_total(8, {prefill}));
+        CHECK(rows_after(h2o) == 9.0);
+        llama::CacheAttention<TOVA, kvpolicy::bf16> tova(on, config, kvpolicy::tova_for_total(8, {prefill}));
+        CHECK(rows_after(tova) == 9.0);
+        llama::CacheAttention<kvpolicy::SnapKV<>, float, kvpolicy::DualCache> snapkv(
+            on, config, kvpolicy::snapkv_for_total(8, 2, {prefill}), nullptr, 64);
+        CHECK(rows_after(snapkv) == 18.0);  // what is decoded stays
+    }
 }

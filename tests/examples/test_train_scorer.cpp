@@ -1,15 +1,15 @@
 // The training program's parts: look-ups in text, files of q, k and v, steps that resume, and scorers that a cache takes.
+#include <kvpolicy/caches/fixed_budget.hpp>
+#include <kvpolicy/core/random.hpp>
+#include <kvpolicy/policies/compose.hpp>
+#include <kvpolicy/scorers/sequence.hpp>
+
 #include "sequences.hpp"
 #include "support.hpp"
 #include "support/immediate.hpp"
 #include "support/safetensors_writer.hpp"
 #include "support/trained.hpp"
 #include "trainer.hpp"
-
-#include <kvpolicy/caches/fixed_budget.hpp>
-#include <kvpolicy/core/random.hpp>
-#include <kvpolicy/policies/compose.hpp>
-#include <kvpolicy/scorers/sequence.hpp>
 
 #include <doctest/doctest.h>
 
@@ -35,8 +35,8 @@ float noise(std::uint64_t stream, std::size_t i) {
 
 /// A file of q, k, v with numbers that depend on their place alone. `edit` may spoil a tensor: (name, values).
 template <class Edit>
-std::filesystem::path write_qkv(const test::Folder& folder, const std::string& name, const Sizes& s, Edit&& edit,
-                                bool with_q = true) {
+std::filesystem::path write_qkv(const test::Folder& folder, const std::string& name, const Sizes& s,
+                                Edit&& edit, bool with_q = true) {
     std::vector<examples::TensorPlan> plan;
     for (std::size_t i = 0; i < s.sequences; ++i) {
         for (std::int32_t l = 0; l < s.layers; ++l) {
@@ -165,8 +165,10 @@ TEST_CASE("look-ups are woven into a text, and can be answered from it") {
     rest += a.bytes.substr(static_cast<std::size_t>(at));
     CHECK(rest == text.substr(100, 2048 - 40 * 9));
     CHECK(weave_recall(text, 0, 64, 0, 1, 1).bytes == text.substr(0, 64));
-    CHECK(contains(message_of([&] { weave_recall(text, 0, 100, 20, 1, 1); }), "100 bytes have room for 0 to 2"));
-    CHECK(contains(message_of([&] { weave_recall(text, text.size() - 10, 2048, 0, 1, 1); }), "2048 are needed"));
+    CHECK(contains(message_of([&] { weave_recall(text, 0, 100, 20, 1, 1); }),
+                   "100 bytes have room for 0 to 2"));
+    CHECK(contains(message_of([&] { weave_recall(text, text.size() - 10, 2048, 0, 1, 1); }),
+                   "2048 are needed"));
 }
 
 TEST_CASE("training text") {
@@ -178,8 +180,10 @@ TEST_CASE("training text") {
         CHECK(text.sequence(i).size() == 256);
         CHECK(text.sequence(i) == text.sequence(i));
     }
-    CHECK(contains(message_of([&] { TrainingText(file, bytes, 5000, 0, 1); }), "1201 bytes of text are too short"));
-    CHECK(contains(message_of([&] { TrainingText(folder.path() / "no", bytes, 8, 0, 1); }), "tools/make_corpus"));
+    CHECK(contains(message_of([&] { TrainingText(file, bytes, 5000, 0, 1); }),
+                   "1201 bytes of text are too short"));
+    CHECK(contains(message_of([&] { TrainingText(folder.path() / "no", bytes, 8, 0, 1); }),
+                   "tools/make_corpus"));
     const auto packed = folder.write("p", std::string("\xFD") + "7zXZ and more");
     CHECK(contains(message_of([&] { TrainingText(packed, bytes, 8, 0, 1); }), "unpack it"));
 }
@@ -197,7 +201,8 @@ TEST_CASE("scorers learn here too, and held-out numbers say so") {
     const kvpolicy::host on{1};
     Options options = small("mlp", s);
     options.steps = 200, options.positions = 0, options.warm_up = 5;
-    const auto source = file_source(on, file, options.target), held_out = file_source(on, file, options.target);
+    const auto source = file_source(on, file, options.target),
+               held_out = file_source(on, file, options.target);
     Trainer<examples::Mlp> trainer(on, options, *source, held_out.get());
     const auto before = trainer.evaluate();
     for (int i = 0; i < 200; ++i) {
@@ -286,15 +291,17 @@ TEST_CASE("bad files are refused in a sentence that names the tensor") {
     };
     for (const std::string& what : {std::string("q"), std::string("k"), std::string("v")}) {
         const std::string spoiled = "sequences.1.layers.1." + what;
-        const auto file = write_qkv(folder, what, {}, [&](const std::string& name, std::vector<float>& values) {
-            if (name == spoiled) {
-                const std::size_t row = what == "q" ? 32 : 16;
-                values[5 * row + 8 + 3] = std::numeric_limits<float>::quiet_NaN();
-            }
-        });
+        const auto file =
+            write_qkv(folder, what, {}, [&](const std::string& name, std::vector<float>& values) {
+                if (name == spoiled) {
+                    const std::size_t row = what == "q" ? 32 : 16;
+                    values[5 * row + 8 + 3] = std::numeric_limits<float>::quiet_NaN();
+                }
+            });
         CHECK(contains(refusal(file), spoiled + " holds nan at head 1, position 5"));
     }
-    CHECK(contains(refusal(write_qkv(folder, "noq", {}, as_it_is, false)), "has neither sequences.0.layers.0.target.2"));
+    CHECK(contains(refusal(write_qkv(folder, "noq", {}, as_it_is, false)),
+                   "has neither sequences.0.layers.0.target.2"));
     Sizes odd;
     odd.query_heads = 3;
     CHECK(contains(refusal(write_qkv(folder, "odd", odd, as_it_is)), "a multiple of the 2 heads of k"));
@@ -344,8 +351,8 @@ TEST_CASE("a scorer that reads on arrival, in a cache") {
         }
     }
     const kvpolicy::host on{1};
-    std::vector<float> k(static_cast<std::size_t>(2 * length * dim)), v(k.size()), now(static_cast<std::size_t>(2 * length)),
-        later(now.size());
+    std::vector<float> k(static_cast<std::size_t>(2 * length * dim)), v(k.size()),
+        now(static_cast<std::size_t>(2 * length)), later(now.size());
     for (std::size_t i = 0; i < k.size(); ++i) {
         k[i] = noise(1, i), v[i] = noise(2, i);
     }
@@ -355,8 +362,9 @@ TEST_CASE("a scorer that reads on arrival, in a cache") {
     std::vector<unsigned char> memory(1 << 22);
     const kvpolicy::workspace_view room{memory.data(), memory.size()};
     const examples::ImmediateScorer<examples::Mlstm> immediate{stack.scorers[0], window};
-    kvpolicy::score_sequence(on, stack.scorers[0], keys, values, sequences, 0, kvpolicy::view_bhs(now.data(), 1, 2, length),
-                             room, {.how = kvpolicy::form::recurrent});
+    kvpolicy::score_sequence(on, stack.scorers[0], keys, values, sequences, 0,
+                             kvpolicy::view_bhs(now.data(), 1, 2, length), room,
+                             {.how = kvpolicy::form::recurrent});
     kvpolicy::score_sequence(on, immediate, keys, values, sequences, window,
                              kvpolicy::view_bhs(later.data(), 1, 2, length), room);
     for (std::int32_t h = 0; h < 2; ++h) {

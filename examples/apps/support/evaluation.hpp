@@ -21,7 +21,7 @@ struct HeldOut {
     std::vector<std::vector<std::int32_t>> tokens;                          // [sequences][length]
     std::vector<std::vector<std::int32_t>> answers;                         // first digits of asked values
     std::vector<std::vector<std::pair<std::int32_t, std::int32_t>>> lines;  // synthetic lines, [begin, end)
-    std::vector<std::vector<std::int32_t>> bytes;  // of each token; empty: 1 each
+    std::vector<std::vector<std::int32_t>> bytes;                           // of each token; empty: 1 each
 };
 
 /// Reads both files of a model's folder. Throws llama::Error for missing or inconsistent ones.
@@ -39,8 +39,8 @@ struct Score {
     std::int64_t text_bytes = 0, text_tokens = 0;
     std::int64_t digits_right = 0, digits = 0;    // of answers, each predicted from the text before it
     std::int64_t answers_right = 0, answers = 0;  // all four digits
-    std::int64_t first_right = 0;                 // of answers: the first digit, which nothing but the look-up tells
-    double rows = 0.0;                            // rows a head at the end
+    std::int64_t first_right = 0;  // of answers: the first digit, which nothing but the look-up tells
+    double rows = 0.0;             // rows a head at the end
     std::int64_t sequences = 0;
 
     double bits_per_byte() const { return text_bits / static_cast<double>(text_bytes); }

@@ -22,8 +22,8 @@ class MaskedAttention final : public llama::KvAttention {
   public:
     /// The first `prompt` tokens are a prompt, taken as the policy's scorer says; the rest is decoded. `rows` is what a head
     /// of a cache takes.
-    MaskedAttention(const kvpolicy::host& on, const llama::Config& config, const P& policy, std::int32_t prompt,
-                    std::int64_t rows)
+    MaskedAttention(const kvpolicy::host& on, const llama::Config& config, const P& policy,
+                    std::int32_t prompt, std::int64_t rows)
         : on_(on),
           config_(config),
           policy_(policy),
@@ -60,9 +60,9 @@ class MaskedAttention final : public llama::KvAttention {
                                                          {.layer = layer, .prompt = prompt_});
         const kvpolicy::keys<kvpolicy::bf16> all{key, value, {.expiry = mask}};
         room_.grow(kvpolicy::attend_workspace_bytes<kvpolicy::bf16>(on_, {}, query, all, sequences));
-        kvpolicy::attend<kvpolicy::bf16>(on_, {}, query, all, sequences,
-                                         kvpolicy::view_bshd(result.data(), 1, n, config_.heads, config_.head_dim),
-                                         {}, room_);
+        kvpolicy::attend<kvpolicy::bf16>(
+            on_, {}, query, all, sequences,
+            kvpolicy::view_bshd(result.data(), 1, n, config_.heads, config_.head_dim), {}, room_);
         std::ranges::transform(result, out.begin(), [](kvpolicy::bf16 x) { return static_cast<float>(x); });
         if (layer == config_.layers - 1) {
             length_ = n;

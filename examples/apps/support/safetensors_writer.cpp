@@ -59,8 +59,7 @@ void SafetensorsWriter::write(std::span<const float> values) {
     } else {
         halves_.resize(values.size());
         for (std::size_t i = 0; i < values.size(); ++i) {
-            halves_[i] =
-                kvpolicy::bf16(values[i]).bits;
+            halves_[i] = kvpolicy::bf16(values[i]).bits;
         }
         file_.write(reinterpret_cast<const char*>(halves_.data()),
                     static_cast<std::streamsize>(halves_.size() * 2));

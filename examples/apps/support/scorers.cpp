@@ -1,8 +1,8 @@
 #include "scorers.hpp"
 
-#include "safetensors_writer.hpp"
-
 #include <kvpolicy/policies/decay.hpp>
+
+#include "safetensors_writer.hpp"
 
 #include <llama/error.hpp>
 #include <llama/safetensors.hpp>
@@ -34,8 +34,8 @@ bool is_matrix(std::string_view name) {
     return name == "w1" || name == "w_q" || name == "w_k" || name == "w_v";
 }
 
-const char* number_names[] = {"layers", "heads", "dim_k",        "dim_v", "hidden", "d_qk",
-                              "d_v",    "delay", "sinks",        "window"};
+const char* number_names[] = {"layers", "heads", "dim_k", "dim_v", "hidden",
+                              "d_qk",   "d_v",   "delay", "sinks", "window"};
 
 std::int32_t* number(ScorerSpec& spec, std::size_t i) {
     std::int32_t* fields[] = {&spec.layers, &spec.heads, &spec.dim_k, &spec.dim_v, &spec.hidden,
@@ -50,8 +50,8 @@ bool reads_inputs(std::string_view name) {
 }
 
 std::string ScorerSpec::architecture() const {
-    const std::string sizes = fmt::format("{} layers, {} KV heads, keys of {}, values of {}", layers, heads,
-                                          dim_k, dim_v);
+    const std::string sizes =
+        fmt::format("{} layers, {} KV heads, keys of {}, values of {}", layers, heads, dim_k, dim_v);
     if (kind == "mlp") {
         return fmt::format("mlp: {}, {} hidden", sizes, hidden);
     }
@@ -83,14 +83,13 @@ ScorerStack<S>::ScorerStack(const ScorerSpec& spec) {
                 added.shape.push_back(per_head);
             }
             added.data.assign(count, 0.0f);
-            added.decays = per_head > 1 && std::string_view(name) != "b1" &&
-                           std::string_view(name) != "norm_gain";
+            added.decays =
+                per_head > 1 && std::string_view(name) != "b1" && std::string_view(name) != "norm_gain";
             array = added.data.data();  // stays where it is when the vector of arrays moves
         });
         std::vector<const float*> pointers;
-        for_each_parameter(scorer, into, [&](const char*, float*& array, std::size_t, bool) {
-            pointers.push_back(array);
-        });
+        for_each_parameter(scorer, into,
+                           [&](const char*, float*& array, std::size_t, bool) { pointers.push_back(array); });
         std::size_t i = 0;
         for_each_parameter(scorer, scorer.weights, [&](const char*, const float*& array, std::size_t, bool) {
             array = pointers[i++];
@@ -145,7 +144,8 @@ ScorerSpec spec_of(const std::map<std::string, std::string, std::less<>>& metada
         }
     };
     if (text("format") != "kvpolicy-scorers-1") {
-        llama::fail("{}: has format {}; kvpolicy-scorers-1 is needed", file, llama::printable(text("format")));
+        llama::fail("{}: has format {}; kvpolicy-scorers-1 is needed", file,
+                    llama::printable(text("format")));
     }
     ScorerSpec spec;
     spec.kind = text("kind");
@@ -155,12 +155,12 @@ ScorerSpec spec_of(const std::map<std::string, std::string, std::less<>>& metada
     for (std::size_t i = 0; i < std::size(number_names); ++i) {
         std::int32_t& value = *number(spec, i);
         parse(number_names[i], value);
-        const std::int32_t least = std::string_view(number_names[i]) == "delay" ||
-                                           std::string_view(number_names[i]) == "sinks"
-                                       ? 0
-                                       : 1;
+        const std::int32_t least =
+            std::string_view(number_names[i]) == "delay" || std::string_view(number_names[i]) == "sinks" ? 0
+                                                                                                         : 1;
         if (value < least || value > 1 << 16) {
-            llama::fail("{}: \"{}\" is {}; it must be {} to {}", file, number_names[i], value, least, 1 << 16);
+            llama::fail("{}: \"{}\" is {}; it must be {} to {}", file, number_names[i], value, least,
+                        1 << 16);
         }
     }
     parse("gate_softcap", spec.gate_softcap);
@@ -181,7 +181,8 @@ ScorerSpec spec_of(const std::map<std::string, std::string, std::less<>>& metada
 }
 
 std::vector<float> log_gammas(const ScorerSpec& spec, const std::vector<float>& alpha) {
-    std::vector<float> out(static_cast<std::size_t>(spec.layers) * static_cast<std::size_t>(spec.heads), 0.0f);
+    std::vector<float> out(static_cast<std::size_t>(spec.layers) * static_cast<std::size_t>(spec.heads),
+                           0.0f);
     for (std::size_t i = 0; i < alpha.size(); ++i) {
         out[i] = kvpolicy::log_gamma_of(static_cast<double>(alpha[i]), spec.gamma_min, spec.gamma_max);
     }
@@ -267,7 +268,8 @@ void check_fits(const TrainedScorers& scorers, std::int32_t layers, std::int32_t
     const ScorerSpec& s = scorers.spec;
     if (s.layers != layers || s.heads != heads || s.dim_k != head_dim || s.dim_v != head_dim) {
         llama::fail(
-            "{}: has scorers for {} layers, {} KV heads, keys of {} and values of {}; the model has {} layers, "
+            "{}: has scorers for {} layers, {} KV heads, keys of {} and values of {}; the model has {} "
+            "layers, "
             "{} KV heads and a head_dim of {}",
             file, s.layers, s.heads, s.dim_k, s.dim_v, layers, heads, head_dim);
     }
@@ -286,9 +288,8 @@ void save_scorers(const std::filesystem::path& file, const ScorerSpec& spec, con
         plan.push_back({"alpha", llama::DType::f32, {layers, heads}});
     }
     if (!quantiles.empty()) {
-        plan.push_back({"score_quantiles",
-                        llama::DType::f32,
-                        {layers, heads, TrainedScorers::quantile_count}});
+        plan.push_back(
+            {"score_quantiles", llama::DType::f32, {layers, heads, TrainedScorers::quantile_count}});
     }
     SafetensorsWriter writer(file, std::move(plan), to_metadata(spec));
     for (const auto& array : stack.arrays) {

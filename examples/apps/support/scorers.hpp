@@ -55,8 +55,8 @@ class ScorerStack {
 
     void initialize(std::uint64_t seed);
 
-    std::vector<S> scorers;     ///< [layers], views of the arrays
-    std::vector<Array> arrays;  ///< of layer 0, of layer 1 ...
+    std::vector<S> scorers;                                          ///< [layers], views of the arrays
+    std::vector<Array> arrays;                                       ///< of layer 0, of layer 1 ...
     std::vector<typename S::template parameters<float>> parameters;  ///< [layers], the same arrays
 };
 

@@ -1,10 +1,10 @@
 #include "trained.hpp"
 
-#include "immediate.hpp"
-
 #include <kvpolicy/kvpop.hpp>
 #include <kvpolicy/scorers/sequence.hpp>
 #include <kvpolicy/wgkv.hpp>
+
+#include "immediate.hpp"
 
 #include <llama/error.hpp>
 
@@ -23,8 +23,8 @@ class TrainedAttention final : public llama::KvAttention {
   public:
     using S = typename P::scorer_type;
 
-    TrainedAttention(const kvpolicy::host& on, const llama::Config& config, const P& policy, std::vector<S> scorers,
-                     std::vector<float> thresholds = {}, std::int64_t longest = 0)
+    TrainedAttention(const kvpolicy::host& on, const llama::Config& config, const P& policy,
+                     std::vector<S> scorers, std::vector<float> thresholds = {}, std::int64_t longest = 0)
         : scorers_(std::move(scorers)),
           thresholds_(std::move(thresholds)),
           cache_(on, config, policy, scorers_.data(), longest) {}

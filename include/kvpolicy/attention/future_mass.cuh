@@ -20,7 +20,8 @@ inline namespace KVPOLICY_CUDA_NAMESPACE KVPOLICY_HIDDEN {
 // double, other heads, odd strides) takes a plain kernel, which is for checking. Sums are taken in the same order in every
 // run: results are the same bits.
 
-/// Bytes of device workspace for causal_lse and future_mass: a word for every 128 keys of a head, and the windows.
+/// Bytes of device workspace for causal_lse and future_mass: 4 bytes a query of a head, a word for every
+/// 128 keys of a KV head, and the windows.
 template <Storage T>
 std::size_t future_mass_workspace_bytes(const cuda& on, rows_view<const T> q, rows_view<const T> k);
 

@@ -14,7 +14,9 @@
 #include <kvpolicy/metrics/recall.hpp>
 #include <kvpolicy/policies/compose.hpp>
 #include <kvpolicy/policies/decay.hpp>
+#include <kvpolicy/policies/eviction.hpp>
 #include <kvpolicy/policies/eviction_gate.hpp>
+#include <kvpolicy/policies/selection.hpp>
 #include <kvpolicy/policies/sink.hpp>
 #include <kvpolicy/policies/stride.hpp>
 #include <kvpolicy/policies/threshold_gate.hpp>
@@ -66,6 +68,10 @@ inline const char* kind_text(part_kind kind) {
             return "a budget of one's own";
         case part_kind::decay:
             return "a decay of one's own";
+        case part_kind::eviction:
+            return "an eviction of one's own";
+        case part_kind::selection:
+            return "a selection of one's own";
         case part_kind::scorer:
             break;
     }
@@ -143,6 +149,14 @@ std::string part_text(const ThresholdGate<Comparison>& part) {
 }
 inline std::string part_text(const EvictionGate& part) {
     return fmt::format("EvictionGate (closed above {})", values_text(part.threshold));
+}
+inline std::string part_text(const SnapKVEviction& part) {
+    return fmt::format("SnapKVEviction ({} rows a head, {} of them a round)", number_text(part.average),
+                       part.share);
+}
+template <std::int32_t Rows>
+std::string part_text(const QuestPages<Rows>& part) {
+    return fmt::format("QuestPages ({} pages of {} rows)", values_text(part.pages), part.page_rows());
 }
 inline std::string part_text(const GivenScores&) { return "GivenScores"; }
 template <std::int32_t D>

@@ -29,9 +29,9 @@ class attend_call {
         : on_(on), device_(on), sequences_(sequences), options_(options) {
         check_attend(attention, q, past, self, sequences);
         check_aligned("q", q);
-        check_keys_aligned(self != nullptr ? "past.k" : "keys.k", self != nullptr ? "past.v" : "keys.v", past);
+        check_key_rows(self != nullptr ? "past.k" : "keys.k", self != nullptr ? "past.v" : "keys.v", past);
         if (self != nullptr) {
-            check_keys_aligned("self.k", "self.v", *self);
+            check_key_rows("self.k", "self.v", *self);
         }
         call_.problem = problem_of(attention, q, past, self, sequences);
         call_.frames = frames_of(past, self, sequences, nullptr);
@@ -103,7 +103,6 @@ class attend_call {
     [[nodiscard]] std::int64_t heads() const {
         return std::int64_t{call_.problem.batch} * call_.problem.kv_heads;
     }
-
 
     void set_slope() {
         constexpr float log2_e = 1.44269504088896340736f;

@@ -13,6 +13,7 @@
 #include <kvpolicy/cuda/kernels/backward_plain.cuh>
 #include <kvpolicy/cuda/kernels/backward_portable.cuh>
 #include <kvpolicy/cuda/kernels/backward_prepare.cuh>
+#include <kvpolicy/cuda/kernels/backward_queries_hopper.cuh>
 #include <kvpolicy/cuda/launch.cuh>
 #include <kvpolicy/host/attend_backward_check.hpp>
 
@@ -39,14 +40,15 @@ struct backward_call {
     bool want_bias = false;
 
     backward_call(const Attention& attention, const rows_view<const T>& q, const keys<T>& all,
-                  const Sequences& sequences, const BackwardOptions& options, std::int32_t dim, bool wants_bias,
-                  void* memory, std::size_t& bytes)
+                  const Sequences& sequences, const BackwardOptions& options, std::int32_t dim,
+                  bool wants_bias, void* memory, std::size_t& bytes)
         : tile(dim) {
         problem.call = problem_of(attention, q, all, static_cast<const keys<T>*>(nullptr), sequences);
         const attention_problem<T>& call = problem.call;
         constexpr double log2_e = 1.4426950408889634;
-        problem.slope = static_cast<float>(
-            attention.softcap > 0.0f ? double{call.scale} / double{attention.softcap} : double{call.scale} * log2_e);
+        problem.slope =
+            static_cast<float>(attention.softcap > 0.0f ? double{call.scale} / double{attention.softcap}
+                                                        : double{call.scale} * log2_e);
         problem.height = static_cast<float>(double{attention.softcap} * log2_e);
         heads = std::int64_t{q.batch} * all.k.heads;
         with_bias = static_cast<bool>(all.mask.log_bias);
@@ -114,8 +116,8 @@ struct backward_call {
     void for_rounds(const cuda& on, const Sequences& sequences, const BackwardOptions& options, Body body) {
         launch_edges(on, sequences, edges, options.status);
         if (options.status != nullptr) {
-            launch("attend_begin_kernel", attend_begin_kernel<key_frames>, 1, 256, 0, on, frames, sequences.batch,
-                   options.status, static_cast<std::uint32_t*>(nullptr), 0);
+            launch("attend_begin_kernel", attend_begin_kernel<key_frames>, 1, 256, 0, on, frames,
+                   sequences.batch, options.status, static_cast<std::uint32_t*>(nullptr), 0);
         }
         for (std::int32_t first = 0; first < whole.supers;) {
             attention_plan round = whole;
@@ -125,8 +127,8 @@ struct backward_call {
             }
             problem.plan = round;
             if (lists) {
-                launch("backward_young_kernel", backward_young_kernel<T>, heads * round.supers, pack_threads, 0, on,
-                       problem);
+                launch("backward_young_kernel", backward_young_kernel<T>, heads * round.supers, pack_threads,
+                       0, on, problem);
             }
             first += round.supers;
             body();
@@ -140,8 +142,8 @@ inline void zero(const cuda& on, void* memory, std::int64_t bytes) {
 
 /// The kernels of one tile of head_dims.
 template <class T, int Dim, bool Bias, bool Softcap>
-void run_backward(const cuda& on, const device_scope& device, backward_call<T>& call, const Sequences& sequences,
-                  const BackwardOptions& options) {
+void run_backward(const cuda& on, const device_scope& device, backward_call<T>& call,
+                  const Sequences& sequences, const BackwardOptions& options) {
     using S = portable_sizes<Dim>;
     backward_problem<T>& p = call.problem;
     const int processors = device.attribute(cudaDevAttrMultiProcessorCount);
@@ -176,20 +178,27 @@ void run_backward(const cuda& on, const device_scope& device, backward_call<T>& 
         const auto items_pass = [&](std::int32_t block_keys) {
             launch("backward_items_kernel", backward_items_kernel<T>, 1, 1024, 0, on, p, block_keys);
         };
-        launch("backward_pack_kernel", backward_pack_kernel<T, Dim>, lines / packed_tile, pack_threads, 0, on, p);
+        launch("backward_pack_kernel", backward_pack_kernel<T, Dim>, lines / packed_tile, pack_threads, 0, on,
+               p);
         items_pass(hopper ? hopper_keys : S::keys);
         if (!options.deterministic) {
             zero(on, p.sum_q, lines * Dim * 4);
             keys_pass(0, lists, 0);
-            launch("backward_finish_q_kernel", backward_finish_q_kernel<T, Dim>, lines / packed_tile * (Dim / 64),
-                   finish_threads, 0, on, p);
+            launch("backward_finish_q_kernel", backward_finish_q_kernel<T, Dim>,
+                   lines / packed_tile * (Dim / 64), finish_threads, 0, on, p);
             return;
         }
         for (std::int32_t j = 0; j < p.plan.supers; ++j) {
             keys_pass(j * heads, (j + 1) * heads, j);
         }
-        if (hopper) {
-            items_pass(S::keys);
+        if constexpr (Dim <= 128) {
+            if (hopper) {
+                using H = hopper_queries<Dim>;
+                launch("backward_queries_hopper_kernel",
+                       backward_queries_hopper_kernel<T, Dim, Bias, Softcap>, lines / H::rows, H::threads,
+                       H::shared_bytes, on, p);
+                return;
+            }
         }
         launch("backward_queries_kernel", backward_queries_kernel<T, Dim, Bias, Softcap>, lines / S::queries,
                S::threads, shared, on, p);
@@ -205,12 +214,15 @@ void run_backward_plain(const cuda& on, backward_call<T>& call, const Sequences&
     backward_problem<T>& p = call.problem;
     constexpr int warps = plain_threads / 32;
     const std::int64_t rows = call.heads * p.call.rows.k.length;
-    launch("backward_plain_zero_kernel", backward_plain_zero_kernel<T>, (rows + warps - 1) / warps, plain_threads, 0, on, p);
+    launch("backward_plain_zero_kernel", backward_plain_zero_kernel<T>, (rows + warps - 1) / warps,
+           plain_threads, 0, on, p);
     call.for_rounds(on, sequences, options, [&] {
         const std::int64_t lines = std::int64_t{p.lists()} * p.super_rows;
-        launch("backward_plain_queries_kernel", backward_plain_queries_kernel<T>, (lines + warps - 1) / warps, plain_threads, 0, on, p);
+        launch("backward_plain_queries_kernel", backward_plain_queries_kernel<T>, (lines + warps - 1) / warps,
+               plain_threads, 0, on, p);
         for (std::int32_t j = 0; j < p.plan.supers; ++j) {
-            launch("backward_plain_keys_kernel", backward_plain_keys_kernel<T>, (rows + warps - 1) / warps, plain_threads, 0, on, p, j);
+            launch("backward_plain_keys_kernel", backward_plain_keys_kernel<T>, (rows + warps - 1) / warps,
+                   plain_threads, 0, on, p, j);
         }
     });
 }
@@ -233,7 +245,8 @@ std::int32_t check_backward(const Attention& attention, const rows_view<const T>
                             const Sequences& sequences) {
     check_attend(attention, q, all, static_cast<const keys<T>*>(nullptr), sequences);
     check_aligned("q", q);
-    check_keys_aligned("keys.k", "keys.v", all);
+    check_aligned("keys.k", all.k);
+    check_aligned("keys.v", all.v);
     const std::int32_t dim = std::max(q.dim, all.v.dim);
     if constexpr (is_half<T>) {
         const std::int32_t tile = fitting_tile(Dims{}, dim);
@@ -261,7 +274,8 @@ std::size_t attend_backward_workspace_bytes(const cuda&, const Attention& attent
 template <Storage T, class Dims>
 void attend_backward(const cuda& on, const Attention& attention, std::type_identity_t<rows_view<const T>> q,
                      const keys<T>& all, const Sequences& sequences, const AttendGradient<T>& given,
-                     const AttendGradients<T>& into, workspace_view workspace, const BackwardOptions& options) {
+                     const AttendGradients<T>& into, workspace_view workspace,
+                     const BackwardOptions& options) {
     namespace backend = cuda_backend;
     const std::int32_t tile = backend::check_backward<T, Dims>(attention, q, all, sequences);
     host_backend::check_backward_shapes(q, all, given, into);
@@ -270,12 +284,12 @@ void attend_backward(const cuda& on, const Attention& attention, std::type_ident
     backend::check_aligned("d_q", into.d_q);
     backend::check_aligned("d_k", into.d_k);
     backend::check_aligned("d_v", into.d_v);
-    backend::check_workspace(workspace,
-                             attend_backward_workspace_bytes<T, Dims>(on, attention, q, all, sequences, options));
+    backend::check_workspace(
+        workspace, attend_backward_workspace_bytes<T, Dims>(on, attention, q, all, sequences, options));
     const backend::device_scope device(on);
     std::size_t bytes = 0;
-    backend::backward_call<T> call(attention, q, all, sequences, options, tile, static_cast<bool>(into.d_log_bias),
-                                   workspace.data, bytes);
+    backend::backward_call<T> call(attention, q, all, sequences, options, tile,
+                                   static_cast<bool>(into.d_log_bias), workspace.data, bytes);
     call.use(given, into);
     if constexpr (backend::is_half<T>) {
         backend::with_tile(Dims{}, tile, [&](auto dim) {

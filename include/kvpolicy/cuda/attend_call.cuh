@@ -65,7 +65,9 @@ void check_attend(const Attention& attention, const rows_view<const T>& q, const
 template <class T>
 void check_aligned(const char* name, const rows_view<T>& view) {
     if constexpr (is_half<std::remove_const_t<T>>) {
-        const auto even = [](std::int64_t stride, std::int32_t count) { return count <= 1 || stride % 8 == 0; };
+        const auto even = [](std::int64_t stride, std::int32_t count) {
+            return count <= 1 || stride % 8 == 0;
+        };
         const bool aligned = reinterpret_cast<std::uintptr_t>(view.data) % 16 == 0 &&
                              even(view.batch_stride, view.batch) && even(view.head_stride, view.heads) &&
                              even(view.row_stride, view.length);
@@ -74,10 +76,23 @@ void check_aligned(const char* name, const rows_view<T>& view) {
     }
 }
 
+/// A head's rows of keys and of values are named by 31 bits, in units of 16 bytes.
 template <class T>
-void check_keys_aligned(const char* k_name, const char* v_name, const keys<T>& all) {
-    check_aligned(k_name, all.k);
-    check_aligned(v_name, all.v);
+void check_key_rows(const char* name, const rows_view<const T>& view) {
+    check_aligned(name, view);
+    if constexpr (is_half<T>) {
+        const std::int64_t last = std::int64_t{view.length} * (view.row_stride / 8);
+        detail::require(
+            view.length <= 1 || (view.row_stride >= 0 && view.row_stride < (std::int64_t{1} << 31) &&
+                                 last < (std::int64_t{1} << 31) - 1),
+            name, "a view with a row stride of " + std::to_string(view.row_stride),
+            "0 or more, with all rows of a head within 32 GB");
+    }
+}
+template <class T>
+void check_key_rows(const char* k_name, const char* v_name, const keys<T>& all) {
+    check_key_rows(k_name, all.k);
+    check_key_rows(v_name, all.v);
 }
 
 template <class T>
@@ -95,7 +110,8 @@ segment_frame frame_of(const keys<T>& all) {
 
 /// `edges`: device memory for checked edges where the call is packed (edges_needed), filled by launch_edges.
 template <class T>
-key_frames frames_of(const keys<T>& past, const keys<T>* self, const Sequences& sequences, std::int32_t* edges) {
+key_frames frames_of(const keys<T>& past, const keys<T>* self, const Sequences& sequences,
+                     std::int32_t* edges) {
     key_frames frames;
     frames.past = frame_of(past);
     if (self != nullptr) {

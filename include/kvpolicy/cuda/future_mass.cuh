@@ -40,15 +40,21 @@ __global__ void write_head_numbers_kernel(const head_numbers batch, Number* cons
     }
 }
 
-/// The workspace's parts: a flag for every block of the mass's grid (the fewest rows a block are 128), and windows.
+/// The workspace's parts: a flag for every block of the mass's grid (the fewest rows a block are 128), windows, and biases.
 struct band_workspace {
     std::int32_t* flags;
     std::int32_t* windows;
+    float* bias;
+
+    /// Tiles of columns are at most this long, and a tile's biases are copied whole.
+    static std::int64_t bias_stride(std::int64_t length) { return (length + 127) / 128 * 128; }
 
     template <class T>
-    static band_workspace take(workspace_parts& parts, const rows_view<const T>& k) {
+    static band_workspace take(workspace_parts& parts, const rows_view<const T>& q,
+                               const rows_view<const T>& k) {
         const std::int64_t tiles = (std::int64_t{k.length} + 127) / 128;
-        return {parts.take<std::int32_t>(tiles * k.batch * k.heads), parts.take<std::int32_t>(k.heads)};
+        return {parts.take<std::int32_t>(tiles * k.batch * k.heads), parts.take<std::int32_t>(k.heads),
+                parts.take<float>(bias_stride(q.length) * q.batch * q.heads)};
     }
 };
 
@@ -119,11 +125,17 @@ template <class Pass, int Dim, class T>
 void launch_tiles(const cuda& on, const device_scope& device, band_path path,
                   const band_problem<T>& problem) {
     const std::int64_t heads = std::int64_t{problem.batch} * problem.row_heads;
-    if (path == band_path::hopper && has_hopper_code(device, band_hopper_kernel<T, Dim, Pass>)) {
+    CUtensorMap columns;
+    if (path == band_path::hopper && has_hopper_code(device, band_hopper_kernel<T, Dim, Pass>) &&
+        make_tensor_map(problem.columns, band_hopper_sizes<Dim>::columns, columns)) {
         using sizes = band_hopper_sizes<Dim>;
+        if constexpr (Pass::mass) {
+            launch("band_bias_kernel", band_bias_kernel<T>,
+                   std::int64_t{problem.batch} * problem.columns.heads, 256, 0, on, problem);
+        }
         launch("band_hopper_kernel", band_hopper_kernel<T, Dim, Pass>,
                (std::int64_t{problem.length} + sizes::rows - 1) / sizes::rows * heads, sizes::threads,
-               sizes::shared, on, problem);
+               sizes::shared, on, problem, columns);
     } else {
         using sizes = band_portable_sizes<Dim>;
         launch("band_portable_kernel", band_portable_kernel<T, Dim, Pass>,
@@ -205,7 +217,7 @@ void future_mass_by(const cuda& on, band_path path, const Attention& attention, 
     using C = compute_t<T>;
     const device_scope device(on);
     workspace_parts parts(workspace.data);
-    const band_workspace memory = band_workspace::take(parts, k);
+    const band_workspace memory = band_workspace::take(parts, q, k);
     const bool largest = std::isinf(options.beta);
     const float beta = largest ? 1.0f : options.beta;
     band_problem<T, C> problem;
@@ -228,6 +240,8 @@ void future_mass_by(const cuda& on, band_path path, const Attention& attention, 
         return;
     }
     set_windows(on, options, memory.windows, problem);
+    problem.bias = memory.bias;
+    problem.bias_stride = band_workspace::bias_stride(q.length);
     if constexpr (has_tiles<T>) {
         if (takes_tiles<Dims>(path, q, k)) {
             if (largest) {
@@ -239,7 +253,6 @@ void future_mass_by(const cuda& on, band_path path, const Attention& attention, 
                 problem.exponents.shift = shift;
                 problem.flags = memory.flags;
                 launch_band<mass_pass, Dims>(on, device, path, problem);
-                problem.exponents.shift = 0.0f;
             }
             launch_band<careful_mass_pass, Dims>(on, device, path, problem);
             return;
@@ -257,9 +270,8 @@ void future_mass_by(const cuda& on, band_path path, const Attention& attention, 
 template <Storage T>
 std::size_t future_mass_workspace_bytes(const cuda& on, rows_view<const T> q, rows_view<const T> k) {
     static_cast<void>(on);
-    static_cast<void>(q);
     cuda_backend::workspace_parts parts(nullptr);
-    static_cast<void>(cuda_backend::band_workspace::take(parts, k));
+    static_cast<void>(cuda_backend::band_workspace::take(parts, q, k));
     return parts.bytes();
 }
 

@@ -469,19 +469,21 @@ template <class P, Storage T, template <class, class> class Ref>
 requires CacheRef<Ref<P, T>>
 void prefill(const host& on, const Ref<P, T>& cache, const Batch& batch, input_rows<T> q, input_rows<T> k,
              input_rows<T> v, output_rows<T> out, workspace_view workspace, std::uint32_t* status,
-             const CacheExtras& given) {
+             const CacheExtras& extras) {
     namespace hb = host_backend;
     const std::int32_t longest = hb::check_batch(batch, cache.slots, q.length, "the length of q");
-    hb::check_cache_call(cache, batch, longest, q, k, v, out, given);
+    hb::check_cache_call(cache, batch, longest, q, k, v, out, extras);
     hb::check_longest(cache, batch);
     hb::check_workspace(workspace, cache_workspace_bytes<P, T>(on, cache, batch.count, longest));
     std::byte* const begin = hb::aligned(workspace.data);
     if constexpr (P::observed) {
-        hb::observed_tokens(on, cache, batch, longest, true, {q, k, v, out, given.lse}, begin, status);
+        detail::require(extras.cu_seqlens == nullptr, "extras.cu_seqlens", "given",
+                        "null for an observed policy, whose entries come in rows of their own");
+        hb::observed_tokens(on, cache, batch, longest, true, {q, k, v, out, extras.lse}, begin, status);
     } else {
-        const CacheExtras extras = hb::with_scores(on, cache, batch, longest, given, begin);
+        const CacheExtras scored = hb::with_scores(on, cache, batch, longest, extras, begin);
         hb::prefill_scored(on, cache, batch, longest, q, k, v, out,
-                           begin + hb::hidden_bytes(on, cache, batch.count, longest), status, extras);
+                           begin + hb::hidden_bytes(on, cache, batch.count, longest), status, scored);
     }
 }
 

@@ -50,22 +50,22 @@ auto spare_source(const Cache& cache, const Batch& batch) {
 template <class P, Storage T, template <class, class> class Ref>
 requires CacheRef<Ref<P, T>>
 void propose(const host& on, const Ref<P, T>& cache, const Batch& batch, input_rows<T> q, input_rows<T> k,
-             input_rows<T> v, output_rows<T> out, workspace_view workspace, const CacheExtras& given) {
+             input_rows<T> v, output_rows<T> out, workspace_view workspace, const CacheExtras& extras) {
     namespace hb = host_backend;
     static_assert(!P::observed,
                   "kvpolicy: propose takes a policy whose scores do not change with every query");
     const std::int32_t longest =
         hb::check_batch(batch, cache.slots, cache.proposals, "the cache's proposals, CacheShape::proposals");
-    hb::check_cache_call(cache, batch, longest, q, k, v, out, given);
+    hb::check_cache_call(cache, batch, longest, q, k, v, out, extras);
     hb::check_longest(cache, batch);
     hb::check_workspace(workspace, cache_workspace_bytes<P, T>(on, cache, batch.count, longest));
     std::byte* const begin = hb::aligned(workspace.data);
-    const CacheExtras extras = hb::with_scores(on, cache, batch, longest, given, begin);
+    const CacheExtras scored = hb::with_scores(on, cache, batch, longest, extras, begin);
     const hb::chunk_pass<Ref<P, T>> pass(on, cache, longest,
                                          begin + hb::hidden_bytes(on, cache, batch.count, longest));
-    const auto source = hb::tensor_source(k, v, extras, !hb::reads_hidden<P>);
+    const auto source = hb::tensor_source(k, v, scored, !hb::reads_hidden<P>);
     pass.decide(batch, source);
-    pass.attend(batch, q, source, out, extras);
+    pass.attend(batch, q, source, out, scored);
     pass.for_each_head(batch, [&](std::int32_t i, std::int32_t h) {
         const std::int32_t slot = batch.slot(i);
         const PlainRows<T> spare = cache.spare_rows(slot, h);

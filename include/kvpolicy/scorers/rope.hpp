@@ -5,6 +5,7 @@
 #include <kvpolicy/core/types.hpp>
 
 #include <cmath>
+#include <cstddef>
 #include <cstdint>
 
 namespace kvpolicy {
@@ -34,8 +35,7 @@ struct Rope {
     [[nodiscard]] float frequency(std::int32_t dim_k, std::int32_t i) const {
         return frequencies != nullptr
                    ? frequencies[i]
-                   : static_cast<float>(
-                         std::pow(static_cast<double>(base), -static_cast<double>(i) / (rotated(dim_k) / 2)));
+                   : static_cast<float>(std::pow(static_cast<double>(base), -2.0 * i / rotated(dim_k)));
     }
     /// Writes f_i to out [rotated(dim_k) / 2].
     void fill_frequencies(std::int32_t dim_k, float* out) const {
@@ -82,8 +82,8 @@ struct Rope {
                 static_cast<Real>(t) * static_cast<Real>(f != nullptr ? f[i] : frequency(dim_k, i));
             const auto c = static_cast<Real>(std::cos(static_cast<double>(angle)));
             const auto s = static_cast<Real>(Sign * std::sin(static_cast<double>(angle)));
-            Real& a = key[i * step];
-            Real& b = key[i * step + apart];
+            Real& a = key[std::ptrdiff_t{i} * step];
+            Real& b = key[std::ptrdiff_t{i} * step + apart];
             const Real x = a * c - b * s;
             b = a * s + b * c;
             a = x;

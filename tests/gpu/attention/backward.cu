@@ -43,7 +43,8 @@ TEST_CASE("lifetimes over several super-tiles") {
 }
 
 TEST_CASE("head_dims") {
-    for (const auto& [k, v] : {std::pair{64, 64}, {80, 80}, {96, 96}, {8, 8}, {32, 64}, {128, 64}, {72, 120}}) {
+    for (const auto& [k, v] :
+         {std::pair{64, 64}, {80, 80}, {96, 96}, {8, 8}, {32, 64}, {128, 64}, {72, 120}}) {
         Case c = plain(("head_dim " + std::to_string(k) + " and " + std::to_string(v)).c_str(), 230, 3);
         c.dim_k = k;
         c.dim_v = v;
@@ -55,7 +56,8 @@ TEST_CASE("head_dims") {
 TEST_CASE("biases") {
     for (const bool gone : {false, true}) {
         for (const std::int32_t from : {0, 1, 50, 1000}) {
-            Case c = plain(("bias from " + std::to_string(from) + (gone ? ", lifetimes" : ", dense")).c_str(), 400, 4);
+            Case c = plain(("bias from " + std::to_string(from) + (gone ? ", lifetimes" : ", dense")).c_str(),
+                           400, 4);
             c.kv_heads = 2;
             c.draw_bias(from);
             if (gone) {

@@ -59,7 +59,8 @@ struct Case {
 
     [[nodiscard]] std::int32_t heads() const { return kv_heads * group; }
     [[nodiscard]] std::size_t planes() const {
-        return static_cast<std::size_t>(batch) * static_cast<std::size_t>(kv_heads) * static_cast<std::size_t>(rows);
+        return static_cast<std::size_t>(batch) * static_cast<std::size_t>(kv_heads) *
+               static_cast<std::size_t>(rows);
     }
     [[nodiscard]] std::int32_t length_of(std::int32_t b) const {
         return lengths.empty() ? queries : lengths[static_cast<std::size_t>(b)];
@@ -67,7 +68,8 @@ struct Case {
     [[nodiscard]] std::int32_t keys_of(std::int32_t b) const {
         return key_lengths.empty() ? rows : key_lengths[static_cast<std::size_t>(b)];
     }
-    [[nodiscard]] Sequences sequences(const std::int32_t* l, const std::int32_t* s, const std::int32_t* e) const {
+    [[nodiscard]] Sequences sequences(const std::int32_t* l, const std::int32_t* s,
+                                      const std::int32_t* e) const {
         Sequences all;
         all.batch = batch;
         all.length = queries;
@@ -95,9 +97,7 @@ struct Case {
         log_bias.resize(planes());
         for (float& x : log_bias) {
             const unsigned kind = generator() % 8;
-            x = kind == 0   ? -infinity
-                : kind == 1 ? -100.0f
-                            : -0.01f * static_cast<float>(generator() % 400);
+            x = kind == 0 ? -infinity : kind == 1 ? -100.0f : -0.01f * static_cast<float>(generator() % 400);
         }
         bias_from.assign(static_cast<std::size_t>(kv_heads), from);
     }
@@ -113,19 +113,23 @@ struct Rows {
         const std::int64_t row = c.interleaved ? dim + 8 : dim;
         return static_cast<std::size_t>(std::int64_t{c.batch} * heads * length * row);
     }
-    static rows_view<T> view_of(const Case& c, T* data, std::int32_t heads, std::int32_t length, std::int32_t dim) {
+    static rows_view<T> view_of(const Case& c, T* data, std::int32_t heads, std::int32_t length,
+                                std::int32_t dim) {
         if (!c.interleaved) {
             return view_bhsd(data, c.batch, heads, length, dim);
         }
         const std::int64_t row = dim + 8;
         return {data, c.batch, heads, length, dim, row * heads * length, row, row * heads};
     }
-    Rows(const Case& c, const std::vector<double>& values, std::int32_t heads, std::int32_t length, std::int32_t dim)
-        : memory(spread(c, values, heads, length, dim)), view(view_of(c, memory.data(), heads, length, dim)) {}
+    Rows(const Case& c, const std::vector<double>& values, std::int32_t heads, std::int32_t length,
+         std::int32_t dim)
+        : memory(spread(c, values, heads, length, dim)),
+          view(view_of(c, memory.data(), heads, length, dim)) {}
 
     static std::vector<T> spread(const Case& c, const std::vector<double>& values, std::int32_t heads,
                                  std::int32_t length, std::int32_t dim) {
-        std::vector<T> data(elements(c, heads, length, dim), stored<T>(std::numeric_limits<double>::quiet_NaN()));
+        std::vector<T> data(elements(c, heads, length, dim),
+                            stored<T>(std::numeric_limits<double>::quiet_NaN()));
         const rows_view<T> to = view_of(c, data.data(), heads, length, dim);
         std::size_t i = 0;
         for (std::int32_t b = 0; b < c.batch; ++b) {
@@ -205,7 +209,9 @@ inline const host& oracle() {
 inline keys<double> host_keys(const Case& c, const std::vector<double>& k, const std::vector<double>& v) {
     keys<double> all{view_bhsd<const double>(k.data(), c.batch, c.kv_heads, c.rows, c.dim_k),
                      view_bhsd<const double>(v.data(), c.batch, c.kv_heads, c.rows, c.dim_v)};
-    const auto plane = [&](const auto& values) { return view_bhs(values.data(), c.batch, c.kv_heads, c.rows); };
+    const auto plane = [&](const auto& values) {
+        return view_bhs(values.data(), c.batch, c.kv_heads, c.rows);
+    };
     if (!c.expiry.empty()) {
         all.mask.expiry = plane(c.expiry);
     }
@@ -249,8 +255,8 @@ Gradients expected(const Case& c, Inputs<T>& in) {
     if (!c.log_bias.empty()) {
         into.d_log_bias = view_bhs(g.bias.data(), c.batch, c.kv_heads, c.rows);
     }
-    const AttendGradient<double> given{out, lse,
-                                       view_bhsd<const double>(in.d_out.data(), c.batch, c.heads(), c.queries, c.dim_v)};
+    const AttendGradient<double> given{
+        out, lse, view_bhsd<const double>(in.d_out.data(), c.batch, c.heads(), c.queries, c.dim_v)};
     memory.assign(attend_backward_workspace_bytes(oracle(), c.attention, q, all, sequences), 0);
     attend_backward(oracle(), c.attention, q, all, sequences, given, into, {memory.data(), memory.size()});
     return g;
@@ -316,7 +322,8 @@ struct OnDevice {
     }
 
     [[nodiscard]] std::size_t bytes(const BackwardOptions& options) const {
-        return attend_backward_workspace_bytes<T, Dims>(kvpolicy::cuda{}, c.attention, q.view, all, sequences, options);
+        return attend_backward_workspace_bytes<T, Dims>(kvpolicy::cuda{}, c.attention, q.view, all, sequences,
+                                                        options);
     }
     void run(const kvpolicy::cuda& on, const BackwardOptions& options, workspace_view workspace) const {
         attend_backward<T, Dims>(on, c.attention, q.view, all, sequences, given, into, workspace, options);
@@ -331,8 +338,8 @@ struct OnDevice {
 };
 
 /// Relative error in the norm of a whole tensor, over the rows that count; rows beyond must be untouched. `dim` numbers a row.
-inline void compare(const std::string& what, const std::vector<double>& got, const std::vector<double>& wanted,
-                    double tolerance, double absolute) {
+inline void compare(const std::string& what, const std::vector<double>& got,
+                    const std::vector<double>& wanted, double tolerance, double absolute) {
     double error = 0.0, size = 0.0;
     std::size_t bad = 0, first_bad = 0, worst = 0;
     double worst_error = -1.0;
@@ -356,8 +363,8 @@ inline void compare(const std::string& what, const std::vector<double>& got, con
     const double relative = size > 0.0 ? std::sqrt(error / size) : std::sqrt(error);
     CHECK_MESSAGE(bad == 0, what, ": ", bad, " of ", got.size(), " bad, the first at ", first_bad, ": ",
                   bad == 0 ? 0.0 : got[first_bad], " for ", bad == 0 ? 0.0 : wanted[first_bad]);
-    CHECK_MESSAGE(std::sqrt(error) <= limit, what, ": relative error ", relative, "; the worst at ", worst, ": ",
-                  got.empty() ? 0.0 : got[worst], " for ", got.empty() ? 0.0 : wanted[worst]);
+    CHECK_MESSAGE(std::sqrt(error) <= limit, what, ": relative error ", relative, "; the worst at ", worst,
+                  ": ", got.empty() ? 0.0 : got[worst], " for ", got.empty() ? 0.0 : wanted[worst]);
 }
 
 /// What a result may differ by, relative to its norm. Weights and gradients of logits are rounded to T before they are
@@ -366,7 +373,9 @@ inline void compare(const std::string& what, const std::vector<double>& got, con
 /// as stored, but the oracle is given the same out. Twice that, 2^-8 < 8e-3, leaves room for exp2 and sums in fp32.
 template <class T>
 constexpr double tolerance() {
-    return std::is_same_v<T, bf16> ? 0x1p-8 : (std::is_same_v<T, fp16> ? 0x1p-10 : (std::is_same_v<T, float> ? 2e-5 : 1e-6));
+    return std::is_same_v<T, bf16>
+               ? 0x1p-8
+               : (std::is_same_v<T, fp16> ? 0x1p-10 : (std::is_same_v<T, float> ? 2e-5 : 1e-6));
 }
 
 /// `absolute`, in the root of the mean square, is for gradients that cancel: <d_out, v> - delta is off by about 1e-6 in fp32, and up to
@@ -380,9 +389,8 @@ template <class T, class Dims = head_dims<128>>
 void check_case(const Case& c, Tolerance allowed = {tolerance<T>()}) {
     Inputs<T> in(c);
     const Gradients wanted = expected(c, in);
-    for (const BackwardOptions options :
-         {BackwardOptions{false, true}, BackwardOptions{true, true}, BackwardOptions{false, false},
-          BackwardOptions{true, false}}) {
+    for (const BackwardOptions options : {BackwardOptions{false, true}, BackwardOptions{true, true},
+                                          BackwardOptions{false, false}, BackwardOptions{true, false}}) {
         if (sizeof(T) > 2 && (options.deterministic || options.portable)) {
             continue;
         }

@@ -73,7 +73,8 @@ TEST_CASE("deterministic: a hundred times the same bits") {
             call.run({}, options, workspace);
             const Gradients now = call.read();
             if (i > 0) {
-                different += now.q != before.q || now.k != before.k || now.v != before.v || now.bias != before.bias;
+                different +=
+                    now.q != before.q || now.k != before.k || now.v != before.v || now.bias != before.bias;
             }
             before = now;
         }
@@ -107,7 +108,8 @@ TEST_CASE("a captured graph serves other lengths") {
     c.lengths = {61, 230};
     test::ok(cudaMemcpy(call.lengths.data(), c.lengths.data(), 8, cudaMemcpyHostToDevice));
     const Gradients wanted = expected(c, in);
-    test::ok(cudaMemcpy(call.out.memory.data(), Rows<bf16>::spread(c, in.out, c.heads(), c.queries, c.dim_v).data(),
+    test::ok(cudaMemcpy(call.out.memory.data(),
+                        Rows<bf16>::spread(c, in.out, c.heads(), c.queries, c.dim_v).data(),
                         call.out.memory.bytes(), cudaMemcpyHostToDevice));
     test::ok(cudaMemcpy(call.lse.data(), in.lse.data(), call.lse.bytes(), cudaMemcpyHostToDevice));
     test::ok(cudaGraphLaunch(exec, stream));
@@ -160,19 +162,21 @@ TEST_CASE("refusals") {
         workspace_view memory = workspace;
         change(all, attention, given, into, memory);
         const std::string got = test::refusal_of([&] {
-            attend_backward<bf16, head_dims<128>>(kvpolicy::cuda{}, attention, q, all, call.sequences, given, into, memory);
+            attend_backward<bf16, head_dims<128>>(kvpolicy::cuda{}, attention, q, all, call.sequences, given,
+                                                  into, memory);
         });
         CHECK_MESSAGE(got.find(text) != std::string::npos, got);
     };
     refused([](auto&, auto&, auto&, auto&, auto& memory) { memory.bytes -= 1; }, "workspace.bytes");
     refused([](auto& all, auto&, auto&, auto&, auto&) { all.k.dim = 120; }, "keys.k.dim");
     refused([](auto& all, auto&, auto&, auto&, auto&) { all.k.row_stride += 1; }, "aligned to 16 bytes");
-    refused([](auto&, auto& attention, auto&, auto&, auto&) { attention.softcap = -1.0f; }, "attention.softcap");
+    refused([](auto&, auto& attention, auto&, auto&, auto&) { attention.softcap = -1.0f; },
+            "attention.softcap");
     refused([](auto&, auto&, auto& given, auto&, auto&) { given.lse = {}; }, "lse");
     refused([](auto&, auto&, auto&, auto& into, auto&) { into.d_v.heads = 1; }, "d_v");
     CHECK_MESSAGE(test::refusal_of([&] {
-                      static_cast<void>(attend_backward_workspace_bytes<bf16, head_dims<64>>(kvpolicy::cuda{}, Attention{}, q,
-                                                                                       call.all, call.sequences));
+                      static_cast<void>(attend_backward_workspace_bytes<bf16, head_dims<64>>(
+                          kvpolicy::cuda{}, Attention{}, q, call.all, call.sequences));
                   }).find("head_dim") != std::string::npos,
                   "the head_dim to compile for");
 }

@@ -48,7 +48,9 @@ std::vector<Row> naive(const Case& c, std::int32_t b, std::int32_t h, std::int64
     const std::int64_t start = c.starts.empty() ? 0 : c.starts[static_cast<std::size_t>(b)];
     for (const Segment* s : {&c.past, &c.self}) {
         const bool own = s == &c.self;
-        std::int64_t count = own ? length : s->lengths.empty() ? s->rows : s->lengths[static_cast<std::size_t>(b)];
+        std::int64_t count = own                  ? length
+                             : s->lengths.empty() ? s->rows
+                                                  : s->lengths[static_cast<std::size_t>(b)];
         count = std::min<std::int64_t>(count, s->rows);
         for (std::int64_t t = 0; t < count; ++t) {
             const auto at = static_cast<std::size_t>((std::int64_t{b} * c.heads + h) * s->rows + t);
@@ -75,14 +77,18 @@ std::vector<Row> naive(const Case& c, std::int32_t b, std::int32_t h, std::int64
             const std::int64_t expiry = s->expiry.empty() ? never : s->expiry[at];
             std::int64_t end = expiry == never ? span : expiry - start - first;
             if (!c.edges.empty()) {
-                end = std::min<std::int64_t>(end, *std::upper_bound(c.edges.begin(), c.edges.end(), t) - first);
+                end =
+                    std::min<std::int64_t>(end, *std::upper_bound(c.edges.begin(), c.edges.end(), t) - first);
             }
             const auto limit = static_cast<std::int32_t>(std::min<std::int64_t>(end, span));
             CHECK(limit >= dies);
-            Row row{own ? static_cast<std::int32_t>(c.past.rows + t) : static_cast<std::int32_t>(t), born, limit, span, 0.0f};
+            Row row{own ? static_cast<std::int32_t>(c.past.rows + t) : static_cast<std::int32_t>(t), born,
+                    limit, span, 0.0f};
             if (!s->log_bias.empty()) {
                 row.bias = s->log_bias[at];
-                const std::int64_t from = position + (c.bias_from.empty() ? 0 : c.bias_from[static_cast<std::size_t>(h)]) - start - first;
+                const std::int64_t from =
+                    position + (c.bias_from.empty() ? 0 : c.bias_from[static_cast<std::size_t>(h)]) - start -
+                    first;
                 row.from = static_cast<std::int32_t>(std::clamp<std::int64_t>(from, 0, span));
             }
             rows.push_back(row);
@@ -99,7 +105,8 @@ std::vector<Row> naive(const Case& c, std::int32_t b, std::int32_t h, std::int64
 
 template <class T>
 plane_view<const T> plane_of(const Device<T>& device, const Case& c, std::int32_t rows) {
-    return device.size() == 0 ? plane_view<const T>{} : view_bhs<const T>(device.data(), c.batch, c.heads, rows);
+    return device.size() == 0 ? plane_view<const T>{}
+                              : view_bhs<const T>(device.data(), c.batch, c.heads, rows);
 }
 
 struct SegmentOnDevice {
@@ -110,7 +117,8 @@ struct SegmentOnDevice {
     explicit SegmentOnDevice(const Segment& s)
         : position(s.position), expiry(s.expiry), log_bias(s.log_bias), lengths(s.lengths) {}
 
-    [[nodiscard]] backend::segment_frame frame(const Case& c, const Segment& s, const std::int32_t* bias_from) const {
+    [[nodiscard]] backend::segment_frame frame(const Case& c, const Segment& s,
+                                               const std::int32_t* bias_from) const {
         backend::segment_frame frame;
         frame.position = plane_of(position, c, s.rows);
         frame.expiry = plane_of(expiry, c, s.rows);
@@ -175,7 +183,8 @@ void check(const Case& c, const std::string& what) {
                     const auto list = static_cast<std::size_t>(head * round.supers + j);
                     const std::vector<Row> wanted =
                         naive(c, b, h, (std::int64_t{round.first} + j) * round.super_q, round.super_q);
-                    const std::string name = what + ", list " + std::to_string(list) + " of round " + std::to_string(rounds);
+                    const std::string name =
+                        what + ", list " + std::to_string(list) + " of round " + std::to_string(rounds);
                     REQUIRE_MESSAGE(total[list] == static_cast<std::int32_t>(wanted.size()), name);
                     const auto is_old = [](const Row& r) { return r.born == 0; };
                     const auto wanted_old = std::count_if(wanted.begin(), wanted.end(), is_old);
@@ -184,22 +193,26 @@ void check(const Case& c, const std::string& what) {
                     std::int64_t wrong = 0;
                     std::size_t where = 0;
                     for (std::size_t i = wanted.size(); i-- > 0;) {
-                        const bool same = row[at + i] == wanted[i].row && life[at + i].born == wanted[i].born &&
-                                          life[at + i].dies == wanted[i].dies &&
-                                          (!with_bias || (bias[at + i] == wanted[i].bias &&
-                                                          (wanted[i].bias == 0.0f || bias_begin[at + i] == wanted[i].from)));
+                        const bool same =
+                            row[at + i] == wanted[i].row && life[at + i].born == wanted[i].born &&
+                            life[at + i].dies == wanted[i].dies &&
+                            (!with_bias ||
+                             (bias[at + i] == wanted[i].bias &&
+                              (wanted[i].bias == 0.0f || bias_begin[at + i] == wanted[i].from)));
                         where = same ? where : i;
                         wrong += same ? 0 : 1;
                     }
                     CHECK_MESSAGE(wrong == 0, name, ": entry ", where, " of ", wanted.size(), " is row ",
-                                  wrong == 0 ? 0 : row[at + where], ", not ", wrong == 0 ? 0 : wanted[where].row,
-                                  "; wrong: ", wrong);
+                                  wrong == 0 ? 0 : row[at + where], ", not ",
+                                  wrong == 0 ? 0 : wanted[where].row, "; wrong: ", wrong);
                     for (std::size_t i = 0; i < boundaries; ++i) {
                         const auto e = static_cast<std::int32_t>(i) * round.tile_q;
-                        const auto lives = std::count_if(wanted.begin(), wanted.end(),
-                                                         [&](const Row& r) { return r.born == 0 && r.dies >= e; });
-                        const auto born = std::count_if(wanted.begin(), wanted.end(),
-                                                        [&](const Row& r) { return r.born > 0 && r.born < e; });
+                        const auto lives = std::count_if(wanted.begin(), wanted.end(), [&](const Row& r) {
+                            return r.born == 0 && r.dies >= e;
+                        });
+                        const auto born = std::count_if(wanted.begin(), wanted.end(), [&](const Row& r) {
+                            return r.born > 0 && r.born < e;
+                        });
                         CHECK_MESSAGE(through[list * boundaries + i] == lives, name, ", boundary ", i);
                         CHECK_MESSAGE(known[list * boundaries + i] == born, name, ", boundary ", i);
                     }
@@ -210,8 +223,8 @@ void check(const Case& c, const std::string& what) {
 }
 
 /// Lifetimes of all sorts: never, soon, late, at birth and before it.
-std::vector<expiry_t> lifetimes(std::mt19937& generator, std::int64_t planes, std::int32_t rows, std::int64_t origin,
-                                std::int32_t kind) {
+std::vector<expiry_t> lifetimes(std::mt19937& generator, std::int64_t planes, std::int32_t rows,
+                                std::int64_t origin, std::int32_t kind) {
     std::vector<expiry_t> expiry;
     for (std::int64_t p = 0; p < planes; ++p) {
         for (std::int32_t t = 0; t < rows; ++t) {
@@ -220,11 +233,16 @@ std::vector<expiry_t> lifetimes(std::mt19937& generator, std::int64_t planes, st
             if (kind == 0) {  // a policy: a window, and one key of eight kept for long
                 e = origin + t + 64 + (draw % 8 == 0 ? static_cast<std::int64_t>(generator() % 3000) : 0);
             } else if (kind == 1) {
-                e = draw % 5 == 0 ? never : origin + static_cast<std::int64_t>(generator() % static_cast<std::uint32_t>(rows + 2)) - 1;
+                e = draw % 5 == 0
+                        ? never
+                        : origin +
+                              static_cast<std::int64_t>(generator() % static_cast<std::uint32_t>(rows + 2)) -
+                              1;
             } else if (kind == 2) {  // all at once, in the middle of a super-tile
                 e = origin + 1500;
             } else if (kind == 3) {
-                e = draw % 3 == 0 ? std::numeric_limits<expiry_t>::min() + static_cast<std::int32_t>(draw % 7) : origin + t;
+                e = draw % 3 == 0 ? std::numeric_limits<expiry_t>::min() + static_cast<std::int32_t>(draw % 7)
+                                  : origin + t;
             } else if (kind == 5) {
                 e = draw % 2 == 0 ? never - 1 : std::numeric_limits<expiry_t>::min();
             }
@@ -291,7 +309,8 @@ TEST_CASE("positions in any order, starts below and above 0, two segments") {
                 std::iota(position.begin(), position.end(), c.starts[static_cast<std::size_t>(b)] - 700);
                 std::shuffle(position.begin(), position.end(), generator);
                 c.past.position.insert(c.past.position.end(), position.begin(), position.end());
-                const auto expiry = lifetimes(generator, 1, 777, c.starts[static_cast<std::size_t>(b)] - 300, 1);
+                const auto expiry =
+                    lifetimes(generator, 1, 777, c.starts[static_cast<std::size_t>(b)] - 300, 1);
                 c.past.expiry.insert(c.past.expiry.end(), expiry.begin(), expiry.end());
             }
         }

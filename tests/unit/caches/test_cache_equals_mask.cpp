@@ -11,6 +11,9 @@
 
 #include <doctest/doctest.h>
 
+#include <algorithm>
+#include <vector>
+
 using namespace kvpolicy;
 using test::Sizes;
 
@@ -69,6 +72,58 @@ TEST_CASE("priorities are rebased on one schedule") {
             CAPTURE(limit);
             test::check_policy(on, budget(1, 4, 9, -0.1f), Sizes{.length = 100}, kind, generator, limit);
         }
+    }
+}
+
+TEST_CASE("a rebase that reorders two keys changes the next victim, in every way of filling a cache") {
+    // log gamma = -2^40, rebased every 8 tokens. Key 7 (score 2^40) and key 8 (score 2^-14) are worth 0 and 2^-14 at the
+    // base 8, so key 7 is the next victim; at the base 16 both are -2^43 (2^-14 is rounded away), so it is the younger one.
+    constexpr std::int32_t length = 18;
+    float scores[length];
+    std::fill_n(scores, length, -3e38f);
+    scores[7] = 0x1p40f;
+    scores[8] = 0x1p-14f;
+    scores[15] = 3e38f;
+    const host on{1};
+    const Budget policy = budget(0, 1, 2, -0x1p40f);
+    const Sequences sequences{.batch = 1, .length = length};
+    const MaskOptions options{.rebase_limit = 8};
+    std::int32_t expiry[length];
+    HostBuffer mask_room{build_mask_workspace_bytes(on, policy, sequences, 1, options)};
+    build_mask(on, policy, view_bhs<const float>(scores, 1, 1, length), sequences,
+               view_bhs(expiry, 1, 1, length), mask_room, options);
+    CHECK(expiry[7] == never);
+    CHECK(expiry[8] == 16);
+    CHECK(expiry[15] == never);
+
+    const std::vector<float> ones(8 * length, 1.0f);
+    std::vector<float> out(8 * length);
+    for (const std::int32_t chunk : {1, 2, 5, 11, length}) {
+        CAPTURE(chunk);
+        FixedBudgetCache<Budget, float> cache{{.query_heads = 1, .kv_heads = 1, .dim_k = 8, .dim_v = 8},
+                                              policy};
+        cache.rebase_limit(8);
+        HostBuffer memory{cache.bytes().total()};
+        cache.bind(on, memory);
+        HostBuffer room{cache_workspace_bytes(on, cache.ref(0), 1, length)};
+        for (std::int32_t t = 0; t < length; t += chunk) {
+            const std::int32_t n = std::min(chunk, length - t);
+            const Batch batch{.count = 1, .length = n};
+            const auto rows = view_bshd(ones.data(), 1, n, 1, 8);
+            const CacheExtras extras{.scores = view_bhs<const float>(scores + t, 1, 1, n)};
+            if (n == 1) {
+                step(on, cache.ref(0), batch, rows, rows, rows, view_bshd(out.data(), 1, n, 1, 8), room,
+                     nullptr, extras);
+            } else {
+                prefill(on, cache.ref(0), batch, rows, rows, rows, view_bshd(out.data(), 1, n, 1, 8), room,
+                        nullptr, extras);
+            }
+            cache.advance(on, batch);
+        }
+        std::vector<position_t> kept(static_cast<std::size_t>(cache.occupancy(0, 0, 0).rows()));
+        cache.retained(0, 0, 0, kept.data());
+        std::ranges::sort(kept);
+        CHECK(kept == std::vector<position_t>{7, 15, 17});
     }
 }
 

@@ -59,6 +59,10 @@ TEST_CASE("policies, fixed and at run time") {
     MlpScorer<> mlp;
     mlp.dim_k = 64, mlp.dim_v = 32, mlp.hidden = 16;
     CHECK(text(Policy<MlpScorer<>>{mlp}) == "MlpScorer (64 + 32, hidden 16)");
+    CHECK(text(Policy<Window<3>, QuestPages<16>, SnapKVEviction>{Window<3>{}, QuestPages<16>{4},
+                                                                 SnapKVEviction{}}) ==
+          "Window 3 + QuestPages (4 pages of 16 rows) + SnapKVEviction (4096 rows a head, 0.1 of them a "
+          "round)");
     CHECK(text(Policy<WriteGateScorer<64>>{}) == "WriteGateScorer (64 + 64, hidden 0)");
     CHECK(text(Policy<UtilityPredictor>{}) == "UtilityPredictor (hidden 0)");
     CHECK(text(Policy<ConvScorer<64>>{}) == "ConvScorer (64 + 64)");

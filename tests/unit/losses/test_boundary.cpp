@@ -90,8 +90,9 @@ Run<double> reference(const Case& c, const test::Plane<double>& scores, const te
                 for (std::int32_t q = begin + rule.sinks + rule.window; q < end; ++q) {
                     const std::int32_t fresh = q - rule.window;
                     const auto effective = [&](const auto& plane, std::int32_t t) {
+                        const std::int32_t periods = (q - t) / rule.decay_step;
                         return static_cast<double>(plane.view().head(b, h)[t]) +
-                               static_cast<double>((q - t) / rule.decay_step) * gamma;
+                               static_cast<double>(periods) * gamma;
                     };
                     if (rule.decay_step == 1) {  // from scratch
                         held.clear();
@@ -116,10 +117,10 @@ Run<double> reference(const Case& c, const test::Plane<double>& scores, const te
                         continue;
                     }
                     const double y = std::find(held.begin(), held.end(), fresh) != held.end() ? 1.0 : -1.0;
+                    const std::int32_t age = (q - fresh) / rule.decay_step - (q - old) / rule.decay_step;
                     examples.push_back(
                         {b, h, fresh, old, y, y * (effective(target, fresh) - effective(target, old)),
-                         effective(scores, fresh) - effective(scores, old),
-                         static_cast<double>((q - fresh) / rule.decay_step - (q - old) / rule.decay_step)});
+                         effective(scores, fresh) - effective(scores, old), static_cast<double>(age)});
                 }
             }
         }

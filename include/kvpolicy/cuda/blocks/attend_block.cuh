@@ -26,7 +26,8 @@ struct attend_block_sizes {
     static constexpr int threads = 128;
     static constexpr int rows_16 = Dim <= 128 ? 2 : 1;  // rows a warp, in units of 16
     static constexpr int rows = 64 * rows_16;
-    static constexpr int keys = Dim <= 128 ? 64 : 32;
+    // What fits beside the queries in the 99 KB that every card since 8.0 lends a block.
+    static constexpr int keys = Dim <= 64 ? 64 : (Dim <= 128 ? 64 : 32) / (General ? 2 : 1);
     static constexpr int stages = 2;
     static constexpr int row_bytes = Dim * 2;
 };
@@ -37,17 +38,19 @@ struct attend_block_memory {
     unsigned char k[S::stages][S::keys * S::row_bytes];
     unsigned char v[S::stages][S::keys * S::row_bytes];
     key_notes<S::keys, S::General> notes[S::stages];
-    key_addresses<S::keys> addresses[2];
+    key_offsets<S::keys> offsets;
     union {
-        stream_memory<listed_rows> listed;
-        stream_memory<scanned_rows> scanned;
+        stream_memory<S::keys, S::General, listed_rows> listed;
+        stream_memory<S::keys, S::General, scanned_rows> scanned;
     };
 };
 
 /// What a launch asks for: dynamic shared memory is aligned to 16 bytes only.
 template <class S>
 constexpr std::size_t attend_block_shared_bytes() {
-    return sizeof(attend_block_memory<S>) + 112;
+    constexpr std::size_t bytes = sizeof(attend_block_memory<S>) + 112;
+    static_assert(bytes <= 99 * 1024);
+    return bytes;
 }
 
 template <class S>
@@ -61,7 +64,7 @@ class attend_block {
           memory_(*reinterpret_cast<Memory*>(shared + ((128 - (shared_address(shared) & 127)) & 127))),
           thread_(static_cast<int>(threadIdx.x)) {}
 
-    __device__ void run(std::int64_t number) {
+    __device__ void run(std::uint32_t number) {
         const tile_place place = place_of(call_, number);
         if (place.queries <= 0) {
             return;
@@ -97,33 +100,54 @@ class attend_block {
 
     /// Enqueues the copies of a block's keys and values. A pass of all threads takes some whole rows; what depends on the pass
     /// is a constant, as everywhere below: swizzling is an exclusive or of bits 4 to 6 of an address, and the rest of it adds.
-    __device__ void load_block(int stage) const {
+    __device__ void load_block(const tile_place& place, int stage) const {
+        if (call_.problem.rows.self_k.length != 0) {
+            load_block<true>(place, stage);
+        } else {
+            load_block<false>(place, stage);
+        }
+    }
+    template <bool Two>
+    __device__ void load_block(const tile_place& place, int stage) const {
         constexpr int rows = S::threads / chunks;
-        const key_addresses<S::keys>& from = memory_.addresses[stage];
+        const key_offsets<S::keys>& offsets = memory_.offsets;
         const key_rows<T>& all = call_.problem.rows;
         const int row = thread_ / chunks;
         const int chunk = thread_ % chunks;
         const std::uint32_t at = swizzled(S::keys, row, chunk);
         const std::uint32_t k = shared_address(memory_.k[stage]) + at;
         const std::uint32_t v = shared_address(memory_.v[stage]) + at;
+        const head_rows from_k = head_rows::of(all.k, all.self_k, place.b, place.h);
+        const head_rows from_v = head_rows::of(all.v, all.self_v, place.b, place.h);
+        const std::uint32_t k_bytes = 8 * chunk < all.k.dim ? 16 : 0;
+        const std::uint32_t v_bytes = 8 * chunk < all.v.dim ? 16 : 0;
 #pragma unroll
         for (int pass = 0; pass < S::keys / rows; ++pass) {
             const int flip = (pass * rows % 8) << 4;
-            copy_part((k ^ flip) + pass * rows * 128, from.k[row + pass * rows], chunk, all.k.dim);
-            copy_part((v ^ flip) + pass * rows * 128, from.v[row + pass * rows], chunk, all.v.dim);
+            const std::uint32_t of_k = offsets.k[row + pass * rows];
+            const std::uint32_t of_v = offsets.v[row + pass * rows];
+            copy_16((k ^ flip) + pass * rows * 128,
+                    reinterpret_cast<const void*>(from_k.at<Two>(of_k) + 16 * chunk),
+                    of_k != offsets.none ? k_bytes : 0);
+            copy_16((v ^ flip) + pass * rows * 128,
+                    reinterpret_cast<const void*>(from_v.at<Two>(of_v) + 16 * chunk),
+                    of_v != offsets.none ? v_bytes : 0);
         }
         copy_commit();
     }
 
     template <class Source>
-    __device__ void attend(const tile_place& place, stream_memory<Source>& stream_memory_) const {
+    __device__ void attend(const tile_place& place,
+                           stream_memory<S::keys, S::General, Source>& stream_memory_) const {
         row_stream<T, S::keys, S::General, Source> stream(call_, place, stream_memory_, thread_, 1);
+        stream.start();
         std::uint32_t query[S::rows_16][2];
 #pragma unroll
         for (int m = 0; m < S::rows_16; ++m) {
 #pragma unroll
             for (int r = 0; r < 2; ++r) {
-                query[m][r] = static_cast<std::uint32_t>(stream_memory_.source.begin + row_of(m, r) / call_.heads);
+                query[m][r] =
+                    static_cast<std::uint32_t>(stream_memory_.source.begin + row_of(m, r) / call_.heads);
             }
         }
         float o[S::rows_16][columns];
@@ -135,13 +159,14 @@ class attend_block {
                 o[m][i] = 0.0f;
             }
         }
-        bool more = stream.next(memory_.addresses[0], memory_.notes[0]);
-        load_block(0);
+        bool more = stream.next(memory_.offsets, memory_.notes[0]);
+        load_block(place, 0);
+        __syncthreads();  // the offsets are read
         for (int stage = 0;; stage ^= 1) {
             const bool last = !more;
             if (more) {
-                more = stream.next(memory_.addresses[stage ^ 1], memory_.notes[stage ^ 1]);
-                load_block(stage ^ 1);
+                more = stream.next(memory_.offsets, memory_.notes[stage ^ 1]);
+                load_block(place, stage ^ 1);
                 copy_wait<1>();
             } else {
                 copy_wait<0>();

@@ -17,11 +17,11 @@ namespace cuda_backend {
 template <class T>
 struct attend_launch {
     attention_problem<T> problem;
-    rows_view<T> out;        // [B, Hq, S, Dv]
-    plane_view<float> lse;   // [B, Hq, S]; may be empty
-    key_frames frames;       // read where rows are scanned
-    attention_plan plan;     // read where rows are listed
-    bool listed = false;     // rows come from the plan's lists; else every row is looked at
+    rows_view<T> out;          // [B, Hq, S, Dv]
+    plane_view<float> lse;     // [B, Hq, S]; may be empty
+    key_frames frames;         // read where rows are scanned
+    attention_plan plan;       // read where rows are listed
+    bool listed = false;       // rows come from the plan's lists; else every row is looked at
     bool causal_rows = false;  // scanning: no expiry, positions or packed segments, so row numbers say all
     std::int32_t tile_q = 1;
     std::int32_t first_tile = 0;  // of the launch
@@ -40,18 +40,18 @@ struct attend_launch {
 
 /// Where one tile lies.
 struct tile_place {
-    std::int32_t b, h;         // sequence and KV head
-    std::int32_t first_head;   // of the query heads of the group
-    std::int32_t heads;        // that count
+    std::int32_t b, h;        // sequence and KV head
+    std::int32_t first_head;  // of the query heads of the group
+    std::int32_t heads;       // that count
     std::int32_t first_query;
     std::int32_t queries;  // that count; <= 0: nothing to do
 };
 
 /// Tiles of one head follow one another, so that what they gather stays in the L2 cache; those with most keys come first.
 template <class T>
-__device__ inline tile_place place_of(const attend_launch<T>& call, std::int64_t number) {
-    const auto tile = static_cast<std::int32_t>(number % call.tiles);
-    const auto rest = static_cast<std::int32_t>(number / call.tiles);
+__device__ inline tile_place place_of(const attend_launch<T>& call, std::uint32_t number) {
+    const auto tile = static_cast<std::int32_t>(number % static_cast<std::uint32_t>(call.tiles));
+    const auto rest = static_cast<std::int32_t>(number / static_cast<std::uint32_t>(call.tiles));
     const std::int32_t part = rest % call.parts;
     const std::int32_t head = rest / call.parts;
     tile_place place;

@@ -23,8 +23,6 @@ struct key_rows {
     rows_view<const T> self_k;  // [B, Hkv, S, Dk]; data null: one segment
     rows_view<const T> self_v;  // [B, Hkv, S, Dv]
 
-    /// An address that may be named where nothing is read.
-    __device__ const T* none() const { return k.data != nullptr ? k.data : self_k.data; }
     __device__ const T* key(std::int64_t b, std::int64_t h, std::int32_t row) const {
         return row < k.length ? k.row(b, h, row) : self_k.row(b, h, row - k.length);
     }
@@ -55,7 +53,7 @@ struct attention_problem {
 
 /// A row's life among the queries of a super-tile: query i of it (0 <= i < super_q) sees the row iff born <= i < dies. Both are
 /// clamped to [0, super_q]; born < dies for every row of a list.
-struct row_life {
+struct alignas(4) row_life {
     std::uint16_t born;
     std::uint16_t dies;
 };

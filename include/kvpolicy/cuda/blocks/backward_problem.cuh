@@ -6,8 +6,7 @@
 // sums lie in the workspace in this order, in tiles of 64 rows that one bulk copy brings.
 //
 // A work item is a block of up to `block_keys` entries of one super-tile's list times the packed rows that any of them can
-// see. Entries of a block are alike: old ones by falling death, young ones by rising birth, those that die within the
-// super-tile apart from those that outlive it.
+// see. Entries of a block are alike: old ones by falling death, young ones by rising birth, those that live briefly apart.
 #pragma once
 
 #include <kvpolicy/core/view.hpp>
@@ -29,7 +28,7 @@ inline constexpr int packed_tile = 64;
 struct backward_list {
     std::int64_t offset;  // of its entries in the plan; unused without lists
     std::int32_t old;     // entries born at or before the super-tile's first query
-    std::int32_t brief;  // young entries that also die inside the super-tile; they come before those that outlive it
+    std::int32_t brief;   // young entries that live briefly; they come before the others
     std::int32_t total;
     std::int32_t shift;  // without lists: row t is born at query t + shift of the super-tile
 };
@@ -69,12 +68,14 @@ struct backward_problem {
     // Workspace.
     T* packed_q = nullptr;      // [lists][padded_rows / 64][D / 64][64][64], swizzled
     T* packed_d_out = nullptr;  // the same
-    float* lse2 = nullptr;      // [lists][padded_rows]: log2 of the sum; +inf for rows that see nothing or do not exist
-    float* delta = nullptr;     // [lists][padded_rows]
-    float* sum_q = nullptr;     // [lists][padded_rows / 64][D / 64][packed_sum_index]; null: another kernel's task
-    float* sum_k = nullptr;     // [B][Hkv][rows][D]
-    float* sum_v = nullptr;     // [B][Hkv][rows][D]
-    float* sum_bias = nullptr;  // [B][Hkv][rows]; null: not wanted
+    float* lse2 =
+        nullptr;  // [lists][padded_rows]: log2 of the sum; +inf for rows that see nothing or do not exist
+    float* delta = nullptr;  // [lists][padded_rows]
+    float* sum_q =
+        nullptr;  // [lists][padded_rows / 64][D / 64][packed_sum_index]; null: another kernel's task
+    float* sum_k = nullptr;         // [B][Hkv][rows][D]
+    float* sum_v = nullptr;         // [B][Hkv][rows][D]
+    float* sum_bias = nullptr;      // [B][Hkv][rows]; null: not wanted
     std::int32_t* young = nullptr;  // [lists][super_q], the order of young entries; unused without lists
     std::int32_t* brief = nullptr;  // [lists]
     std::int32_t* items = nullptr;  // [lists + 1], items before each list in the order of position_of
@@ -106,7 +107,8 @@ struct backward_problem {
         }
         const std::int32_t b = head / call.kv_heads;
         const std::int32_t keys = keys_of(b);
-        const std::int32_t shift = first - (starts != nullptr ? starts[b] : 0) - (plan.first + j) * plan.super_q;
+        const std::int32_t shift =
+            first - (starts != nullptr ? starts[b] : 0) - (plan.first + j) * plan.super_q;
         const auto clamp = [keys](std::int32_t x) { return x < 0 ? 0 : (x > keys ? keys : x); };
         return {0, clamp(1 - shift), 0, clamp(plan.super_q - shift), shift};
     }
@@ -121,7 +123,8 @@ struct backward_problem {
         };
         if (plan.row != nullptr) {
             const std::int32_t place =
-                i < all.old ? i : all.old + young[static_cast<std::int64_t>(list) * plan.super_q + i - all.old];
+                i < all.old ? i
+                            : all.old + young[static_cast<std::int64_t>(list) * plan.super_q + i - all.old];
             const std::int64_t at = all.offset + place;
             const row_life life = plan.life[at];
             e.row = plan.row[at];
@@ -159,7 +162,7 @@ struct backward_item {
     std::int32_t count;
 };
 
-/// How many blocks a list is cut into. Old, brief and lasting young entries have ranges of queries of their own.
+/// How many blocks a list is cut into. Old, briefly living and other young entries are not mixed.
 struct list_blocks {
     std::int32_t old, brief, all;
     __device__ list_blocks(const backward_list& list, std::int32_t block_keys)
@@ -167,6 +170,21 @@ struct list_blocks {
           brief((list.brief + block_keys - 1) / block_keys),
           all(old + brief + (list.total - list.old - list.brief + block_keys - 1) / block_keys) {}
 };
+
+/// Block number `block` of a list.
+__device__ inline backward_item block_at(std::int32_t list, const backward_list& all, std::int32_t block,
+                                         std::int32_t block_keys) {
+    const list_blocks blocks(all, block_keys);
+    std::int32_t first = block * block_keys, end = all.old;
+    if (block >= blocks.old + blocks.brief) {
+        first = all.old + all.brief + (block - blocks.old - blocks.brief) * block_keys;
+        end = all.total;
+    } else if (block >= blocks.old) {
+        first = all.old + (block - blocks.old) * block_keys;
+        end = all.old + all.brief;
+    }
+    return {list, first, end - first < block_keys ? end - first : block_keys};
+}
 
 /// Item number i of all, in blocks of `block_keys` entries; i < items[lists].
 template <class T>
@@ -178,18 +196,7 @@ __device__ backward_item item_at(const backward_problem<T>& p, std::int32_t i, s
         (p.items[middle] <= i ? low : high) = middle;
     }
     const std::int32_t list = p.list_at(low);
-    const backward_list all = p.list_of(list);
-    const std::int32_t block = i - p.items[low];
-    const list_blocks blocks(all, block_keys);
-    std::int32_t first = block * block_keys, end = all.old;
-    if (block >= blocks.old + blocks.brief) {
-        first = all.old + all.brief + (block - blocks.old - blocks.brief) * block_keys;
-        end = all.total;
-    } else if (block >= blocks.old) {
-        first = all.old + (block - blocks.old) * block_keys;
-        end = all.old + all.brief;
-    }
-    return {list, first, end - first < block_keys ? end - first : block_keys};
+    return block_at(list, p.list_of(list), i - p.items[low], block_keys);
 }
 
 /// What the lives of a block's entries have in common, in packed rows.
@@ -217,16 +224,16 @@ struct block_life {
 };
 
 /// Where four numbers of a 64 x 64 tile of sums lie: (row, column), (row, column + 1), (row + 8, column), (row + 8, column + 1)
-/// with row % 16 < 8 and an even column. That is what a thread has of a product, and a warp's are contiguous.
+/// with row % 16 < 8 and an even column. That is what a thread has of a product; the 16 rows of a warp are contiguous.
 __host__ __device__ constexpr int packed_sum_index(int row, int column) {
-    return ((column / 8) * 128 + (row / 16) * 32 + (row % 8) * 4 + (column % 8) / 2) * 4;
+    return ((row / 16) * 256 + (column / 8) * 32 + (row % 8) * 4 + (column % 8) / 2) * 4;
 }
 
 /// Four sums at once; one instruction from compute capability 9.0 on.
 __device__ inline void add_four(float* to, float a, float b, float c, float d) {
 #if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 900
-    asm volatile("red.relaxed.gpu.global.add.v4.f32 [%0], {%1, %2, %3, %4};" ::"l"(to), "f"(a), "f"(b), "f"(c),
-                 "f"(d)
+    asm volatile("red.relaxed.gpu.global.add.v4.f32 [%0], {%1, %2, %3, %4};" ::"l"(to), "f"(a), "f"(b),
+                 "f"(c), "f"(d)
                  : "memory");
 #else
     atomicAdd(to, a);

@@ -24,9 +24,11 @@ template <class T, int MI, int NI, int Depth, bool TransA, bool TransB>
 __device__ inline void tile_product(float (&acc)[MI][NI][4], std::uint32_t a, int a_rows, int m0,
                                     std::uint32_t b, int b_rows, int n0) {
     static_assert(NI % 2 == 0);
-    const int lane = lane_id();
+    int lane = lane_id();
+    asm volatile(""
+                 : "+r"(lane));  // addresses are made anew in every call: kept, they would fill the registers
     const int half = lane / 16, eighth = lane / 8 % 2, line = lane % 8;
-#pragma unroll
+#pragma unroll 2
     for (int k = 0; k < Depth; k += 16) {
         std::uint32_t fa[MI][4];
 #pragma unroll
@@ -63,6 +65,7 @@ struct portable_sizes {
     static constexpr int queries = keys;
     static constexpr int warps = Dim <= 128 ? 8 : 4;
     static constexpr int threads = 32 * warps;
+    static constexpr int blocks = 2;  // a multiprocessor: one computes while the other waits for its rows
     static constexpr int score_columns = queries / (warps / (keys / 16));  // of a warp, beside its 16 keys
     static constexpr int across = 4;  // warps beside each other in a product of Dim columns, 32 rows each
     static constexpr int columns = Dim / across;
@@ -160,8 +163,7 @@ struct portable_tile {
         const std::int64_t inside = first % packed_tile;
         for (int i = thread; i < blocks * line_chunks; i += S::threads) {
             const int block = i / line_chunks, chunk = i % line_chunks;
-            const std::int64_t at =
-                (tile * blocks + block) * (packed_tile * 64) + inside * 64 + chunk * 8;
+            const std::int64_t at = (tile * blocks + block) * (packed_tile * 64) + inside * 64 + chunk * 8;
             copy_16(shared_address(memory.q) + i * 16, p.packed_q + at);
             copy_16(shared_address(memory.d_out) + i * 16, p.packed_d_out + at);
         }
@@ -201,8 +203,9 @@ struct portable_tile {
                     const std::int32_t row = m + column + e;
                     const bool biased = Bias && row >= from;
                     float derivative = 1.0f;
-                    weight[e] = weight_of<Softcap>(s[0][j][2 * r + e], p.slope, p.height,
-                                                   (biased ? bias : 0.0f) - memory.lse2[column + e], derivative);
+                    weight[e] =
+                        weight_of<Softcap>(s[0][j][2 * r + e], p.slope, p.height,
+                                           (biased ? bias : 0.0f) - memory.lse2[column + e], derivative);
                     if (!whole && !sees.sees(row)) {
                         weight[e] = 0.0f;
                     }
@@ -235,16 +238,14 @@ struct portable_tile {
             S::queries, product_column);
     }
     __device__ void add_keys(product& sum) {
-        tile_product<T, 2, product_columns, S::queries, false, true>(sum, shared_address(memory.gradients),
-                                                                     S::keys, product_row,
-                                                                     shared_address(memory.q), S::queries,
-                                                                     product_column);
+        tile_product<T, 2, product_columns, S::queries, false, true>(
+            sum, shared_address(memory.gradients), S::keys, product_row, shared_address(memory.q), S::queries,
+            product_column);
     }
     __device__ void add_queries(product& sum) {
-        tile_product<T, 2, product_columns, S::keys, true, true>(sum, shared_address(memory.gradients),
-                                                                 S::keys, product_row,
-                                                                 shared_address(memory.k), S::keys,
-                                                                 product_column);
+        tile_product<T, 2, product_columns, S::keys, true, true>(
+            sum, shared_address(memory.gradients), S::keys, product_row, shared_address(memory.k), S::keys,
+            product_column);
     }
 
     /// Adds the sums of log-biases of this warp's rows since the last time.
@@ -259,8 +260,9 @@ struct portable_tile {
         }
         __syncthreads();
         if (thread < S::keys && memory.row[thread] >= 0) {
-            atomicAdd(p.sum_bias + static_cast<std::int64_t>(head) * p.call.rows.k.length + memory.row[thread],
-                      memory.sum_bias[thread]);
+            atomicAdd(
+                p.sum_bias + static_cast<std::int64_t>(head) * p.call.rows.k.length + memory.row[thread],
+                memory.sum_bias[thread]);
         }
     }
 

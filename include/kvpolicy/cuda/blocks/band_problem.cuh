@@ -67,6 +67,10 @@ struct band_problem {
     std::int32_t look_ahead = 0;
     band_exponents<C> exponents;
     mass_rule<C> rule;
+    /// Of a mass's columns: shift + of_lse * lse, -inf where lse is or where there is no column; rows of bias_stride. Only the
+    /// Hopper kernel needs it made beforehand.
+    float* bias = nullptr;
+    std::int64_t bias_stride = 0;
     /// One word a block of the grid. The sum pass says which blocks overflowed; a careful pass, where `flags` is given,
     /// does those alone.
     std::int32_t* flags = nullptr;
@@ -78,6 +82,9 @@ struct band_problem {
     }
     __device__ std::int32_t window_of(std::int32_t head) const {
         return windows != nullptr ? windows[head] : window;
+    }
+    __device__ std::int64_t bias_row(std::int64_t b, std::int64_t of_columns) const {
+        return (b * columns.heads + of_columns) * bias_stride;
     }
     __device__ std::int32_t column_head(std::int32_t head, std::int32_t stream) const {
         return head / share * streams + stream;
@@ -101,7 +108,7 @@ struct band_item {
                          std::int32_t columns) const {
         const std::int32_t least = column - (row + rows - 1);
         const std::int32_t most = column + columns - 1 - row;
-        return least >= low && static_cast<std::uint32_t>(most - low) <= span;
+        return least >= low && static_cast<std::uint32_t>(most - low) <= span && column + columns <= length;
     }
     /// Whether some row of them sees some column.
     __device__ bool any(std::int32_t row, std::int32_t rows, std::int32_t column,

@@ -29,10 +29,10 @@ struct segment_frame {
 /// Both segments of a call, and its queries.
 struct key_frames {
     segment_frame past;
-    segment_frame self;                      // rows = 0: one segment
-    const std::int32_t* lengths = nullptr;   // [B] queries; null: length
-    const std::int32_t* starts = nullptr;    // [B] position of query 0; null: 0
-    const std::int32_t* edges = nullptr;     // [segments + 1], checked packed edges; null: not packed
+    segment_frame self;                     // rows = 0: one segment
+    const std::int32_t* lengths = nullptr;  // [B] queries; null: length
+    const std::int32_t* starts = nullptr;   // [B] position of query 0; null: 0
+    const std::int32_t* edges = nullptr;    // [segments + 1], checked packed edges; null: not packed
     std::int32_t segments = 0;
     std::int32_t length = 0;
 
@@ -145,7 +145,8 @@ class head_frame {
 class plain_frame {
   public:
     static __host__ bool fits(const key_frames& frames) {
-        return frames.self.rows == 0 && !frames.past.position && !frames.past.log_bias && frames.edges == nullptr;
+        return frames.self.rows == 0 && !frames.past.position && !frames.past.log_bias &&
+               frames.edges == nullptr;
     }
     __device__ plain_frame(const key_frames& frames, std::int32_t b, std::int32_t h, std::int64_t base,
                            std::int32_t span)

@@ -107,8 +107,7 @@ struct online_softmax {
             sum[r] += __shfl_xor_sync(all_lanes, sum[r], 2);
             const bool nothing = sum[r] == 0.0f;
             inverse[r] = nothing ? 0.0f : 1.0f / sum[r];
-            lse[r] = nothing ? minus_infinity()
-                             : fmaf(max[r] * slope, 0.69314718055994530942f, logf(sum[r]));
+            lse[r] = nothing ? minus_infinity() : fmaf(max[r] * slope, 0.69314718055994530942f, logf(sum[r]));
         }
     }
 };

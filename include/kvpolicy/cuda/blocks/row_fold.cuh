@@ -1,10 +1,8 @@
 // A thread's part of two rows: logits of a tile become exponents, and exponents one number a row.
 //
 // The layout is that of mma and wgmma accumulators: value i of s belongs to row (i / 2) % 2 of the thread's two rows (8 apart)
-// and to the accumulator's column 8 (i / 4) + 2 pair + i % 2, pair being its lane % 4. Tiles of columns are permuted within
-// 16 (band_slot), so that these are columns 16 (i / 8) + 2 (i / 4 % 2) + i % 2 from column 4 pair on: a thread reads the
-// biases of four by one load. Rows never meet across threads before the end, so that a row's
-// four threads may have different largest exponents meanwhile.
+// and to column 8 (i / 4) + i % 2 from the thread's first, which is 2 pair, pair being its lane % 4. Rows never meet across
+// threads before the end, so that a row's four threads may have different largest exponents meanwhile.
 #pragma once
 
 #include <kvpolicy/cuda/blocks/band_problem.cuh>
@@ -17,9 +15,6 @@
 namespace kvpolicy {
 inline namespace KVPOLICY_CUDA_NAMESPACE KVPOLICY_HIDDEN {
 namespace cuda_backend {
-
-/// Where column `c` of a tile stands in it: the row of shared memory, the accumulator's column.
-__device__ constexpr int band_slot(int c) { return c / 16 * 16 + c / 2 % 2 * 8 + c / 4 % 4 * 2 + c % 2; }
 
 /// Lower than every exponent of a finite logit, and finite, so that no infinity is taken from another.
 inline constexpr float no_exponent = -1e30f;
@@ -94,32 +89,38 @@ struct row_state {
     }
 
     /// Folds a tile in. `bias` [columns], shared memory, at the thread's first column (a mass's); `first` is that column less
-    /// the thread's first row. Share: of 8 exponents, how many by polynomial. The logits are used up.
+    /// the thread's first row, `left` how many columns there are from it on. Share: of 8 exponents, how many by polynomial. The logits are left
+    /// alone: ptxas makes wgmmas wait for each other where other instructions write registers that are accumulators.
     template <bool Masked, int Share, int N>
-    __device__ void absorb(float (&s)[N], const float* bias, const row_constants& c, std::int32_t first,
-                           std::int32_t low, std::uint32_t span) {
+    __device__ void absorb(const float (&logits)[N], const float* bias, const row_constants& c,
+                           std::int32_t first, std::int32_t left, std::int32_t low, std::uint32_t span) {
+        float s[N];
+#pragma unroll
+        for (int i = 0; i < N; ++i) {
+            s[i] = logits[i];
+        }
         prepare(s, c);
         const auto seen = [&](int i) {
-            const std::int32_t apart = first + 16 * (i / 8) + 2 * (i / 4 % 2) + i % 2 - 8 * (i / 2 % 2);
-            return static_cast<std::uint32_t>(apart - low) <= span;
+            const std::int32_t apart = first + 8 * (i / 4) + i % 2 - 8 * (i / 2 % 2);
+            return static_cast<std::uint32_t>(apart - low) <= span && 8 * (i / 4) + i % 2 < left;
         };
         if constexpr (!Pass::mass) {
             absorb_logits<Masked, Share>(s, c.scale, seen);
         } else if constexpr (Pass::fold == row_fold::sum) {
             float part[2] = {0.0f, 0.0f};
 #pragma unroll
-            for (int j = 0; j < N / 8; ++j) {
-                const float4 of = *reinterpret_cast<const float4*>(bias + 16 * j);
+            for (int j = 0; j < N / 4; ++j) {
+                const float2 of = *reinterpret_cast<const float2*>(bias + 8 * j);
 #pragma unroll
-                for (int e = 0; e < 8; ++e) {
-                    const int i = 8 * j + e;
-                    const float one = e < 4 ? (e % 2 == 0 ? of.x : of.y) : (e % 2 == 0 ? of.z : of.w);
+                for (int e = 0; e < 4; ++e) {
+                    const int i = 4 * j + e;
+                    const float one = e % 2 == 0 ? of.x : of.y;
                     float x = fmaf(s[i], c.scale, one);
                     if constexpr (Masked) {
                         x = seen(i) ? x : -INFINITY;
                     }
                     // A masked exponent is exactly 0, so these take the unit that makes it so.
-                    part[e / 2 % 2] +=
+                    part[e / 2] +=
                         !Masked && by_polynomial<Share>(i) ? polynomial_exp2<true>(x) : fast_exp2(x);
                 }
             }
@@ -128,17 +129,17 @@ struct row_state {
         } else {
             float most[2] = {top[0], top[1]};
 #pragma unroll
-            for (int j = 0; j < N / 8; ++j) {
-                const float4 of = *reinterpret_cast<const float4*>(bias + 16 * j);
+            for (int j = 0; j < N / 4; ++j) {
+                const float2 of = *reinterpret_cast<const float2*>(bias + 8 * j);
 #pragma unroll
-                for (int e = 0; e < 8; ++e) {
-                    const int i = 8 * j + e;
-                    const float one = e < 4 ? (e % 2 == 0 ? of.x : of.y) : (e % 2 == 0 ? of.z : of.w);
+                for (int e = 0; e < 4; ++e) {
+                    const int i = 4 * j + e;
+                    const float one = e % 2 == 0 ? of.x : of.y;
                     s[i] = fmaf(s[i], c.scale, one);
                     if constexpr (Masked) {
                         s[i] = seen(i) ? s[i] : -INFINITY;
                     }
-                    most[e / 2 % 2] = fmaxf(most[e / 2 % 2], s[i]);
+                    most[e / 2] = fmaxf(most[e / 2], s[i]);
                 }
             }
             if constexpr (Pass::fold == row_fold::running) {

@@ -17,9 +17,14 @@ namespace kvpolicy {
 inline namespace KVPOLICY_CUDA_NAMESPACE KVPOLICY_HIDDEN {
 namespace cuda_backend {
 
-struct timed_row {
+/// A row's life in one word: born, and dies above (or how long, in notes for softmax).
+__device__ inline std::uint32_t life_of(std::int32_t born, std::int32_t dies) {
+    return static_cast<std::uint32_t>(born) | (static_cast<std::uint32_t>(dies) << 16);
+}
+
+struct candidate_row {
     std::int32_t row;
-    row_time time;
+    std::uint32_t life;
 };
 
 /// Rows from the plan's list of the super-tile.
@@ -50,13 +55,14 @@ struct listed_rows {
         return call.plan.row[offset + x];
     }
     template <class T>
-    [[nodiscard]] __device__ timed_row candidate(const attend_launch<T>& call, std::int32_t x) const {
+    [[nodiscard]] __device__ candidate_row candidate(const attend_launch<T>& call, std::int32_t x) const {
+        static_assert(sizeof(row_life) == sizeof(std::uint32_t));
         const std::int64_t at = entry(x);
-        const row_life life = call.plan.life[at];
-        return {call.plan.row[at], {life.born, life.dies}};
+        return {call.plan.row[at], reinterpret_cast<const std::uint32_t*>(call.plan.life)[at]};
     }
     template <class T>
-    [[nodiscard]] __device__ float bias(const attend_launch<T>& call, std::int32_t x, std::int32_t& from) const {
+    [[nodiscard]] __device__ float bias(const attend_launch<T>& call, std::int32_t x,
+                                        std::int32_t& from) const {
         const std::int64_t at = entry(x);
         if (call.plan.bias == nullptr) {
             return 0.0f;
@@ -106,13 +112,15 @@ struct scanned_rows {
         return i < past ? i : call.frames.past.rows + (i - past);
     }
     template <class T>
-    [[nodiscard]] __device__ timed_row candidate(const attend_launch<T>& call, std::int32_t x) const {
+    [[nodiscard]] __device__ candidate_row candidate(const attend_launch<T>& call, std::int32_t x) const {
         const head_frame head(call.frames, b, h);
         const std::int32_t i = index(x);
-        return {head.row_of(i), head.time_of(i, head.start() + first_query, end)};
+        const row_time time = head.time_of(i, head.start() + first_query, end);
+        return {head.row_of(i), life_of(time.born, time.dies)};
     }
     template <class T>
-    [[nodiscard]] __device__ float bias(const attend_launch<T>& call, std::int32_t x, std::int32_t& from) const {
+    [[nodiscard]] __device__ float bias(const attend_launch<T>& call, std::int32_t x,
+                                        std::int32_t& from) const {
         const head_frame head(call.frames, b, h);
         return head.bias_of(index(x), head.start() + first_query, end, from);
     }

@@ -17,36 +17,57 @@ template <int Keys, bool Biased>
 struct key_notes {
     // Query i sees key n iff i - (life[n] & 0xffff), as an unsigned number, is below life[n] >> 16.
     std::uint32_t life[Keys];
-    float bias[Biased ? Keys : 1];                // in units of log 2
+    float bias[Biased ? Keys : 1];               // in units of log 2
     std::uint32_t bias_from[Biased ? Keys : 1];  // the bias counts for queries i >= this
-    std::uint32_t masked;                         // some query of the tile does not see some key: read `life`
-    std::uint32_t last;                           // no block follows
+    std::uint32_t masked;                        // some query of the tile does not see some key: read `life`
+    std::uint32_t last;                          // no block follows
 };
 
 inline constexpr int stream_threads = 128;
 
-/// Addresses of a block's rows of keys and of values; the lowest bit is set where there is no row.
+/// Where a block's rows of keys and of values lie: units of 16 bytes from row 0 of this head, in the second segment where
+/// the highest bit is set.
 template <int Keys>
-struct key_addresses {
-    std::uint64_t k[Keys];
-    std::uint64_t v[Keys];
+struct alignas(16) key_offsets {
+    static constexpr std::uint32_t none = 0xffffffffu;  // no row: zeros
+    static constexpr std::uint32_t self = 0x80000000u;
+    std::uint32_t k[Keys];
+    std::uint32_t v[Keys];
 };
 
-/// Part `part` (16 bytes) of a row into shared memory; zeros where there is no row, or it ends before.
-__device__ inline void copy_part(std::uint32_t to, std::uint64_t row, int part, std::int32_t dim) {
-    const bool there = (row & 1) == 0 && 8 * part < dim;
-    copy_16(to, reinterpret_cast<const void*>((row & ~std::uint64_t{1}) + (there ? 16 * part : 0)), there ? 16 : 0);
-}
+/// Row 0 of a head in both segments.
+struct head_rows {
+    std::uint64_t past, self;
+
+    template <class T>
+    __device__ static head_rows of(const rows_view<const T>& past, const rows_view<const T>& self,
+                                   std::int32_t b, std::int32_t h) {
+        return {reinterpret_cast<std::uint64_t>(past.row(b, h, 0)),
+                reinterpret_cast<std::uint64_t>(self.row(b, h, 0))};
+    }
+    /// The row at an offset of key_offsets; an address for `none` too, which nobody reads.
+    template <bool Two>
+    [[nodiscard]] __device__ std::uint64_t at(std::uint32_t offset) const {
+        if constexpr (Two) {
+            return ((offset & 0x80000000u) != 0 ? self : past) + std::uint64_t{offset & 0x7fffffffu} * 16;
+        } else {
+            return past + std::uint64_t{offset} * 16;
+        }
+    }
+};
 
 /// What a stream keeps in shared memory: registers are few where it runs.
-template <class Source>
+template <int Keys, bool Biased, class Source>
 struct stream_memory {
+    static constexpr int ring =
+        Keys + stream_threads;  // fewer than Keys wait when stream_threads more are looked at
     Source source;
-    std::uint64_t k, v, self_k, self_v;  // row 0 of this head
-    std::int32_t row[256];               // of waiting rows, a ring
-    std::uint32_t life[256];
-    std::int32_t x[256];
     std::int32_t sums[2][4];
+    // Waiting rows.
+    std::int32_t row[ring];
+    std::uint32_t life[ring];
+    float bias[Biased ? ring : 1];
+    std::int32_t bias_from[Biased ? ring : 1];
 };
 
 /// Runs on stream_threads threads, numbered `thread`, that share the named barrier `barrier`.
@@ -55,33 +76,33 @@ class row_stream {
     static_assert(Keys <= stream_threads);
 
   public:
-    __device__ row_stream(const attend_launch<T>& call, const tile_place& place, stream_memory<Source>& memory,
-                          int thread, int barrier)
+    using Memory = stream_memory<Keys, Biased, Source>;
+
+    __device__ row_stream(const attend_launch<T>& call, const tile_place& place, Memory& memory, int thread,
+                          int barrier)
         : call_(call), memory_(memory), thread_(thread), barrier_(barrier) {
         if (thread == 0) {
-            const key_rows<T>& all = call.problem.rows;
-            const auto address = [&place](const rows_view<const T>& view) {
-                return reinterpret_cast<std::uint64_t>(view.row(place.b, place.h, 0));
-            };
             memory.source = Source(call, place);
-            memory.k = address(all.k);
-            memory.v = address(all.v);
-            memory.self_k = address(all.self_k);
-            memory.self_v = address(all.self_v);
         }
         named_barrier(barrier, stream_threads);
+    }
+
+    /// Before the first next(): leaves out rows before `first`, which are full ones.
+    __device__ void start(std::int32_t first = 0) {
+        next_ = first;
         fetch();
     }
 
-    /// The next block's addresses and notes. False where it was the last. At least one block comes, of which no row need be
-    /// there. Threads may read both after it; addresses[2] are to be used in turn.
-    __device__ bool next(key_addresses<Keys>& addresses, key_notes<Keys, Biased>& notes) {
+    /// The next block's offsets and notes. False where it was the last. At least one block comes, of which no row need be
+    /// there. Threads may read both after it, and must have read the offsets before any calls it
+    /// again with the same ones.
+    __device__ bool next(key_offsets<Keys>& offsets, key_notes<Keys, Biased>& notes) {
         const Source& source = memory_.source;
         bool masked = false;
         if (next_ + Keys <= source.full) {
             if (thread_ < Keys) {
-                put(addresses, fetched_);
-                note_bias(notes, next_ + thread_);
+                put(offsets, fetched_.row);
+                note_bias(notes, bias_, bias_from_);
             }
             next_ += Keys;
             fetch();
@@ -94,19 +115,19 @@ class row_stream {
             }
             bool partial = false;
             if (thread_ < Keys) {
-                const int at = (head_ + thread_) % 256;
+                const int at = (head_ + thread_) % Memory::ring;
                 const bool present = thread_ < waiting_;
                 const std::uint32_t life = present ? memory_.life[at] : 0;
-                put(addresses, present ? memory_.row[at] : -1);
+                put(offsets, present ? memory_.row[at] : -1);
                 notes.life[thread_] = life;
-                note_bias(notes, present ? memory_.x[at] : -1);
+                note_bias(notes, present ? memory_.bias[at] : 0.0f, present ? memory_.bias_from[at] : 0);
                 const auto born = static_cast<std::int32_t>(life & 0xffffu);
                 const auto lasts = static_cast<std::int32_t>(life >> 16);
                 partial = born > source.begin || born + lasts < source.end;
             }
             masked = any(partial);
             const int taken = waiting_ < Keys ? waiting_ : Keys;
-            head_ = (head_ + taken) % 256;
+            head_ = (head_ + taken) % Memory::ring;
             waiting_ -= taken;
             wait_for_rows();
         }
@@ -120,7 +141,9 @@ class row_stream {
     }
 
   private:
-    [[nodiscard]] __device__ std::int32_t all() const { return memory_.source.full + memory_.source.candidates; }
+    [[nodiscard]] __device__ std::int32_t all() const {
+        return memory_.source.full + memory_.source.candidates;
+    }
 
     /// Leaves rows waiting, if any come.
     __device__ void wait_for_rows() {
@@ -129,33 +152,52 @@ class row_stream {
         }
     }
 
+    /// Loads what the next step needs of rows next_ + thread, so that it need not wait for memory.
     __device__ void fetch() {
-        if (thread_ < Keys && next_ + Keys <= memory_.source.full) {
-            fetched_ = memory_.source.row(call_, next_ + thread_);
+        const Source& source = memory_.source;
+        const std::int32_t x = next_ + thread_;
+        bool there = thread_ < Keys;
+        if (next_ + Keys <= source.full) {
+            if (there) {
+                fetched_.row = source.row(call_, x);
+            }
+        } else {
+            there = x < all();
+            fetched_ = {-1, 0};
+            if (x < source.full) {
+                fetched_ = {source.row(call_, x), life_of(source.begin, source.end)};
+            } else if (there) {
+                fetched_ = source.candidate(call_, x);
+            }
+        }
+        if (Biased && there) {
+            bias_ = source.bias(call_, x, bias_from_);
         }
     }
 
-    __device__ void put(key_addresses<Keys>& addresses, std::int32_t row) const {
+    /// The dispatch has made sure that offsets fit in 31 bits.
+    __device__ void put(key_offsets<Keys>& offsets, std::int32_t row) const {
+        using offset = key_offsets<Keys>;
         const key_rows<T>& all = call_.problem.rows;
-        std::uint64_t k = reinterpret_cast<std::uint64_t>(all.none()) | 1;
-        std::uint64_t v = k;
+        const auto times = [](std::int32_t x, const rows_view<const T>& view) {
+            return static_cast<std::uint32_t>(x) * static_cast<std::uint32_t>(view.row_stride / 8);
+        };
+        std::uint32_t k = offset::none;
+        std::uint32_t v = offset::none;
         if (row >= all.k.length) {
-            const std::int64_t own = row - all.k.length;
-            k = memory_.self_k + static_cast<std::uint64_t>(own * all.self_k.row_stride) * sizeof(T);
-            v = memory_.self_v + static_cast<std::uint64_t>(own * all.self_v.row_stride) * sizeof(T);
+            k = times(row - all.k.length, all.self_k) | offset::self;
+            v = times(row - all.k.length, all.self_v) | offset::self;
         } else if (row >= 0) {
-            k = memory_.k + static_cast<std::uint64_t>(row * all.k.row_stride) * sizeof(T);
-            v = memory_.v + static_cast<std::uint64_t>(row * all.v.row_stride) * sizeof(T);
+            k = times(row, all.k);
+            v = times(row, all.v);
         }
-        addresses.k[thread_] = k;
-        addresses.v[thread_] = v;
+        offsets.k[thread_] = k;
+        offsets.v[thread_] = v;
     }
 
-    __device__ void note_bias(key_notes<Keys, Biased>& notes, std::int32_t x) const {
+    __device__ void note_bias(key_notes<Keys, Biased>& notes, float bias, std::int32_t from) const {
         if constexpr (Biased) {
-            std::int32_t from = 0;
-            notes.bias[thread_] =
-                x >= 0 ? memory_.source.bias(call_, x, from) * 1.44269504088896340736f : 0.0f;
+            notes.bias[thread_] = bias * 1.44269504088896340736f;
             notes.bias_from[thread_] = static_cast<std::uint32_t>(from);
         }
     }
@@ -179,15 +221,14 @@ class row_stream {
     /// The next stream_threads rows; those that some query of the tile sees are put behind the waiting ones.
     __device__ void take() {
         const Source& source = memory_.source;
-        const std::int32_t x = next_ + thread_;
-        timed_row found{-1, {0, 0}};
-        if (x < source.full) {
-            found = {source.row(call_, x), {source.begin, source.end}};
-        } else if (x < all()) {
-            found = source.candidate(call_, x);
-        }
-        const bool seen = found.time.born < found.time.dies && found.time.dies > source.begin &&
-                          found.time.born < source.end;
+        const candidate_row found = fetched_;
+        const auto born = static_cast<std::int32_t>(found.life & 0xffffu);
+        const auto dies = static_cast<std::int32_t>(found.life >> 16);
+        const bool seen = born < dies && dies > source.begin && born < source.end;
+        const float bias = bias_;
+        const std::int32_t bias_from = bias_from_;
+        next_ += stream_threads;
+        fetch();
         const unsigned votes = __ballot_sync(all_lanes, seen);
         const std::int32_t* const sums = share(__popc(votes));
         int before = 0;
@@ -198,28 +239,30 @@ class row_stream {
             total += sums[w];
         }
         if (seen) {
-            const int at = (head_ + waiting_ + before + __popc(votes & lanes_before(thread_ % 32))) % 256;
+            const int at =
+                (head_ + waiting_ + before + __popc(votes & lanes_before(thread_ % 32))) % Memory::ring;
             memory_.row[at] = found.row;
-            memory_.life[at] = static_cast<std::uint32_t>(found.time.born) |
-                               (static_cast<std::uint32_t>(found.time.dies - found.time.born) << 16);
+            memory_.life[at] = life_of(born, dies - born);
             if constexpr (Biased) {
-                memory_.x[at] = x;
+                memory_.bias[at] = bias;
+                memory_.bias_from[at] = bias_from;
             }
         }
         waiting_ += total;
-        next_ += stream_threads;
         named_barrier(barrier_, stream_threads);
     }
 
     const attend_launch<T>& call_;
-    stream_memory<Source>& memory_;
+    Memory& memory_;
     int thread_;
     int barrier_;
     int turn_ = 0;
     int head_ = 0;
-    int waiting_ = 0;  // at most 255
+    int waiting_ = 0;
     std::int32_t next_ = 0;
-    std::int32_t fetched_ = -1;
+    candidate_row fetched_{-1, 0};
+    float bias_ = 0.0f;
+    std::int32_t bias_from_ = 0;
 };
 
 }  // namespace cuda_backend

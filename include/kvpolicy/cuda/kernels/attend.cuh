@@ -26,16 +26,18 @@ __global__ void __launch_bounds__(S::threads)
 /// As many blocks as fit; each takes tiles from `next`, which is 0 at first.
 template <class S>
 __global__ void __launch_bounds__(KVPOLICY_HOPPER_THREADS(S::threads))
-    attend_hopper_kernel(const __grid_constant__ attend_launch<typename S::T> call, std::uint32_t* const next) {
+    attend_hopper_kernel(const __grid_constant__ attend_launch<typename S::T> call,
+                         std::uint32_t* const next) {
 #if KVPOLICY_HOPPER_CODE
-    attend_warpgroups<S>(call, dynamic_shared(), next).run();
+    attend_warpgroups<S>(call, dynamic_shared(), next);
 #endif
 }
 
 /// One warp a query of a head.
 template <class T>
 __global__ void __launch_bounds__(32 * plain_warps)
-    attend_plain_kernel(const __grid_constant__ attend_launch<T> call, const double scale, const double softcap) {
+    attend_plain_kernel(const __grid_constant__ attend_launch<T> call, const double scale,
+                        const double softcap) {
     const attention_problem<T>& problem = call.problem;
     const std::int64_t number = static_cast<std::int64_t>(blockIdx.x) * plain_warps + warp_id();
     const auto query = static_cast<std::int32_t>(number % problem.length);
@@ -53,7 +55,8 @@ template <class Frames>
 __global__ void attend_begin_kernel(const __grid_constant__ Frames frames, const std::int32_t batch,
                                     std::uint32_t* const status, std::uint32_t* const counters,
                                     const std::int32_t count) {
-    for (auto i = static_cast<std::int32_t>(threadIdx.x); i < count; i += static_cast<std::int32_t>(blockDim.x)) {
+    for (auto i = static_cast<std::int32_t>(threadIdx.x); i < count;
+         i += static_cast<std::int32_t>(blockDim.x)) {
         counters[i] = 0;
     }
     for (auto b = static_cast<std::int32_t>(threadIdx.x); status != nullptr && b < batch;

@@ -134,10 +134,8 @@ __global__ void __launch_bounds__(plan_threads)
     const std::int32_t old = counts[super_q * plan_warps];
     for (std::int32_t i = thread; i < plan.boundaries; i += plan_threads) {
         const std::int32_t e = i * plan.tile_q;
-        plan.through[list * plan.boundaries + i] =
-            e == 0 ? old : counts[(super_q - e + 1) * plan_warps];
-        plan.known[list * plan.boundaries + i] =
-            e == 0 ? 0 : counts[(super_q - 1 + e) * plan_warps] - old;
+        plan.through[list * plan.boundaries + i] = e == 0 ? old : counts[(super_q - e + 1) * plan_warps];
+        plan.known[list * plan.boundaries + i] = e == 0 ? 0 : counts[(super_q - 1 + e) * plan_warps] - old;
     }
     if (thread == plan_threads - 1) {
         plan.old[list] = old;
@@ -183,7 +181,8 @@ __global__ void __launch_bounds__(plan_threads)
 }
 
 /// A plan's sizes for `queries` queries a sequence in tiles of tile_q, without memory: all super-tiles in one round.
-inline attention_plan shape_plan(std::int64_t rows, std::int32_t queries, std::int32_t tile_q, bool triangular) {
+inline attention_plan shape_plan(std::int64_t rows, std::int32_t queries, std::int32_t tile_q,
+                                 bool triangular) {
     attention_plan plan;
     plan.tile_q = tile_q;
     plan.super_q = std::max(plan_queries / tile_q, 1) * tile_q;
@@ -226,13 +225,14 @@ inline attention_plan plan_round(const attention_plan& whole, std::int64_t heads
 }
 
 /// Enqueues the plan of a round.
-inline void launch_plan(const cuda& on, const key_frames& frames, const attention_plan& round, std::int32_t batch,
-                        std::int32_t kv_heads) {
+inline void launch_plan(const cuda& on, const key_frames& frames, const attention_plan& round,
+                        std::int32_t batch, std::int32_t kv_heads) {
     const std::int32_t heads = batch * kv_heads;
     const bool plain = plain_frame::fits(frames) && round.bias == nullptr;
     launch("attention_plan_kernel",
            plain ? attention_plan_kernel<true, key_frames> : attention_plan_kernel<false, key_frames>,
-           std::int64_t{heads} * round.supers, plan_threads, plan_shared_bytes(round), on, frames, round, kv_heads, heads);
+           std::int64_t{heads} * round.supers, plan_threads, plan_shared_bytes(round), on, frames, round,
+           kv_heads, heads);
 }
 
 }  // namespace cuda_backend

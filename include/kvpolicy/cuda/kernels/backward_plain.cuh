@@ -72,8 +72,7 @@ struct plain_pair {
 template <class T>
 __global__ void __launch_bounds__(plain_threads) backward_plain_queries_kernel(const backward_problem<T> p) {
     using row = spread_row<T>;
-    const std::int64_t line =
-        static_cast<std::int64_t>(blockIdx.x) * (plain_threads / 32) + threadIdx.x / 32;
+    const std::int64_t line = static_cast<std::int64_t>(blockIdx.x) * (plain_threads / 32) + threadIdx.x / 32;
     if (line >= static_cast<std::int64_t>(p.lists()) * p.super_rows) {
         return;
     }
@@ -88,8 +87,7 @@ __global__ void __launch_bounds__(plain_threads) backward_plain_queries_kernel(c
     if (own.counts) {
         const row q = row::load(p.call.q.row(own.b, own.head, own.query), p.call.q.dim);
         const row d_out = row::load(p.d_out.row(own.b, own.head, own.query), p.d_out.dim);
-        const T delta =
-            d_out.dot(row::load(p.out.row(own.b, own.head, own.query), p.d_out.dim));
+        const T delta = d_out.dot(row::load(p.out.row(own.b, own.head, own.query), p.d_out.dim));
         const backward_list all = p.list_of(list);
         for (std::int32_t i = 0; i < all.total; ++i) {
             const backward_entry e = p.entry_of(list, all, i);
@@ -99,7 +97,9 @@ __global__ void __launch_bounds__(plain_threads) backward_plain_queries_kernel(c
             const row k = row::load(p.call.rows.k.row(own.b, h, e.row), p.call.q.dim);
             const row v = row::load(p.call.rows.v.row(own.b, h, e.row), p.d_out.dim);
             const T bias = m >= e.from ? static_cast<T>(e.natural_bias) : T(0);
-            d_q.add(plain_pair<T>(p.call, q.dot(k), bias, static_cast<T>(own.lse), d_out.dot(v), delta).d_product, k);
+            d_q.add(
+                plain_pair<T>(p.call, q.dot(k), bias, static_cast<T>(own.lse), d_out.dot(v), delta).d_product,
+                k);
         }
     }
     T* const to = p.d_q.row(own.b, own.head, own.query);
@@ -118,8 +118,7 @@ __global__ void __launch_bounds__(plain_threads)
     backward_plain_keys_kernel(const backward_problem<T> p, const std::int32_t j) {
     using row = spread_row<T>;
     const std::int32_t rows = p.call.rows.k.length;
-    const std::int64_t line =
-        static_cast<std::int64_t>(blockIdx.x) * (plain_threads / 32) + threadIdx.x / 32;
+    const std::int64_t line = static_cast<std::int64_t>(blockIdx.x) * (plain_threads / 32) + threadIdx.x / 32;
     if (line >= static_cast<std::int64_t>(p.heads()) * rows) {
         return;
     }
@@ -147,8 +146,7 @@ __global__ void __launch_bounds__(plain_threads)
         }
         const row q = row::load(p.call.q.row(b, other.head, other.query), p.call.q.dim);
         const row d_out = row::load(p.d_out.row(b, other.head, other.query), p.d_out.dim);
-        const T delta =
-            d_out.dot(row::load(p.out.row(b, other.head, other.query), p.d_out.dim));
+        const T delta = d_out.dot(row::load(p.out.row(b, other.head, other.query), p.d_out.dim));
         const bool biased = m >= e.from;
         const plain_pair<T> pair(p.call, q.dot(k), biased ? static_cast<T>(e.natural_bias) : T(0),
                                  static_cast<T>(other.lse), d_out.dot(v), delta);
@@ -176,8 +174,7 @@ __global__ void __launch_bounds__(plain_threads)
 template <class T>
 __global__ void __launch_bounds__(plain_threads) backward_plain_zero_kernel(const backward_problem<T> p) {
     const std::int32_t rows = p.call.rows.k.length;
-    const std::int64_t line =
-        static_cast<std::int64_t>(blockIdx.x) * (plain_threads / 32) + threadIdx.x / 32;
+    const std::int64_t line = static_cast<std::int64_t>(blockIdx.x) * (plain_threads / 32) + threadIdx.x / 32;
     if (line >= static_cast<std::int64_t>(p.heads()) * rows) {
         return;
     }

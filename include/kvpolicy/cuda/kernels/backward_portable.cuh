@@ -16,7 +16,7 @@ namespace cuda_backend {
 /// dK, dV, d_log_bias and, where sum_q is given, dQ, for the lists at positions [begin, end). Blocks take one item after
 /// another. A row stands in a list once, so with one super-tile a launch every sum is added to once and in launch order.
 template <class T, int Dim, bool Bias, bool Softcap>
-__global__ void __launch_bounds__(portable_sizes<Dim>::threads, 1)
+__global__ void __launch_bounds__(portable_sizes<Dim>::threads, portable_sizes<Dim>::blocks)
     backward_portable_kernel(const backward_problem<T> p, const std::int32_t begin, const std::int32_t end,
                              const std::int32_t counter) {
     using S = portable_sizes<Dim>;
@@ -94,7 +94,7 @@ __global__ void __launch_bounds__(portable_sizes<Dim>::threads, 1)
 
 /// d_q without atomic additions, so the same in every run: one block a tile of packed rows, over all entries of its list.
 template <class T, int Dim, bool Bias, bool Softcap>
-__global__ void __launch_bounds__(portable_sizes<Dim>::threads, 1)
+__global__ void __launch_bounds__(portable_sizes<Dim>::threads, portable_sizes<Dim>::blocks)
     backward_queries_kernel(const backward_problem<T> p) {
     using S = portable_sizes<Dim>;
     using tile_type = portable_tile<T, Dim, Bias, Softcap>;

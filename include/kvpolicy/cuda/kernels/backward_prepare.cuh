@@ -55,7 +55,8 @@ __global__ void __launch_bounds__(pack_threads) backward_pack_kernel(const backw
         float sum = 0.0f;
         if (row.counts) {
             if (chunk * 8 < p.call.q.dim) {
-                q_part = *reinterpret_cast<const uint4*>(p.call.q.row(row.b, row.head, row.query) + chunk * 8);
+                q_part =
+                    *reinterpret_cast<const uint4*>(p.call.q.row(row.b, row.head, row.query) + chunk * 8);
             }
             if (chunk * 8 < p.d_out.dim) {
                 d_part = *reinterpret_cast<const uint4*>(p.d_out.row(row.b, row.head, row.query) + chunk * 8);
@@ -89,8 +90,9 @@ __global__ void __launch_bounds__(pack_threads) backward_pack_kernel(const backw
     }
 }
 
-/// Orders the young entries of every list: first those that die inside the super-tile, then the others, by rising birth as
-/// they come. One block a list.
+/// Orders the young entries of every list: first those that live briefly and die inside the super-tile (keys that are dropped when
+/// they leave the window), then the others, by rising birth as they come: mixed, a block of them would be seen for long by
+/// few. One block a list.
 template <class T>
 __global__ void __launch_bounds__(pack_threads) backward_young_kernel(const backward_problem<T> p) {
     constexpr int warps = pack_threads / 32;
@@ -101,9 +103,12 @@ __global__ void __launch_bounds__(pack_threads) backward_young_kernel(const back
     const row_life* const life = p.plan.life + p.plan.offset(head, list - head * p.plan.supers) + old;
     const std::int32_t young = p.plan.total[list] - old, super_q = p.plan.super_q;
     std::int32_t* const order = p.young + static_cast<std::int64_t>(list) * super_q;
+    const auto is_brief = [life, young, super_q](std::int32_t i) {
+        return i < young && life[i].dies < super_q && life[i].dies - life[i].born < super_q / 8 * 3;
+    };
     std::int32_t brief = 0;
     for (std::int32_t first = 0; first < young; first += pack_threads) {
-        brief += __syncthreads_count(first + thread < young && life[first + thread].dies < super_q);
+        brief += __syncthreads_count(is_brief(first + thread) ? 1 : 0);
     }
     if (thread == 0) {
         p.brief[list] = brief;
@@ -111,8 +116,8 @@ __global__ void __launch_bounds__(pack_threads) backward_young_kernel(const back
     std::int32_t briefs = 0;  // so far
     for (std::int32_t first = 0; first < young; first += pack_threads) {
         const std::int32_t i = first + thread;
-        const bool is_brief = i < young && life[i].dies < super_q;
-        const unsigned alike = __ballot_sync(all_lanes, is_brief);
+        const bool own = is_brief(i);
+        const unsigned alike = __ballot_sync(all_lanes, own);
         if (lane_id() == 0) {
             totals[warp_id()] = __popc(alike);
         }
@@ -120,7 +125,7 @@ __global__ void __launch_bounds__(pack_threads) backward_young_kernel(const back
         const block_sum sum = sum_of_warps<warps>(totals);
         const std::int32_t before = briefs + sum.before + __popc(alike & lanes_before(lane_id()));
         if (i < young) {
-            order[is_brief ? before : brief + i - before] = i;
+            order[own ? before : brief + i - before] = i;
         }
         briefs += sum.total;
         __syncthreads();
@@ -129,8 +134,8 @@ __global__ void __launch_bounds__(pack_threads) backward_young_kernel(const back
 
 /// Items before each list, for blocks of `block_keys` entries. One block.
 template <class T>
-__global__ void __launch_bounds__(1024) backward_items_kernel(const backward_problem<T> p,
-                                                              const std::int32_t block_keys) {
+__global__ void __launch_bounds__(1024)
+    backward_items_kernel(const backward_problem<T> p, const std::int32_t block_keys) {
     __shared__ std::int32_t totals[32];
     const auto thread = static_cast<std::int32_t>(threadIdx.x);
     const std::int32_t lists = p.lists();
@@ -176,7 +181,7 @@ __global__ void __launch_bounds__(finish_threads) backward_finish_q_kernel(const
     const int r = thread / 32 * 16 + thread % 32 / 4;
 #pragma unroll
     for (int i = 0; i < 8; ++i) {
-        const float4 x = sums[i * finish_threads + thread];
+        const float4 x = sums[thread / 32 * 256 + i * 32 + thread % 32];
         unsigned char* const to = lines + r * row_bytes + (8 * i + 2 * (thread % 4)) * 2;
         *reinterpret_cast<std::uint32_t*>(to) = pack<T>(x.x * p.call.scale, x.y * p.call.scale);
         *reinterpret_cast<std::uint32_t*>(to + 8 * row_bytes) =

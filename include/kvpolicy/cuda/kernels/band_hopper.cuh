@@ -1,9 +1,9 @@
 // The band pass by wgmma (compute capability 9.0a): bf16 and fp16, head_dim up to 256.
 //
-// A block has three consumer warpgroups of 64 rows each, whose rows stay in registers: from shared memory, rows and columns
-// together would take all of its bandwidth. A producer warpgroup streams tiles of columns into a ring. A consumer multiplies,
-// waits and folds, one accumulator at a time; the three take turns to multiply, so that one of them has the tensor cores
-// while the others fold.
+// A block has 256 rows in shared memory and two consumer warpgroups of 128. One thread streams tiles of columns and their
+// biases into a ring by TMA. A consumer has two accumulators of 64 rows: while one is folded, the products of the other are
+// under way. (Slower, by measurement: three or four warpgroups of 64 rows with one accumulator each, rows in registers, and
+// tiles by cp.async, whose instructions and waits the consumers feel.)
 #pragma once
 
 #include <kvpolicy/cuda/blocks/async.cuh>
@@ -15,6 +15,7 @@
 #include <kvpolicy/cuda/hopper.cuh>
 #include <kvpolicy/cuda/kernels/band_portable.cuh>
 #include <kvpolicy/cuda/launch.cuh>
+#include <kvpolicy/cuda/tensor_map.cuh>
 
 #include <cstdint>
 
@@ -25,127 +26,57 @@ namespace cuda_backend {
 /// Sizes for head_dim up to Dim, within the 227 KB of a block.
 template <int Dim>
 struct band_hopper_sizes {
-    static constexpr int consumers = 3;  // warpgroups
-    static constexpr int threads = 128 * (consumers + 1);
-    static constexpr int rows = 64 * consumers;
+    static constexpr int threads = 384;
+    static constexpr int rows = 256;
     static constexpr int columns = Dim <= 128 ? 128 : 64;
-    static constexpr int stages = 6;
+    static constexpr int stages = Dim <= 64 ? 6 : Dim <= 128 ? 4 : 2;
     /// Of 8 exponents, how many by polynomial: where products take half the time of exponentials, more of them.
     static constexpr int polynomial = Dim <= 64 ? 3 : Dim <= 128 ? 2 : 0;
+    static constexpr int row_bytes = rows * Dim * 2;
     static constexpr int column_bytes = columns * Dim * 2;
-    static constexpr int bias = stages * column_bytes;  // offsets from a multiple of 1024
+    static constexpr int bias = row_bytes + stages * column_bytes;  // offsets from a multiple of 1024
     static constexpr int totals = bias + stages * columns * 4;
     static constexpr int barriers = totals + rows * 4;
     static constexpr int shared = barriers + 2 * stages * 8 + 16 + 1024;
     static_assert(shared <= 232448);
 };
 
+/// Makes the biases of all columns. Blocks: one a column head.
+template <class T>
+__global__ void __launch_bounds__(256) band_bias_kernel(const band_problem<T> problem) {
+    const std::int64_t b = blockIdx.x / static_cast<unsigned>(problem.columns.heads);
+    const std::int64_t head = blockIdx.x % static_cast<unsigned>(problem.columns.heads);
+    const std::int32_t length = problem.length_of(b);
+    const float* const lse = problem.lse.head(b, head);
+    float* const bias = problem.bias + problem.bias_row(b, head);
+    for (auto i = static_cast<std::int32_t>(threadIdx.x); i < problem.bias_stride;
+         i += static_cast<std::int32_t>(blockDim.x)) {
+        bias[i] = band_bias(problem, lse, i, length);
+    }
+}
+
 #if KVPOLICY_HOPPER_CODE
 
 /// s = 64 rows times the columns of a tile.
 template <class T, int Dim, int N>
-__device__ inline void band_products(float (&s)[N], std::uint32_t (&rows)[Dim / 16][4],
-                                     std::uint64_t columns) {
+__device__ inline void band_products(float (&s)[N], std::uint64_t rows, std::uint64_t columns) {
     constexpr int width = 2 * N;  // columns of the tile
-    pin(rows);
     wgmma_fence();
 #pragma unroll
     for (int k = 0; k < Dim / 16; ++k) {
-        wgmma<T, 0>(s, rows[k], columns + static_cast<std::uint64_t>((k % 4 * 32 + k / 4 * width * 128) / 16),
-                    k != 0);
+        const std::uint64_t a = rows + static_cast<std::uint64_t>((k % 4 * 32 + k / 4 * 64 * 128) / 16);
+        const std::uint64_t b = columns + static_cast<std::uint64_t>((k % 4 * 32 + k / 4 * width * 128) / 16);
+        wgmma<T, 0, 0>(s, a, b, k != 0);
     }
     wgmma_commit();
-}
-
-/// This thread's part of 64 rows from `first` on, as wgmma takes a left operand from registers. 0 beyond length and head_dim.
-template <int Dim, class T>
-__device__ inline void load_band_rows(std::uint32_t (&to)[Dim / 16][4], const rows_view<const T>& from,
-                                      std::int64_t b, std::int64_t head, std::int32_t first,
-                                      std::int32_t length, int thread) {
-    const int column = thread % 4 * 2;
-#pragma unroll
-    for (int r = 0; r < 2; ++r) {
-        const std::int32_t t = first + thread / 32 * 16 + thread % 32 / 4 + 8 * r;
-        const T* const row = from.row(b, head, t < length ? t : 0);
-#pragma unroll
-        for (int k = 0; k < Dim / 16; ++k) {
-#pragma unroll
-            for (int half = 0; half < 2; ++half) {
-                const int x = 16 * k + 8 * half + column;
-                to[k][2 * half + r] =
-                    t < length && x < from.dim ? *reinterpret_cast<const std::uint32_t*>(row + x) : 0u;
-            }
-        }
-    }
-}
-
-/// The producers: all tiles of all column heads into the ring, and the biases of their columns.
-template <int Dim, class Pass, class T>
-__device__ inline void produce_band_tiles(const band_problem<T>& problem, const band_item& item,
-                                          std::uint32_t ring, float* bias, std::uint32_t filled,
-                                          std::uint32_t emptied, int thread) {
-    using sizes = band_hopper_sizes<Dim>;
-    const std::int32_t turns = item.tiles * problem.streams;
-    float ahead = 0.0f;
-    const auto fetch_bias = [&](std::int32_t stream, std::int32_t inside) {
-        if (Pass::mass && stream < problem.streams && thread < sizes::columns) {
-            const float* const lse = problem.lse.head(item.b, problem.column_head(item.head, stream));
-            ahead = band_bias(problem, lse, band_column<Pass, sizes::columns>(item, inside) + thread,
-                              item.length);
-        }
-    };
-    // wgmma reads by another proxy than these copies write: each thread fences its own before its warp says so.
-    const auto announce = [&](int stage) {
-        fence_async_proxy();
-        __syncwarp();
-        if (thread % 32 == 0) {
-            barrier_arrive(filled + stage * 8);
-        }
-    };
-    std::int32_t stream = 0;
-    std::int32_t inside = 0;
-    int stage = 0;
-    int previous = 0;
-    std::uint32_t parity = 1;
-    if (turns > 0) {
-        fetch_bias(0, 0);
-    }
-    for (std::int32_t turn = 0; turn < turns; ++turn) {
-        barrier_wait(emptied + stage * 8, parity);
-        copy_band_tile<sizes::columns, Dim, 128, true>(
-            ring + static_cast<std::uint32_t>(stage) * sizes::column_bytes, problem.columns, item.b,
-            problem.column_head(item.head, stream), band_column<Pass, sizes::columns>(item, inside),
-            item.length, thread);
-        copy_commit();
-        if (Pass::mass && thread < sizes::columns) {
-            bias[stage * sizes::columns + thread] = ahead;
-        }
-        if (++inside == item.tiles) {
-            inside = 0;
-            ++stream;
-        }
-        fetch_bias(stream, inside);
-        if (turn > 0) {
-            copy_wait<1>();
-            announce(previous);
-        }
-        previous = stage;
-        if (++stage == sizes::stages) {
-            stage = 0;
-            parity ^= 1;
-        }
-    }
-    if (turns > 0) {
-        copy_wait<0>();
-        announce(previous);
-    }
 }
 
 #endif
 
 template <class T, int Dim, class Pass>
-__global__ void __launch_bounds__(KVPOLICY_HOPPER_THREADS(512), 1)
-    band_hopper_kernel(const __grid_constant__ band_problem<T> problem) {
+__global__ void __launch_bounds__(KVPOLICY_HOPPER_THREADS(384), 1)
+    band_hopper_kernel(const __grid_constant__ band_problem<T> problem,
+                       const __grid_constant__ CUtensorMap columns) {
 #if KVPOLICY_HOPPER_CODE
     using sizes = band_hopper_sizes<Dim>;
     if constexpr (Pass::fold == row_fold::running) {
@@ -163,20 +94,20 @@ __global__ void __launch_bounds__(KVPOLICY_HOPPER_THREADS(512), 1)
     }
     unsigned char* shared = dynamic_shared();
     shared += (1024 - shared_address(shared) % 1024) % 1024;
-    const std::uint32_t ring = shared_address(shared);
+    const std::uint32_t rows = shared_address(shared);
+    const std::uint32_t ring = rows + sizes::row_bytes;
     float* const bias = reinterpret_cast<float*>(shared + sizes::bias);
     float* const totals = reinterpret_cast<float*>(shared + sizes::totals);
-    const std::uint32_t filled = ring + sizes::barriers;
+    const std::uint32_t filled = rows + sizes::barriers;
     const std::uint32_t emptied = filled + sizes::stages * 8;
     int* const flag = reinterpret_cast<int*>(shared + sizes::barriers + 2 * sizes::stages * 8);
 
     const int group = __shfl_sync(all_lanes, static_cast<int>(threadIdx.x) / 128, 0);
     const int thread = static_cast<int>(threadIdx.x) % 128;
-    const int lane = lane_id();
     if (threadIdx.x == 0) {
         for (int i = 0; i < sizes::stages; ++i) {
-            barrier_init(filled + i * 8, 4);
-            barrier_init(emptied + i * 8, 4 * sizes::consumers);
+            barrier_init(filled + i * 8, 1);
+            barrier_init(emptied + i * 8, 8);
         }
         *flag = 0;
         barrier_init_fence();
@@ -184,76 +115,93 @@ __global__ void __launch_bounds__(KVPOLICY_HOPPER_THREADS(512), 1)
     if (threadIdx.x < sizes::rows) {
         totals[threadIdx.x] = -INFINITY;
     }
+    // Rows by everybody: 64 at a time, the swizzled tiles that one wgmma reads.
+    for (int m = group; m < sizes::rows / 64; m += 3) {
+        copy_band_tile<64, Dim, 128>(rows + static_cast<std::uint32_t>(m) * 64 * Dim * 2, problem.rows,
+                                     item.b, item.head, item.first + 64 * m, item.length, thread);
+    }
+    copy_commit();
+    copy_wait<0>();
+    fence_async_proxy();
     __syncthreads();
 
     const std::int32_t turns = item.tiles * problem.streams;
-    if (group == sizes::consumers) {
-        give_registers<56>();
-        produce_band_tiles<Dim, Pass>(problem, item, ring, bias, filled, emptied, thread);
-        return;
-    }
-    take_registers<152>();
-    const int pair = lane % 4;
-    const int own = thread / 32 * 16 + lane / 4;  // this thread's rows of the warpgroup's 64: own and own + 8
-    const row_constants constants = constants_of(problem.exponents);
-    const std::int32_t first_row = item.first + 64 * group;
-    std::uint32_t of_rows[Dim / 16][4];
-    load_band_rows<Dim>(of_rows, problem.rows, item.b, item.head, first_row, item.length, thread);
-    row_state<Pass> state;
-    state.clear();
-    bool overflow = false;
-    std::int32_t inside = 0;
-    int stage = 0;
-    std::uint32_t parity = 0;
-    // Barrier 2 + g: warpgroup g's turn to multiply. The last warpgroup opens the round.
-    const int own_turn = 2 + group;
-    const int next_turn = group + 1 == sizes::consumers ? 2 : 3 + group;
-    if (group + 1 == sizes::consumers && turns > 0) {
-        named_barrier_arrive(2, 256);
-    }
-    for (std::int32_t turn = 0; turn < turns; ++turn) {
-        const std::int32_t column = band_column<Pass, sizes::columns>(item, inside);
-        const auto pass_turn = [&] {
-            if (group + 1 < sizes::consumers || turn + 1 < turns) {
-                named_barrier_arrive(next_turn, 256);
+    if (group == 2) {  // the producer
+        give_registers<24>();
+        if (thread == 0) {
+            std::int32_t stream = 0;
+            std::int32_t inside = 0;
+            int stage = 0;
+            std::uint32_t parity = 1;
+            constexpr std::uint32_t bias_bytes = Pass::mass ? sizes::columns * 4 : 0;
+            for (std::int32_t turn = 0; turn < turns; ++turn) {
+                const std::int32_t column = band_column<Pass, sizes::columns>(item, inside);
+                const std::int32_t head = problem.column_head(item.head, stream);
+                const std::uint32_t full = filled + static_cast<std::uint32_t>(stage) * 8;
+                barrier_wait(emptied + static_cast<std::uint32_t>(stage) * 8, parity);
+                barrier_expect(full, sizes::column_bytes + bias_bytes);
+                if constexpr (Pass::mass) {
+                    copy_bulk(ring + sizes::stages * sizes::column_bytes +
+                                  static_cast<std::uint32_t>(stage) * bias_bytes,
+                              problem.bias + problem.bias_row(item.b, head) + column, bias_bytes, full);
+                }
+#pragma unroll
+                for (int x = 0; x < Dim / 64; ++x) {
+                    copy_box(ring + static_cast<std::uint32_t>(stage) * sizes::column_bytes +
+                                 static_cast<std::uint32_t>(x) * sizes::columns * 128,
+                             columns, 64 * x, column, head, item.b, full);
+                }
+                if (++inside == item.tiles) {
+                    inside = 0;
+                    ++stream;
+                }
+                if (++stage == sizes::stages) {
+                    stage = 0;
+                    parity ^= 1;
+                }
+            }
+        }
+    } else {
+        take_registers<240>();
+        const int lane = thread % 32;
+        const int pair = lane % 4;
+        const int own = thread / 32 * 16 + lane / 4;  // this thread's rows of 64: own and own + 8
+        const row_constants constants = constants_of(problem.exponents);
+        const std::int32_t first_row = item.first + 128 * group;
+        const std::uint64_t a0 =
+            describe_k_major(rows + static_cast<std::uint32_t>(2 * group) * 64 * Dim * 2);
+        const std::uint64_t a1 =
+            describe_k_major(rows + static_cast<std::uint32_t>(2 * group + 1) * 64 * Dim * 2);
+        constexpr int width = sizes::columns / 2;
+        float s0[width], s1[width];
+        row_state<Pass> state0, state1;
+        state0.clear();
+        state1.clear();
+        bool overflow = false;
+
+        const auto tile_of = [&](int stage) {
+            return describe_k_major(ring + static_cast<std::uint32_t>(stage) * sizes::column_bytes);
+        };
+        const auto fold = [&](const float(&s)[width], row_state<Pass>& state, std::int32_t first,
+                              std::int32_t column, int stage) {
+            const std::int32_t apart = column + 2 * pair - (first + own);
+            const std::int32_t left = item.length - (column + 2 * pair);
+            const float* const of = bias + stage * sizes::columns + 2 * pair;
+            if (item.full(first, 64, column, sizes::columns)) {
+                state.template absorb<false, sizes::polynomial>(s, of, constants, apart, left, item.low,
+                                                                item.span);
+            } else if (item.any(first, 64, column, sizes::columns)) {
+                state.template absorb<true, 0>(s, of, constants, apart, left, item.low, item.span);
             }
         };
-        barrier_wait(filled + stage * 8, parity);
-        named_barrier(own_turn, 256);
-        if (item.any(first_row, 64, column, sizes::columns)) {
-            float s[sizes::columns / 2];
-            band_products<T, Dim>(
-                s, of_rows, describe_k_major(ring + static_cast<std::uint32_t>(stage) * sizes::column_bytes));
-            pass_turn();
-            wgmma_wait<0>();
-            pin(s);
-            const std::int32_t apart = column + 4 * pair - (first_row + own);
-            const float* const of = bias + stage * sizes::columns + 4 * pair;
-            if (item.full(first_row, 64, column, sizes::columns)) {
-                state.template absorb<false, sizes::polynomial>(s, of, constants, apart, item.low, item.span);
-            } else {
-                state.template absorb<true, 0>(s, of, constants, apart, item.low, item.span);
-            }
-        } else {
-            pass_turn();
-        }
-        __syncwarp();
-        if (lane == 0) {
-            barrier_arrive(emptied + stage * 8);
-        }
-        if (++stage == sizes::stages) {
-            stage = 0;
-            parity ^= 1;
-        }
-        if (++inside == item.tiles) {  // the last tile of a column head
-            inside = 0;
+        const auto finish = [&](row_state<Pass>& state, std::int32_t first) {
             float result[2];
             state.reduce(result, overflow);
             state.clear();
             if (pair == 0) {
 #pragma unroll
                 for (int r = 0; r < 2; ++r) {
-                    const int row = 64 * group + own + 8 * r;
+                    const int row = first - item.first + own + 8 * r;
                     if constexpr (Pass::mass) {
                         mass_total<float> total{totals[row]};
                         total.add(log_mass_of(problem, item, item.first + row, result[r]), problem.rule.mean);
@@ -263,26 +211,72 @@ __global__ void __launch_bounds__(KVPOLICY_HOPPER_THREADS(512), 1)
                     }
                 }
             }
+        };
+
+        std::int32_t inside = 0;
+        int stage = 0;
+        std::uint32_t parity = 0;
+        if (turns > 0) {
+            barrier_wait(filled, 0);
+            band_products<T, Dim>(s0, a0, tile_of(0));
+            wgmma_wait<0>();
+            pin(s0);
+            // At the head of the loop s0 is done and nothing is under way: ptxas takes products that cross its edge apart.
+            for (std::int32_t turn = 1; turn < turns; ++turn) {
+                const std::int32_t column = band_column<Pass, sizes::columns>(item, inside);
+                const bool last = ++inside == item.tiles;
+                inside = last ? 0 : inside;
+                const int next = stage + 1 == sizes::stages ? 0 : stage + 1;
+                parity ^= next == 0 ? 1u : 0u;
+                band_products<T, Dim>(s1, a1, tile_of(stage));
+                fold(s0, state0, first_row, column, stage);
+                if (last) {
+                    finish(state0, first_row);
+                }
+                barrier_wait(filled + next * 8, parity);
+                band_products<T, Dim>(s0, a0, tile_of(next));
+                wgmma_wait<1>();
+                pin(s1);
+                fold(s1, state1, first_row + 64, column, stage);
+                if (last) {
+                    finish(state1, first_row + 64);
+                }
+                __syncwarp();
+                if (lane == 0) {
+                    barrier_arrive(emptied + stage * 8);
+                }
+                wgmma_wait<0>();
+                pin(s0);
+                stage = next;
+            }
+            const std::int32_t column = band_column<Pass, sizes::columns>(item, inside);
+            band_products<T, Dim>(s1, a1, tile_of(stage));
+            fold(s0, state0, first_row, column, stage);
+            finish(state0, first_row);
+            wgmma_wait<0>();
+            pin(s1);
+            fold(s1, state1, first_row + 64, column, stage);
+            finish(state1, first_row + 64);
         }
-    }
-    if constexpr (Pass::mass && Pass::fold == row_fold::sum) {
-        if (overflow) {
-            *flag = 1;
+        if constexpr (Pass::mass && Pass::fold == row_fold::sum) {
+            if (overflow) {
+                *flag = 1;
+            }
         }
-    }
-    named_barrier(1, 128 * sizes::consumers);
-    const int row = static_cast<int>(threadIdx.x);
-    if (row < sizes::rows && item.first + row < item.length) {
-        float* const out = problem.out.head(item.b, item.head) + item.first + row;
-        if constexpr (Pass::mass) {
-            *out = target_of(problem, mass_total<float>{totals[row]});
-        } else {
-            *out = totals[row];
+        named_barrier(1, 256);
+        const int row = static_cast<int>(threadIdx.x);  // consumers are the first 256
+        if (item.first + row < item.length) {
+            float* const out = problem.out.head(item.b, item.head) + item.first + row;
+            if constexpr (Pass::mass) {
+                *out = target_of(problem, mass_total<float>{totals[row]});
+            } else {
+                *out = totals[row];
+            }
         }
-    }
-    if constexpr (Pass::mass && Pass::fold == row_fold::sum) {
-        if (row == 0) {
-            problem.flags[blockIdx.x] = *flag;
+        if constexpr (Pass::mass && Pass::fold == row_fold::sum) {
+            if (row == 0) {
+                problem.flags[blockIdx.x] = *flag;
+            }
         }
     }
 #endif

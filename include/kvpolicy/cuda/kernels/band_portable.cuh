@@ -32,9 +32,8 @@ struct band_portable_sizes {
     static constexpr int shared = totals + rows * 4 + 16;
 };
 
-/// Copies `Count` rows of a head, from `first` on, into a swizzled tile, by `Threads` threads; columns into their slots. What
-/// lies beyond `length` or head_dim becomes 0.
-template <int Count, int Dim, int Threads, bool Columns, class T>
+/// Copies `Count` rows of a head, from `first` on, into a swizzled tile, by `Threads` threads. What lies beyond `length` or head_dim becomes 0.
+template <int Count, int Dim, int Threads, class T>
 __device__ inline void copy_band_tile(std::uint32_t to, const rows_view<const T>& from, std::int64_t b,
                                       std::int64_t head, std::int32_t first, std::int32_t length,
                                       int thread) {
@@ -50,8 +49,7 @@ __device__ inline void copy_band_tile(std::uint32_t to, const rows_view<const T>
         const int r = row + i * at_once;
         const std::int32_t t = first + r;
         const bool there = inside && t < length;
-        copy_16(to + swizzled(Count, Columns ? band_slot(r) : r, chunk),
-                source + (there ? t : 0) * from.row_stride, there ? 16u : 0u);
+        copy_16(to + swizzled(Count, r, chunk), source + (there ? t : 0) * from.row_stride, there ? 16u : 0u);
     }
 }
 
@@ -100,8 +98,8 @@ __global__ void __launch_bounds__(128, Dim <= 128 ? 3 : 1)
     if (thread == 0) {
         *flag = 0;
     }
-    copy_band_tile<sizes::rows, Dim, sizes::threads, false>(rows, problem.rows, item.b, item.head, item.first,
-                                                            item.length, thread);
+    copy_band_tile<sizes::rows, Dim, sizes::threads>(rows, problem.rows, item.b, item.head, item.first,
+                                                     item.length, thread);
     const std::int32_t turns = item.tiles * problem.streams;
     const row_constants constants = constants_of(problem.exponents);
 
@@ -120,7 +118,7 @@ __global__ void __launch_bounds__(128, Dim <= 128 ? 3 : 1)
     };
     const auto fetch = [&](std::int32_t turn) {
         if (turn < turns) {
-            copy_band_tile<sizes::columns, Dim, sizes::threads, true>(
+            copy_band_tile<sizes::columns, Dim, sizes::threads>(
                 columns + static_cast<std::uint32_t>(turn % 2) * sizes::column_bytes, problem.columns, item.b,
                 problem.column_head(item.head, turn / item.tiles),
                 band_column<Pass, sizes::columns>(item, turn % item.tiles), item.length, thread);
@@ -174,12 +172,13 @@ __global__ void __launch_bounds__(128, Dim <= 128 ? 3 : 1)
             const bool whole = item.full(first_row, 32, column, sizes::columns);
 #pragma unroll
             for (int m = 0; m < 2; ++m) {
-                const std::int32_t apart = column + 4 * pair - (first_row + 16 * m + own);
-                const float* const of = bias + turn % 2 * sizes::columns + 4 * pair;
+                const std::int32_t apart = column + 2 * pair - (first_row + 16 * m + own);
+                const float* const of = bias + turn % 2 * sizes::columns + 2 * pair;
+                const std::int32_t left = item.length - (column + 2 * pair);
                 if (whole) {
-                    state[m].template absorb<false, 2>(s[m], of, constants, apart, item.low, item.span);
+                    state[m].template absorb<false, 2>(s[m], of, constants, apart, left, item.low, item.span);
                 } else {
-                    state[m].template absorb<true, 0>(s[m], of, constants, apart, item.low, item.span);
+                    state[m].template absorb<true, 0>(s[m], of, constants, apart, left, item.low, item.span);
                 }
             }
         }

@@ -97,8 +97,8 @@ void ConvScorer<D>::score_span(std::int32_t head, position_t first, std::int32_t
         }
         for (std::int32_t i = 0; i < rows + 6; ++i) {
             const std::ptrdiff_t row = 2 * std::ptrdiff_t{i} + parity;
-            conv_input(*this, start - reach + 2 * i, keys + row * dim_k, values + row * dim_v, frequencies,
-                       x + std::ptrdiff_t{i} * channels(0));
+            conv_input(*this, start - reach + 2 * position_t{i}, keys + row * dim_k, values + row * dim_v,
+                       frequencies, x + std::ptrdiff_t{i} * channels(0));
         }
         conv_project(set, *this, 1, head, x, rows + 4, y1);
         conv_activate(set, *this, 1, start - 4, rows + 4, dropout, y1);

@@ -8,6 +8,7 @@
 #include <kvpolicy/scorers/hidden.hpp>
 
 #include <algorithm>
+#include <cmath>
 
 namespace kvpolicy {
 
@@ -165,7 +166,7 @@ void score_hidden_backward(const host& on, const BasicMlpScorer<Input, Act, D>& 
         call.hidden.read(b, at, x);
         bool good = true;
         for (std::int32_t i = 0; i < inner; ++i) {
-            good &= x[i] - x[i] == Real(0);
+            good &= std::isfinite(x[i]);
         }
         if (!good && refuse) {
             detail::refuse(detail::text("hidden[", b, "][", at, "]").c_str(), "NaN or infinite",
@@ -173,7 +174,7 @@ void score_hidden_backward(const host& on, const BasicMlpScorer<Input, Act, D>& 
         }
         for (std::int32_t h = 0; good && h < heads; ++h) {
             const Real d = call.d_scores.head(b, h)[at];
-            good = d - d == Real(0);
+            good = std::isfinite(d);
             if (!good && refuse) {
                 detail::refuse(detail::text("d_scores[", b, "][", h, "][", at, "]").c_str(), d,
                                "a finite number");

@@ -98,7 +98,10 @@ bool untouched(const T& value) {
 
 template <class T>
 constexpr double tolerance() {
-    return std::is_same_v<T, bf16> ? 8e-3 : std::is_same_v<T, fp16> ? 1e-3 : std::is_same_v<T, float> ? 2e-6 : 1e-12;
+    return std::is_same_v<T, bf16>    ? 8e-3
+           : std::is_same_v<T, fp16>  ? 1e-3
+           : std::is_same_v<T, float> ? 2e-6
+                                      : 1e-12;
 }
 
 template <class T>
@@ -115,9 +118,11 @@ void compare(const AttendCase& c, const AttendResult<T>& got, const AttendResult
         for (std::int32_t h = 0; h < c.heads(); ++h) {
             for (std::int32_t i = 0; i < c.queries; ++i) {
                 const auto at = (static_cast<std::size_t>(b) * static_cast<std::size_t>(c.heads()) +
-                                 static_cast<std::size_t>(h)) * static_cast<std::size_t>(c.queries) +
+                                 static_cast<std::size_t>(h)) *
+                                    static_cast<std::size_t>(c.queries) +
                                 static_cast<std::size_t>(i);
-                const std::string place = "b " + std::to_string(b) + " h " + std::to_string(h) + " q " + std::to_string(i);
+                const std::string place =
+                    "b " + std::to_string(b) + " h " + std::to_string(h) + " q " + std::to_string(i);
                 if (i >= length) {
                     dirty += untouched(got.lse[at]) ? 0 : 1;
                     for (std::int32_t d = 0; d < c.dim_v; ++d) {
@@ -132,18 +137,20 @@ void compare(const AttendCase& c, const AttendResult<T>& got, const AttendResult
                 const bool lse_ok = std::isinf(lse) ? static_cast<double>(got.lse[at]) == lse
                                                     : lse_error <= 1e-3 + std::ldexp(std::abs(lse), -21);
                 if (!lse_ok && wrong_lse++ == 0) {
-                    first_lse = place + ": " + std::to_string(got.lse[at]) + " instead of " + std::to_string(lse);
+                    first_lse =
+                        place + ": " + std::to_string(got.lse[at]) + " instead of " + std::to_string(lse);
                 }
                 for (std::int32_t d = 0; d < c.dim_v; ++d) {
                     const double value = to_double(std::vector<T>{out.row(b, h, i)[d]})[0];
                     const double error = std::abs(value - reference.row(b, h, i)[d]);
                     const double scale = size.row(b, h, i)[d];
-                    const double bound =
-                        (tolerance<T>() + large) * scale + (std::is_same_v<T, fp16> ? std::ldexp(1.0, -25) : 1e-30);
+                    const double bound = (tolerance<T>() + large) * scale +
+                                         (std::is_same_v<T, fp16> ? std::ldexp(1.0, -25) : 1e-30);
                     worst = std::max(worst, scale > 0.0 ? error / scale : 0.0);
                     if (!(error <= bound) && wrong++ == 0) {
-                        first = place + " d " + std::to_string(d) + ": " + std::to_string(value) + " instead of " +
-                                std::to_string(reference.row(b, h, i)[d]) + ", size " + std::to_string(scale);
+                        first = place + " d " + std::to_string(d) + ": " + std::to_string(value) +
+                                " instead of " + std::to_string(reference.row(b, h, i)[d]) + ", size " +
+                                std::to_string(scale);
                     }
                 }
             }
@@ -156,15 +163,16 @@ void compare(const AttendCase& c, const AttendResult<T>& got, const AttendResult
 
 }  // namespace
 
-std::vector<expiry_t> policy_lifetimes(std::size_t planes, std::int32_t rows, std::int32_t window, unsigned every,
-                                       unsigned most, unsigned seed) {
+std::vector<expiry_t> policy_lifetimes(std::size_t planes, std::int32_t rows, std::int32_t window,
+                                       unsigned every, unsigned most, unsigned seed) {
     std::mt19937 generator(seed);
     std::vector<expiry_t> expiry;
     for (std::size_t p = 0; p < planes; ++p) {
         for (std::int32_t t = 0; t < rows; ++t) {
             const bool sink = t < 4;
             const bool kept = every != 0 && generator() % every == 0;
-            expiry.push_back(sink ? never : t + window + (kept ? static_cast<std::int32_t>(generator() % (most + 1)) : 0));
+            expiry.push_back(
+                sink ? never : t + window + (kept ? static_cast<std::int32_t>(generator() % (most + 1)) : 0));
         }
     }
     return expiry;
@@ -195,10 +203,14 @@ AttendTensors<T> random_tensors(const AttendCase& c, unsigned seed) {
             for (std::int32_t b = 0; b < c.batch; ++b) {
                 for (std::int32_t h = 0; h < c.kv_heads; ++h) {
                     for (std::int32_t t = 0; t < n.rows; ++t) {
-                        const auto plane = static_cast<std::size_t>(b) * static_cast<std::size_t>(c.kv_heads) + static_cast<std::size_t>(h);
-                        const std::size_t at = plane * static_cast<std::size_t>(n.rows) + static_cast<std::size_t>(t);
+                        const auto plane =
+                            static_cast<std::size_t>(b) * static_cast<std::size_t>(c.kv_heads) +
+                            static_cast<std::size_t>(h);
+                        const std::size_t at =
+                            plane * static_cast<std::size_t>(n.rows) + static_cast<std::size_t>(t);
                         const bool beyond = !lengths.empty() && t >= lengths[static_cast<std::size_t>(b)];
-                        const bool dead = !n.expiry.empty() && n.position.empty() && n.expiry[at] <= n.first + t && c.starts.empty();
+                        const bool dead = !n.expiry.empty() && n.position.empty() &&
+                                          n.expiry[at] <= n.first + t && c.starts.empty();
                         if (beyond || dead) {
                             std::fill_n(rows.row(b, h, t), dim, static_cast<T>(std::nanf("")));
                         }
@@ -227,8 +239,13 @@ void check_attend(const AttendCase& c, unsigned seed) {
         how.portable = way % 2 != 0;
         how.gather = way < 2;
         how.scan = way >= 2;
-        const std::string name = c.what + (!fast ? " (plain)" : how.portable ? " (portable, " : " (hopper, ") +
-                                 (!fast ? "" : how.gather ? "gather)" : "scan)");
+        const std::string name = c.what +
+                                 (!fast          ? " (plain)"
+                                  : how.portable ? " (portable, "
+                                                 : " (hopper, ") +
+                                 (!fast        ? ""
+                                  : how.gather ? "gather)"
+                                               : "scan)");
         compare(c, attend_on_device(c, tensors, how), wanted, magnitude, name);
     }
 }

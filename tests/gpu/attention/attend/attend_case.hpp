@@ -45,7 +45,8 @@ struct AttendTensors {
 };
 
 template <class T>
-rows_view<T> rows_of(const AttendCase& c, T* data, std::int32_t heads, std::int32_t length, std::int32_t dim) {
+rows_view<T> rows_of(const AttendCase& c, T* data, std::int32_t heads, std::int32_t length,
+                     std::int32_t dim) {
     if (!c.by_token) {
         return view_bhsd(data, c.batch, heads, length, dim);
     }
@@ -53,8 +54,8 @@ rows_view<T> rows_of(const AttendCase& c, T* data, std::int32_t heads, std::int3
     return {data, c.batch, heads, length, dim, row * heads * length, row, row * heads};
 }
 inline std::size_t size_of(const AttendCase& c, std::int32_t heads, std::int32_t length, std::int32_t dim) {
-    return static_cast<std::size_t>(c.batch) * static_cast<std::size_t>(heads) * static_cast<std::size_t>(length) *
-           static_cast<std::size_t>(dim + (c.by_token ? 8 : 0));
+    return static_cast<std::size_t>(c.batch) * static_cast<std::size_t>(heads) *
+           static_cast<std::size_t>(length) * static_cast<std::size_t>(dim + (c.by_token ? 8 : 0));
 }
 
 /// Outputs; what the call did not write holds 0xa5 in every byte.
@@ -83,7 +84,7 @@ template <class T>
 void check_attend(const AttendCase& c, unsigned seed = 1);
 
 /// Lifetimes of a window and of one key of `every` that is kept for up to `most` further queries.
-std::vector<expiry_t> policy_lifetimes(std::size_t planes, std::int32_t rows, std::int32_t window, unsigned every,
-                                       unsigned most, unsigned seed);
+std::vector<expiry_t> policy_lifetimes(std::size_t planes, std::int32_t rows, std::int32_t window,
+                                       unsigned every, unsigned most, unsigned seed);
 
 }  // namespace test

@@ -101,7 +101,8 @@ TEST_CASE("a graph captured at one length serves others, with the workspace pois
             ok(cudaStreamEndCapture(stream, &graph));
             cudaGraphExec_t executable = nullptr;
             ok(cudaGraphInstantiate(&executable, graph, 0));
-            for (const auto& [a, b] : {std::pair<std::int32_t, std::int32_t>{64, 700}, {1500, 0}, {1024, 1500}}) {
+            for (const auto& [a, b] :
+                 {std::pair<std::int32_t, std::int32_t>{64, 700}, {1500, 0}, {1024, 1500}}) {
                 call.set_lengths(a, b);
                 ok(cudaMemset(workspace.data(), 0xff, workspace.bytes()));
                 call.poison();
@@ -123,7 +124,8 @@ TEST_CASE("a graph captured at one length serves others, with the workspace pois
     }
 }
 
-TEST_CASE("q as a slice of fused rows, K and V as views of one pool: the bits are those of separate tensors") {
+TEST_CASE(
+    "q as a slice of fused rows, K and V as views of one pool: the bits are those of separate tensors") {
     Call call;
     const Device<unsigned char> workspace(call.bytes());
     call.run(workspace);
@@ -136,8 +138,11 @@ TEST_CASE("q as a slice of fused rows, K and V as views of one pool: the bits ar
         for (std::int32_t b = 0; b < Call::batch; ++b) {
             for (std::int32_t h = 0; h < heads; ++h) {
                 for (std::int32_t t = 0; t < Call::length; ++t) {
-                    std::copy_n(from.begin() + ((std::int64_t{b} * heads + h) * Call::length + t) * Call::dim, Call::dim,
-                                fused.begin() + ((std::int64_t{b} * Call::length + t) * all_heads + first + h) * Call::dim);
+                    std::copy_n(
+                        from.begin() + ((std::int64_t{b} * heads + h) * Call::length + t) * Call::dim,
+                        Call::dim,
+                        fused.begin() +
+                            ((std::int64_t{b} * Call::length + t) * all_heads + first + h) * Call::dim);
                 }
             }
         }
@@ -148,21 +153,29 @@ TEST_CASE("q as a slice of fused rows, K and V as views of one pool: the bits ar
     const Device<bf16> pool(fused);
     const auto view = [&](std::int32_t heads, std::int32_t first) {
         const std::int64_t row = std::int64_t{all_heads} * Call::dim;
-        return rows_view<const bf16>{pool.data() + first * Call::dim, Call::batch, heads, Call::length, Call::dim,
-                                     row * Call::length, Call::dim, row};
+        return rows_view<const bf16>{pool.data() + first * Call::dim,
+                                     Call::batch,
+                                     heads,
+                                     Call::length,
+                                     Call::dim,
+                                     row * Call::length,
+                                     Call::dim,
+                                     row};
     };
     keys<bf16> all = call.all();
     all.k = view(Call::kv_heads, Call::kv_heads * Call::group);
     all.v = view(Call::kv_heads, Call::kv_heads * (Call::group + 1));
     call.poison();
-    attend<bf16>(call.on, {}, view(Call::kv_heads * Call::group, 0), all, call.sequences,
-                 view_bhsd(call.out.data(), Call::batch, Call::kv_heads * Call::group, Call::length, Call::dim),
-                 view_bhs(call.lse.data(), Call::batch, Call::kv_heads * Call::group, Call::length), workspace);
+    attend<bf16>(
+        call.on, {}, view(Call::kv_heads * Call::group, 0), all, call.sequences,
+        view_bhsd(call.out.data(), Call::batch, Call::kv_heads * Call::group, Call::length, Call::dim),
+        view_bhs(call.lse.data(), Call::batch, Call::kv_heads * Call::group, Call::length), workspace);
     CHECK(same_bits(call.out.read(), wanted));
     call.poison();
-    attend<bf16>(call.on, {}, view(Call::kv_heads * Call::group, 0), all, call.sequences,
-                 view_bhsd(call.out.data(), Call::batch, Call::kv_heads * Call::group, Call::length, Call::dim), {},
-                 workspace);  // no lse
+    attend<bf16>(
+        call.on, {}, view(Call::kv_heads * Call::group, 0), all, call.sequences,
+        view_bhsd(call.out.data(), Call::batch, Call::kv_heads * Call::group, Call::length, Call::dim), {},
+        workspace);  // no lse
     CHECK(same_bits(call.out.read(), wanted));
 }
 
@@ -190,13 +203,16 @@ TEST_CASE("a workspace of the longest call serves shorter ones") {
 TEST_CASE("refusals: one sentence, before anything runs") {
     Call call;
     const Device<unsigned char> workspace(call.bytes());
-    const auto out = view_bhsd(call.out.data(), Call::batch, Call::kv_heads * Call::group, Call::length, Call::dim);
+    const auto out =
+        view_bhsd(call.out.data(), Call::batch, Call::kv_heads * Call::group, Call::length, Call::dim);
     const plane_view<float> lse{};
     const workspace_view lent = workspace;
-    CHECK_REFUSED(attend<bf16>(call.on, {}, call.q_view(), call.all(), call.sequences, out, lse, {lent.data, 8}),
-                  "workspace.bytes");
-    CHECK_REFUSED(attend<bf16>(call.on, {-1.0f, -2.0f}, call.q_view(), call.all(), call.sequences, out, lse, lent),
-                  "attention.softcap");
+    CHECK_REFUSED(
+        attend<bf16>(call.on, {}, call.q_view(), call.all(), call.sequences, out, lse, {lent.data, 8}),
+        "workspace.bytes");
+    CHECK_REFUSED(
+        attend<bf16>(call.on, {-1.0f, -2.0f}, call.q_view(), call.all(), call.sequences, out, lse, lent),
+        "attention.softcap");
     rows_view<const bf16> q = call.q_view();
     q.heads = 5;
     CHECK_REFUSED(attend<bf16>(call.on, {}, q, call.all(), call.sequences, out, lse, lent), "q.heads");
@@ -205,10 +221,12 @@ TEST_CASE("refusals: one sentence, before anything runs") {
     CHECK_REFUSED(attend<bf16>(call.on, {}, q, call.all(), call.sequences, out, lse, lent), "q.dim");
     q = call.q_view();
     q.data += 1;
-    CHECK_REFUSED(attend<bf16>(call.on, {}, q, call.all(), call.sequences, out, lse, lent), "aligned to 16 bytes");
+    CHECK_REFUSED(attend<bf16>(call.on, {}, q, call.all(), call.sequences, out, lse, lent),
+                  "aligned to 16 bytes");
     q = call.q_view();
     q.row_stride = 68;
-    CHECK_REFUSED(attend<bf16>(call.on, {}, q, call.all(), call.sequences, out, lse, lent), "aligned to 16 bytes");
+    CHECK_REFUSED(attend<bf16>(call.on, {}, q, call.all(), call.sequences, out, lse, lent),
+                  "aligned to 16 bytes");
     q = call.q_view();
     q.dim = 264;
     keys<bf16> all = call.all();
@@ -216,10 +234,12 @@ TEST_CASE("refusals: one sentence, before anything runs") {
     CHECK_REFUSED(attend<bf16>(call.on, {}, q, all, call.sequences, out, lse, lent), "head_dim");
     Sequences sequences = call.sequences;
     sequences.length = 1501;
-    CHECK_REFUSED(attend<bf16>(call.on, {}, call.q_view(), call.all(), sequences, out, lse, lent), "sequences.length");
+    CHECK_REFUSED(attend<bf16>(call.on, {}, call.q_view(), call.all(), sequences, out, lse, lent),
+                  "sequences.length");
     sequences = call.sequences;
     sequences.cu_seqlens = call.lengths.data();
-    CHECK_REFUSED(attend<bf16>(call.on, {}, call.q_view(), call.all(), sequences, out, lse, lent), "segments");
+    CHECK_REFUSED(attend<bf16>(call.on, {}, call.q_view(), call.all(), sequences, out, lse, lent),
+                  "segments");
     sequences.segments = 1;
     CHECK_REFUSED(attend<bf16>(call.on, {}, call.q_view(), call.all(), call.all(), sequences, out, lse, lent),
                   "cu_seqlens");

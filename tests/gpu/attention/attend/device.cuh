@@ -76,14 +76,16 @@ AttendResult<T> attend_on_device(const AttendCase& c, const AttendTensors<T>& te
         const auto out_view = rows_of<T>(c, out.data(), c.heads(), c.queries, c.dim_v);
         const auto lse_view = view_bhs(lse.data(), c.batch, c.heads(), c.queries);
         if (two) {
-            attend<T>(on, c.attention, q_view, past.view, self.view, sequences, out_view, lse_view, workspace, options);
+            attend<T>(on, c.attention, q_view, past.view, self.view, sequences, out_view, lse_view, workspace,
+                      options);
         } else {
             attend<T>(on, c.attention, q_view, past.view, sequences, out_view, lse_view, workspace, options);
         }
         AttendResult<T> now{out.read(), lse.read()};
         if (i > 0) {
-            const bool same = std::memcmp(now.out.data(), result.out.data(), now.out.size() * sizeof(T)) == 0 &&
-                              std::memcmp(now.lse.data(), result.lse.data(), now.lse.size() * sizeof(float)) == 0;
+            const bool same =
+                std::memcmp(now.out.data(), result.out.data(), now.out.size() * sizeof(T)) == 0 &&
+                std::memcmp(now.lse.data(), result.lse.data(), now.lse.size() * sizeof(float)) == 0;
             CHECK_MESSAGE(same, c.what, ": run ", i, " differs from the first");
         }
         result = std::move(now);

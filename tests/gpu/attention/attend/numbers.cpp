@@ -152,7 +152,8 @@ TEST_CASE("chunks: starts, positions in any order, two segments") {
                 std::shuffle(position.begin(), position.end(), generator);
                 for (const std::int32_t p : position) {
                     c.past.position.push_back(p);
-                    c.past.expiry.push_back(generator() % 4 == 0 ? never : p + 20 + static_cast<std::int32_t>(generator() % 900));
+                    c.past.expiry.push_back(
+                        generator() % 4 == 0 ? never : p + 20 + static_cast<std::int32_t>(generator() % 900));
                 }
             }
         }

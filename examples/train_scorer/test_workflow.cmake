@@ -1,0 +1,67 @@
+# cmake -D TRAIN_SCORER=<program> -D TEXT=<file> -D FOLDER=<folder> [-D EVALUATE=<program>] -P test_workflow.cmake
+# The page docs/training.md in small: q, k, v from a text, scorers from a file and from the model itself, a run that is
+# left off and resumed, and what bad options are told.
+
+cmake_minimum_required(VERSION 3.25)
+file(REMOVE_RECURSE ${FOLDER})
+file(MAKE_DIRECTORY ${FOLDER})
+
+function(run)
+    execute_process(COMMAND ${ARGN} WORKING_DIRECTORY ${FOLDER}
+        RESULT_VARIABLE result OUTPUT_VARIABLE output ERROR_VARIABLE error)
+    list(JOIN ARGN " " line)
+    if(NOT result EQUAL 0)
+        message(FATAL_ERROR "${line}: exits with ${result}: ${output}${error}")
+    endif()
+    message("${line}\n${output}")
+endfunction()
+function(refused sentence)
+    execute_process(COMMAND ${TRAIN_SCORER} ${ARGN} WORKING_DIRECTORY ${FOLDER}
+        RESULT_VARIABLE result OUTPUT_VARIABLE output ERROR_VARIABLE error)
+    if(result EQUAL 0 OR NOT error MATCHES "${sentence}")
+        message(FATAL_ERROR "train_scorer ${ARGN}: should be refused with \"${sentence}\", but: ${output}${error}")
+    endif()
+endfunction()
+function(same a b)
+    file(SHA256 ${FOLDER}/${a} one)
+    file(SHA256 ${FOLDER}/${b} two)
+    if(NOT one STREQUAL two)
+        message(FATAL_ERROR "${a} and ${b} differ")
+    endif()
+endfunction()
+
+set(small --length 320 --pairs 4 --sequences 3)
+set(train --budgets 128,96 --steps 6 --warm-up 2 --evaluate-every 3 --threads 1)
+run(${TRAIN_SCORER} --text ${TEXT} ${small} --dump qkv.safetensors)
+run(${TRAIN_SCORER} --text ${TEXT} ${small} --dump targets.safetensors --dump-targets 2,inf)
+run(${TRAIN_SCORER} --qkv targets.safetensors --held-out targets.safetensors ${train} --out a.safetensors)
+# Half, and the other half.
+run(${TRAIN_SCORER} --qkv targets.safetensors --held-out targets.safetensors ${train} --out b.safetensors
+    --stop-after 3 --checkpoint half)
+run(${TRAIN_SCORER} --qkv targets.safetensors --held-out targets.safetensors ${train} --out b.safetensors --resume half)
+same(a.safetensors b.safetensors)
+run(${TRAIN_SCORER} --qkv qkv.safetensors ${train} --scorer mlstm --norm --skip --d-qk 16 --d-v 8
+    --beta inf --metrics m.jsonl --out c.safetensors)
+run(${TRAIN_SCORER} --text ${TEXT} ${small} ${train} --held-out ${TEXT} --held-out-sequences 1 --scorer mlstm
+    --immediate --d-qk 16 --d-v 8 --out d.safetensors)
+if(EVALUATE)
+    run(${EVALUATE} --sequences 1 --budgets 94% --policies streaming,a,a-gated,c-matched,d --scorers a.safetensors
+        --scorers c.safetensors --scorers d.safetensors --out e)
+    foreach(file IN ITEMS e.csv e.json e.txt)
+        file(SIZE ${FOLDER}/${file} bytes)
+        if(bytes LESS 200)
+            message(FATAL_ERROR "${file}: has ${bytes} bytes")
+        endif()
+    endforeach()
+endif()
+
+refused("one of them. Any text will do" --steps 3)
+refused("tools/make_corpus" --text ${FOLDER}/none)
+refused("--budgets: 68 is not allowed; it must be more than sinks and window, 68" --qkv qkv.safetensors --budgets 68)
+refused("--beta: 0.5 is not allowed" --qkv qkv.safetensors --beta 0.5)
+refused("has neither sequences.0.layers.0.target.1" --qkv targets.safetensors --beta 1 --budgets 128)
+refused("no query has a decision to learn from" --qkv qkv.safetensors)
+refused("checkpoint of another architecture" --qkv targets.safetensors ${train} --hidden 7 --resume half)
+refused("a run with steps 6; this run has 9" --qkv targets.safetensors ${train} --steps 9 --resume half)
+refused("is no checkpoint" --qkv targets.safetensors ${train} --resume a.safetensors)
+refused("the header's length is" --qkv ${TEXT})
