@@ -17,7 +17,7 @@ namespace kvpolicy {
 /// What a caller may change about a call.
 struct BackwardOptions {
     /// The same bits in every run. d_q then comes from a pass of its own, and super-tiles of about 1024 queries go one after
-    /// another for d_k and d_v: about four times slower, most so where batch * KV heads is small.
+    /// another for d_k and d_v: about twice the time, more where batch * KV heads is small.
     bool deterministic = false;
     bool portable = false;            ///< the kernels of compute capability 8.0 on any card
     std::uint32_t* status = nullptr;  ///< [B], device memory, OR-ed into: status_bad_length
