@@ -67,6 +67,9 @@ def time_plot(plt, ours, baselines, caption, path):
         axes.set(title=title, xlabel="tokens", ylabel="ms", xscale="log", yscale="log")
         shown = [(name, length) for name, length in LENGTHS.items() if length in axes.lines[0].get_xdata()]
         axes.set_xticks([length for _, length in shown], [name for name, _ in shown])
+        low, high = axes.get_ylim()
+        marks = [m * 10**e for e in range(-1, 4) for m in (1, 2, 5) if low <= m * 10**e <= high]
+        axes.set_yticks(marks, [f"{mark:g}" for mark in marks])
         axes.minorticks_off()
         axes.grid(alpha=0.3)
         axes.legend(fontsize=8)
