@@ -130,12 +130,8 @@ void launch_tiles(const cuda& on, const device_scope& device, band_path path,
         make_tensor_map(problem.columns, band_hopper_sizes<Dim>::columns, columns)) {
         using sizes = band_hopper_sizes<Dim>;
         if constexpr (Pass::mass) {
-            // The careful pass after a sum pass finds that one's biases.
-            if (Pass::fold != row_fold::running || problem.flags == nullptr) {
-                const std::int64_t pieces = (problem.bias_stride + bias_piece - 1) / bias_piece;
-                launch("band_bias_kernel", band_bias_kernel<T>,
-                       pieces * problem.batch * problem.columns.heads, 256, 0, on, problem);
-            }
+            launch("band_bias_kernel", band_bias_kernel<T>,
+                   std::int64_t{problem.batch} * problem.columns.heads, 256, 0, on, problem);
         }
         launch("band_hopper_kernel", band_hopper_kernel<T, Dim, Pass>,
                (std::int64_t{problem.length} + sizes::rows - 1) / sizes::rows * heads, sizes::threads,

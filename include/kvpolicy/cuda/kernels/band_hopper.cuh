@@ -41,26 +41,17 @@ struct band_hopper_sizes {
     static_assert(shared <= 232448);
 };
 
-/// Columns whose biases a block makes.
-inline constexpr std::int32_t bias_piece = 1024;
-
-/// Makes the biases of all columns: blocks = column heads x pieces of a row.
+/// Makes the biases of all columns. Blocks: one a column head.
 template <class T>
 __global__ void __launch_bounds__(256) band_bias_kernel(const band_problem<T> problem) {
-    const auto pieces = static_cast<std::int32_t>((problem.bias_stride + bias_piece - 1) / bias_piece);
-    const std::int32_t plane = static_cast<std::int32_t>(blockIdx.x) / pieces;
-    const std::int32_t begin = static_cast<std::int32_t>(blockIdx.x) % pieces * bias_piece;
-    const std::int32_t b = plane / problem.columns.heads;
-    const std::int32_t head = plane % problem.columns.heads;
+    const std::int64_t b = blockIdx.x / static_cast<unsigned>(problem.columns.heads);
+    const std::int64_t head = blockIdx.x % static_cast<unsigned>(problem.columns.heads);
     const std::int32_t length = problem.length_of(b);
     const float* const lse = problem.lse.head(b, head);
     float* const bias = problem.bias + problem.bias_row(b, head);
-#pragma unroll
-    for (std::int32_t i = 0; i < bias_piece; i += 256) {
-        const std::int32_t column = begin + i + static_cast<std::int32_t>(threadIdx.x);
-        if (column < problem.bias_stride) {
-            bias[column] = band_bias(problem, lse, column, length);
-        }
+    for (auto i = static_cast<std::int32_t>(threadIdx.x); i < problem.bias_stride;
+         i += static_cast<std::int32_t>(blockDim.x)) {
+        bias[i] = band_bias(problem, lse, i, length);
     }
 }
 
