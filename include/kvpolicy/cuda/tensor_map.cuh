@@ -65,7 +65,6 @@ bool make_tensor_map(const rows_view<const T>& rows, std::uint32_t box_rows, CUt
                CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE) == CUDA_SUCCESS;
 }
 
-#if defined(__CUDACC__)
 /// One box into shared memory, by one thread; the barrier counts its bytes.
 template <class = void>
 __device__ inline void copy_box(std::uint32_t to, const CUtensorMap& map, std::int32_t element,
@@ -77,7 +76,6 @@ __device__ inline void copy_box(std::uint32_t to, const CUtensorMap& map, std::i
         "l"(&map), "r"(element), "r"(row), "r"(head), "r"(batch), "r"(barrier)
         : "memory");
 }
-#endif
 
 }  // namespace cuda_backend
 }  // namespace KVPOLICY_HIDDEN
