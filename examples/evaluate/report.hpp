@@ -4,8 +4,8 @@
 #include "measure.hpp"
 
 #include <filesystem>
+#include <span>
 #include <string>
-#include <vector>
 
 namespace evaluate {
 
@@ -20,9 +20,9 @@ struct Run {
     }
 };
 
-std::string table(const Run& run, const std::vector<Result>& results);
-void write_csv(const std::filesystem::path& file, const Run& run, const std::vector<Result>& results);
-/// Also rows by layer and head, what is kept by position, the first sequence's retained positions and oracle recall.
-void write_json(const std::filesystem::path& file, const Run& run, const std::vector<Result>& results);
+std::string table(const Run& run, std::span<const Result> results);
+void write_csv(const std::filesystem::path& file, const Run& run, std::span<const Result> results);
+/// Also rows by layer and head, what is kept by position, and oracle recall.
+void write_json(const std::filesystem::path& file, const Run& run, std::span<const Result> results);
 
 }  // namespace evaluate
