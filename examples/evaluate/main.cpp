@@ -217,8 +217,7 @@ int run(int argc, char** argv) {
                  o.window,
                  config.layers,
                  config.kv_heads,
-                 config.head_dim,
-                 config.vocab_size == 256};
+                 config.head_dim};
     std::vector<std::map<float, std::vector<float>>> targets(sequences);  // by beta
     for (std::size_t s = 0; s < sequences && !betas.empty(); ++s) {
         progress.show(fmt::format("sequence {} of {}: future attention", s + 1, sequences));

@@ -13,7 +13,6 @@ namespace evaluate {
 struct Run {
     std::string model;
     std::int32_t sequences = 0, length = 0, sinks = 0, window = 0, layers = 0, kv_heads = 0, head_dim = 0;
-    bool byte_model = true;
     /// 0.75 for a quarter of the dense rows; 0 without a budget.
     double compression(const Result& result) const {
         return result.budget == 0 ? 0.0 : 1.0 - static_cast<double>(result.budget) / length;
