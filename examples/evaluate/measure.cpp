@@ -67,9 +67,10 @@ void Bench::run(std::size_t sequence, const std::map<float, std::vector<float>>&
     scorer.add_to(result.score);
     result.score.rows += attention->rows_per_head();
 
-    const auto heads = static_cast<std::size_t>(config.layers) * static_cast<std::size_t>(config.kv_heads);
+    const auto kv_heads = static_cast<std::size_t>(config.kv_heads);
+    const std::size_t heads = static_cast<std::size_t>(config.layers) * kv_heads;
     result.rows.resize(heads);
-    result.kept.resize(heads * position_bins);
+    result.kept.resize(static_cast<std::size_t>(config.layers) * position_bins);
     const bool first = result.score.sequences == 1;
     for (std::size_t i = 0; i < heads; ++i) {
         const auto held =
@@ -80,7 +81,8 @@ void Bench::run(std::size_t sequence, const std::map<float, std::vector<float>>&
                 std::min(position_bins - 1, static_cast<std::size_t>(t) * position_bins / length);
             const std::size_t begin = (bin * length + position_bins - 1) / position_bins,
                               end = ((bin + 1) * length + position_bins - 1) / position_bins;
-            result.kept[i * position_bins + bin] += 1.0 / static_cast<double>(end - begin);
+            result.kept[i / kv_heads * position_bins + bin] +=
+                1.0 / static_cast<double>((end - begin) * kv_heads);
         }
     }
     if (first) {

@@ -25,8 +25,8 @@ struct Result {
     double mib = 0.0;
     /// [layers, kv_heads]: rows held after the last token, summed over sequences.
     std::vector<double> rows;
-    /// [layers, kv_heads, position_bins]: of the tokens in a part of the sequence, the share held after its last token;
-    /// summed over sequences.
+    /// [layers, position_bins]: of a layer's keys in a part of the sequence, the share held after its last token; summed over
+    /// sequences.
     std::vector<double> kept;
     /// Trained scorers, by the oracle's beta: [layers, kv_heads], summed over sequences. On the dense model's keys and values.
     std::map<float, std::vector<kvpolicy::Recall>> recall;

@@ -19,7 +19,7 @@ std::ofstream open(const std::filesystem::path& file) {
 
 std::string beta_name(float beta) { return std::isinf(beta) ? "inf" : fmt::format("{:g}", beta); }
 
-double rounded(double x) { return std::round(x * 1e4) / 1e4; }
+double rounded(double x) { return std::round(x * 1e3) / 1e3; }
 
 }  // namespace
 
@@ -73,7 +73,7 @@ void write_json(const std::filesystem::path& file, const Run& run, std::span<con
         nlohmann::json one{{"policy", r.policy->name},
                            {"label", r.policy->label},
                            {"budget", r.budget},
-                           {"compression", rounded(run.compression(r))},
+                           {"compression", run.compression(r)},
                            {"bits_per_byte", s.bits_per_byte()},
                            {"nll_per_token", s.nll_per_token()},
                            {"recall_exact", s.recall()},
