@@ -123,7 +123,7 @@ bool matches(const std::string& pattern, const std::string& name) {
 
 /// Writes what is done so far, and returns the table.
 std::string report(const Options& o, const Run& of, std::span<const Result> done) {
-    const std::string text = fmt::format(
+    std::string text = fmt::format(
         "{}: {} held-out sequences of {} tokens, {} look-ups; {} sinks, a window of {}; cache in bf16\n\n{}",
         of.model, of.sequences, of.length, done.front().score.answers, o.sinks, o.window, table(of, done));
     if (!o.out.empty()) {
