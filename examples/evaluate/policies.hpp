@@ -34,7 +34,9 @@ struct EvaluatedPolicy {
     float beta = 0.0f;    ///< scores are the oracle's with this beta; 0: no oracle
     const examples::TrainedScorers* scorers = nullptr;
     std::function<std::unique_ptr<llama::KvAttention>(const Setting&)> make;
-    bool whole = false;  ///< takes a sequence in one call, so it has no decode speed here
+    /// Three quarters of a sequence come as a prompt in one call, the rest (where the look-ups are) token by token; otherwise
+    /// all of it comes in chunks.
+    bool prompted = false;
 };
 
 /// All of them, the trained ones by their files' names.
