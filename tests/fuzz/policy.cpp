@@ -51,7 +51,8 @@ HeadValues<float> reals(Bytes& in, std::vector<float>& memory) {
 CacheShape shape(Bytes& in) {
     CacheShape one{};
     one.layers = in.below(6) - 1;
-    one.slots = std::min(in.below(3) != 0 ? in.below(4) : in.parameter(4), 1 << 16);  // an owner's memory grows with them
+    one.slots = std::min(in.below(3) != 0 ? in.below(4) : in.parameter(4),
+                         1 << 16);  // an owner's memory grows with them
     one.kv_heads = in.below(6) - 1;
     one.query_heads = in.below(3) != 0 ? one.kv_heads * (1 + in.below(3)) : in.parameter(8);
     one.dim_k = in.below(3) != 0 ? 8 : in.parameter(255);

@@ -168,8 +168,9 @@ template <AnyPolicy P>
 void build_mask(const host& on, const P& policy, plane_view<const float> scores, const Sequences& sequences,
                 plane_view<expiry_t> expiry, workspace_view workspace, const MaskOptions& options,
                 std::uint32_t* status) {
-    static_assert(!P::has_eviction,
-                  "kvpolicy: a policy with an eviction part decides by queries, so only a cache knows its lifetimes");
+    static_assert(
+        !P::has_eviction,
+        "kvpolicy: a policy with an eviction part decides by queries, so only a cache knows its lifetimes");
     const std::int32_t heads = expiry.heads;
     host_backend::check_mask_call(policy, scores, sequences, expiry.batch, heads, expiry.length,
                                   options.layer);

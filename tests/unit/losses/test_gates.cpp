@@ -52,7 +52,8 @@ TEST_CASE("gates: values and slopes") {
         check_slope(AnnealedGate{0.375f, 0.5f}, z);
         check_slope(ThresholdSoftGate{0.25f}, z);
         CHECK(SoftGate{}(z).log_bias == doctest::Approx(std::log(sigmoid(z))).epsilon(1e-12));
-        CHECK(SoftWriteGate{0.25f}(z).log_bias == doctest::Approx(std::log(sigmoid(z) + 0.25)).epsilon(1e-12));
+        CHECK(SoftWriteGate{0.25f}(z).log_bias ==
+              doctest::Approx(std::log(sigmoid(z) + 0.25)).epsilon(1e-12));
         const bool above = z >= 0.0;
         CHECK(AnnealedGate{0.375f, 0.5f}(z).log_bias ==
               doctest::Approx(std::log(0.625 * sigmoid(z) + (above ? 0.375 : 0.0))).epsilon(1e-12));
