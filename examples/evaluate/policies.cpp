@@ -127,18 +127,18 @@ constexpr float infinity = std::numeric_limits<float>::infinity();
 
 // One line each; others' baselines come here. `scorers` stays null, --scorers adds those below.
 const EvaluatedPolicy table[] = {
-    {"dense", "dense", false, 0.0f, nullptr, dense},
-    {"streaming", "StreamingLLM", true, 0.0f, nullptr, streaming},
-    {"keynorm", "small key norms", true, 0.0f, nullptr, key_norm},
-    {"h2o", "H2O", true, 0.0f, nullptr, h2o, true},
-    {"tova", "TOVA", true, 0.0f, nullptr, tova, true},
-    {"snapkv", "SnapKV, chunks of 64", true, 0.0f, nullptr, snapkv_chunks, true},
-    {"snapkv-prompt", "SnapKV, prompt then decode", true, 0.0f, nullptr, snapkv_prompt, true},
-    {"oracle-1", "oracle, beta 1", true, 1.0f, nullptr, oracle},
-    {"oracle-2", "oracle, beta 2", true, 2.0f, nullptr, oracle},
-    {"oracle-4", "oracle, beta 4", true, 4.0f, nullptr, oracle},
-    {"oracle-inf", "oracle, beta inf", true, infinity, nullptr, oracle},
-    {"gated-2", "gated, oracle, beta 2", true, 2.0f, nullptr, gated_oracle},
+    {"dense", "dense", false, false, 0.0f, nullptr, dense},
+    {"streaming", "StreamingLLM", true, false, 0.0f, nullptr, streaming},
+    {"keynorm", "small key norms", true, false, 0.0f, nullptr, key_norm},
+    {"h2o", "H2O", true, true, 0.0f, nullptr, h2o},
+    {"tova", "TOVA", true, true, 0.0f, nullptr, tova},
+    {"snapkv", "SnapKV, chunks of 64", true, true, 0.0f, nullptr, snapkv_chunks},
+    {"snapkv-prompt", "SnapKV, prompt then decode", true, true, 0.0f, nullptr, snapkv_prompt},
+    {"oracle-1", "oracle, beta 1", true, false, 1.0f, nullptr, oracle},
+    {"oracle-2", "oracle, beta 2", true, false, 2.0f, nullptr, oracle},
+    {"oracle-4", "oracle, beta 4", true, false, 4.0f, nullptr, oracle},
+    {"oracle-inf", "oracle, beta inf", true, false, infinity, nullptr, oracle},
+    {"gated-2", "gated, oracle, beta 2", true, false, 2.0f, nullptr, gated_oracle},
 };
 
 }  // namespace
@@ -156,9 +156,9 @@ std::vector<EvaluatedPolicy> all_policies(std::span<const examples::TrainedScore
                 return examples::make_trained(setting.on, setting.config, trained, setting.choice, match);
             };
         };
-        all.push_back({names[i], label, true, 0.0f, &trained, make(false)});
+        all.push_back({names[i], label, true, false, 0.0f, &trained, make(false)});
         if (trained.spec.kind == "mlp" && !trained.quantiles.empty()) {
-            all.push_back({names[i] + "-gated", label + ", gated", true, 0.0f, nullptr,
+            all.push_back({names[i] + "-gated", label + ", gated", true, false, 0.0f, nullptr,
                            [&trained](const Setting& setting) {
                                return examples::make_gated(setting.on, setting.config, trained,
                                                            setting.choice, setting.length, setting.longest);
@@ -166,7 +166,7 @@ std::vector<EvaluatedPolicy> all_policies(std::span<const examples::TrainedScore
         }
         if (trained.spec.kind == "mlstm") {
             all.push_back(
-                {names[i] + "-matched", label + ", less its state", true, 0.0f, nullptr, make(true)});
+                {names[i] + "-matched", label + ", less its state", true, false, 0.0f, nullptr, make(true)});
         }
     }
     return all;
