@@ -42,6 +42,9 @@ gpu.metrics.metrics | $all_checks | *
 profiled[attention]='(forward|forward . backward|future mass|causal lse)/16k/'
 sanitized[attention]="
 gpu.attention.future_mass | $all_checks | small future masses*
+gpu.attention.plan        | $all_checks | lengths*
+gpu.attention.attend      | $all_checks | packed*,more queries*
+gpu.attention.backward    | $all_checks | one tile*,strides,softcap*
 "
 targets[attention]="
 forward/16k              | 2.2  | 1.65 | FlexAttention forward 16k, cuDNN dense forward 16k

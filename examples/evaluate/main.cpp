@@ -22,18 +22,20 @@ constexpr const char* usage = R"(usage: evaluate [OPTION...]
   --model FOLDER     (default: the byte model of this repository)
   --held-out FOLDER  eval.bin and eval.json (default: those of the byte model, in the model's own tokens)
   --scorers FILE     trained scorers, named by the file; may be repeated
-  --policies LIST    some of them, as in dense,streaming,oracle-2 (default: all; an unknown name lists them)
+  --policies LIST    some of them, as in dense,streaming,oracle-* (default: all; an unknown name lists them)
   --budgets LIST     rows a head, or percent of a sequence that is compressed away: 1024,512 or 75%,88%,94% (the default)
   --sequences N      at most N (default: all 16, as tokens of other models fewer)
   --joined N         held-out sequences put together for a model that does not read bytes (2)
   --sinks N (4)  --window N (64)  --chunk N of prefill (1024)  --threads N (all)
-  --out NAME         writes NAME.csv, NAME.json and NAME.txt, the table
+  --speed N          tokens that are decoded after the first sequence to measure the speed, 0 for none (48)
+  --out NAME         writes NAME.csv, NAME.json and NAME.txt, the table, after every line of it
 )";
 
 struct Options {
     std::string model = KVPOLICY_BYTE_MODEL, held_out = KVPOLICY_BYTE_MODEL, out;
     std::vector<std::string> scorers, policies, budgets{"75%", "88%", "94%"};
-    std::int32_t sequences = 1 << 20, joined = 2, sinks = 4, window = 64, chunk = 1024, threads = 0;
+    std::int32_t sequences = 1 << 20, joined = 2, sinks = 4, window = 64, chunk = 1024, threads = 0,
+                 speed = 48;
 };
 
 std::int32_t number(const std::string& name, std::string_view text, std::int32_t least, std::int32_t most) {
@@ -90,6 +92,8 @@ Options parse(int argc, char** argv) {
             o.chunk = number(name, value, 1, 1 << 20);
         } else if (name == "--threads") {
             o.threads = number(name, value, 0, 4096);
+        } else if (name == "--speed") {
+            o.speed = number(name, value, 0, 1 << 20);
         } else if (name == "--out") {
             o.out = value;
         } else {
@@ -109,6 +113,28 @@ std::int32_t rows_of(const std::string& text, std::int32_t length) {
         number("--budgets", std::string_view(text).substr(0, text.size() - 1), 0, 99);
     const std::int32_t sixteenths = (percent * 16 + 50) / 100;
     return std::max(1, length * (16 - sixteenths) / 16);
+}
+
+/// "oracle-*" stands for all names that begin so.
+bool matches(const std::string& pattern, const std::string& name) {
+    return pattern.ends_with('*') ? name.starts_with(std::string_view(pattern).substr(0, pattern.size() - 1))
+                                  : name == pattern;
+}
+
+/// Writes what is done so far, and returns the table.
+std::string report(const Options& o, const Run& of, std::span<const Result> done) {
+    const std::string text = fmt::format(
+        "{}: {} held-out sequences of {} tokens, {} look-ups; {} sinks, a window of {}; cache in bf16\n\n{}",
+        of.model, of.sequences, of.length, done.front().score.answers, o.sinks, o.window, table(of, done));
+    if (!o.out.empty()) {
+        write_csv(o.out + ".csv", of, done);
+        write_json(o.out + ".json", of, done);
+        std::FILE* file = std::fopen((o.out + ".txt").c_str(), "w");
+        if (file == nullptr || std::fputs(text.c_str(), file) < 0 || std::fclose(file) != 0) {
+            llama::fail("{}.txt: cannot be written", o.out);
+        }
+    }
+    return text;
 }
 
 int run(int argc, char** argv) {
@@ -136,12 +162,15 @@ int run(int argc, char** argv) {
     std::vector<std::string> known_names;
     for (const EvaluatedPolicy& policy : known) {
         known_names.push_back(policy.name);
-        if (o.policies.empty() || std::ranges::find(o.policies, policy.name) != o.policies.end()) {
+        if (o.policies.empty() || std::ranges::any_of(o.policies, [&](const std::string& pattern) {
+                return matches(pattern, policy.name);
+            })) {
             chosen.push_back(&policy);
         }
     }
     for (const std::string& name : o.policies) {
-        if (std::ranges::find(known_names, name) == known_names.end()) {
+        if (std::ranges::none_of(known_names,
+                                 [&](const std::string& known_name) { return matches(name, known_name); })) {
             llama::fail("--policies: {} is not allowed; it must be one of {}", llama::clipped(name),
                         fmt::join(known_names, ", "));
         }
@@ -162,7 +191,7 @@ int run(int argc, char** argv) {
             wants(2.0f);
         }
         if (!policy->bounded) {
-            results.push_back({policy, 0, {}, 0.0, 0.0, {}, {}, {}, {}});
+            results.push_back({policy, 0, {}, 0.0, 0.0, {}, {}, {}});
         }
     }
     for (const std::string& budget : o.budgets) {
@@ -173,58 +202,46 @@ int run(int argc, char** argv) {
         }
         for (const EvaluatedPolicy* policy : chosen) {
             if (policy->bounded) {
-                results.push_back({policy, rows, {}, 0.0, 0.0, {}, {}, {}, {}});
+                results.push_back({policy, rows, {}, 0.0, 0.0, {}, {}, {}});
             }
         }
     }
 
     examples::Progress progress;
     llama::Engine engine(model);
-    Bench bench(on, engine, data, o.chunk, o.sinks, o.window);
-    Run of{std::filesystem::path(o.model).filename().string(),
-           0,
-           data.length,
-           o.sinks,
-           o.window,
-           config.layers,
-           config.kv_heads,
-           config.head_dim,
-           config.vocab_size == 256};
-    std::string text;
-    for (std::size_t s = 0; s < sequences; ++s) {
-        std::map<float, std::vector<float>> targets;
-        if (!betas.empty()) {
-            progress.show(fmt::format("sequence {} of {}: future attention", s + 1, sequences));
-            examples::Oracle oracle = bench.observe(s);
-            for (const float beta : betas) {
-                targets[beta] = bench.targets(oracle, beta);
-            }
-            for (Result& result : results) {
-                if (result.policy->scorers != nullptr) {
-                    bench.oracle_recall(oracle, targets, result);
-                }
-            }
+    Bench bench(on, engine, data, o.chunk, o.sinks, o.window, o.speed);
+    const Run of{std::filesystem::path(o.model).lexically_normal().filename().string(),
+                 static_cast<std::int32_t>(sequences),
+                 data.length,
+                 o.sinks,
+                 o.window,
+                 config.layers,
+                 config.kv_heads,
+                 config.head_dim};
+    std::vector<std::map<float, std::vector<float>>> targets(sequences);  // by beta
+    for (std::size_t s = 0; s < sequences && !betas.empty(); ++s) {
+        progress.show(fmt::format("sequence {} of {}: future attention", s + 1, sequences));
+        examples::Oracle oracle = bench.observe(s);
+        for (const float beta : betas) {
+            targets[s][beta] = bench.targets(oracle, beta);
         }
         for (Result& result : results) {
-            const std::string at = result.budget == 0 ? "" : fmt::format(" at {} rows", result.budget);
-            progress.show(fmt::format("sequence {} of {}: {}{}", s + 1, sequences, result.policy->label, at));
-            bench.run(s, targets, result);
-        }
-        // After every sequence, so that a run that is cut off leaves what it has.
-        of.sequences = static_cast<std::int32_t>(s) + 1;
-        text = fmt::format(
-            "{}: {} held-out sequences of {} tokens, {} look-ups; {} sinks, a window of {}; cache in "
-            "bf16\n\n{}",
-            of.model, of.sequences, data.length, results.front().score.answers, o.sinks, o.window,
-            table(of, results));
-        if (!o.out.empty()) {
-            write_csv(o.out + ".csv", of, results);
-            write_json(o.out + ".json", of, results);
-            std::FILE* file = std::fopen((o.out + ".txt").c_str(), "w");
-            if (file == nullptr || std::fputs(text.c_str(), file) < 0 || std::fclose(file) != 0) {
-                llama::fail("{}.txt: cannot be written", o.out);
+            if (result.policy->scorers != nullptr) {
+                bench.oracle_recall(oracle, targets[s], result);
             }
         }
+    }
+    std::string text;
+    for (std::size_t i = 0; i < results.size(); ++i) {
+        Result& result = results[i];
+        const std::string rows = result.budget == 0 ? "" : fmt::format(" at {} rows", result.budget);
+        for (std::size_t s = 0; s < sequences; ++s) {
+            progress.show(fmt::format("{} of {}: {}{}, sequence {} of {}", i + 1, results.size(),
+                                      result.policy->label, rows, s + 1, sequences));
+            bench.run(s, targets[s], result);
+        }
+        // After every line, so that a run that is cut off leaves what it has.
+        text = report(o, of, std::span(results).first(i + 1));
     }
     progress.done();
     const std::chrono::duration<double> time = std::chrono::steady_clock::now() - start;

@@ -51,28 +51,29 @@ void Bench::run(std::size_t sequence, const std::map<float, std::vector<float>>&
     const llama::Config& config = engine_.model().config;
     const EvaluatedPolicy& policy = *result.policy;
     const auto length = static_cast<std::size_t>(data_.length);
-    Setting setting{on_, config, {}, data_.length + decoded, {}, data_.length};
+    Setting setting{on_, config, {}, data_.length + decoded_, {}, data_.length};
     setting.choice.budget = result.budget;
     setting.choice.sinks = sinks_;
     setting.choice.window = window_;
     std::vector<float> given;
     if (policy.beta != 0.0f) {
-        given = padded(targets.at(policy.beta), length, length + decoded);
+        given = padded(targets.at(policy.beta), length, length + static_cast<std::size_t>(decoded_));
         setting.oracle = given;
     }
     const auto attention = policy.make(setting);
     examples::SequenceScorer scorer(data_, sequence);
-    examples::run_sequence(engine_, *attention, data_, sequence, policy.whole ? data_.length : chunk_,
-                           scorer);
+    examples::run_sequence(engine_, *attention, data_, sequence, chunk_, scorer,
+                           policy.prompted ? data_.length / 4 * 3 : 0);
     scorer.add_to(result.score);
     result.score.rows += attention->rows_per_head();
 
-    const auto heads = static_cast<std::size_t>(config.layers) * static_cast<std::size_t>(config.kv_heads);
+    const auto kv_heads = static_cast<std::size_t>(config.kv_heads);
+    const std::size_t heads = static_cast<std::size_t>(config.layers) * kv_heads;
     result.rows.resize(heads);
-    result.kept.resize(heads * position_bins);
-    const bool first = result.retained.empty();
+    result.kept.resize(static_cast<std::size_t>(config.layers) * position_bins);
+    const bool first = result.score.sequences == 1;
     for (std::size_t i = 0; i < heads; ++i) {
-        auto held =
+        const auto held =
             attention->retained(static_cast<int>(i) / config.kv_heads, static_cast<int>(i) % config.kv_heads);
         result.rows[i] += static_cast<double>(held.size());
         for (const kvpolicy::position_t t : held) {
@@ -80,19 +81,16 @@ void Bench::run(std::size_t sequence, const std::map<float, std::vector<float>>&
                 std::min(position_bins - 1, static_cast<std::size_t>(t) * position_bins / length);
             const std::size_t begin = (bin * length + position_bins - 1) / position_bins,
                               end = ((bin + 1) * length + position_bins - 1) / position_bins;
-            result.kept[i * position_bins + bin] += 1.0 / static_cast<double>(end - begin);
-        }
-        if (first) {
-            std::ranges::sort(held);
-            result.retained.push_back(std::move(held));
+            result.kept[i / kv_heads * position_bins + bin] +=
+                1.0 / static_cast<double>((end - begin) * kv_heads);
         }
     }
     if (first) {
-        if (!policy.whole) {
-            const std::int32_t token = data_.tokens[sequence].back();
-            result.tokens_per_second = examples::decode_speed(engine_, *attention, token, decoded);
-        }
         result.mib = static_cast<double>(attention->bytes()) / (1 << 20);
+        if (decoded_ > 0) {
+            const std::int32_t token = data_.tokens[sequence].back();
+            result.tokens_per_second = examples::decode_speed(engine_, *attention, token, decoded_);
+        }
     }
 }
 

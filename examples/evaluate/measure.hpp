@@ -25,22 +25,26 @@ struct Result {
     double mib = 0.0;
     /// [layers, kv_heads]: rows held after the last token, summed over sequences.
     std::vector<double> rows;
-    /// [layers, kv_heads, position_bins]: of the tokens in a part of the sequence, the share held after its last token;
-    /// summed over sequences.
+    /// [layers, position_bins]: of a layer's keys in a part of the sequence, the share held after its last token; summed over
+    /// sequences.
     std::vector<double> kept;
-    /// Positions held after the first sequence, [layers * kv_heads].
-    std::vector<std::vector<kvpolicy::position_t>> retained;
     /// Trained scorers, by the oracle's beta: [layers, kv_heads], summed over sequences. On the dense model's keys and values.
     std::map<float, std::vector<kvpolicy::Recall>> recall;
 };
 
-/// Runs every policy at every budget on one sequence and adds to `results` (in their order). `oracle` has seen the sequence;
-/// `targets` are its scores by beta.
+/// Runs policies on sequences and adds to their results; `targets` are the oracle's scores of a sequence, by beta. `decoded`
+/// tokens after the first sequence measure the speed; 0 of them leave it out.
 class Bench {
   public:
     Bench(const kvpolicy::host& on, llama::Engine& engine, const examples::HeldOut& data, std::int32_t chunk,
-          std::int32_t sinks, std::int32_t window)
-        : on_(on), engine_(engine), data_(data), chunk_(chunk), sinks_(sinks), window_(window) {}
+          std::int32_t sinks, std::int32_t window, std::int32_t decoded)
+        : on_(on),
+          engine_(engine),
+          data_(data),
+          chunk_(chunk),
+          sinks_(sinks),
+          window_(window),
+          decoded_(decoded) {}
 
     /// A dense pass; returns what it saw.
     examples::Oracle observe(std::size_t sequence);
@@ -52,11 +56,10 @@ class Bench {
                        Result& result) const;
 
   private:
-    static constexpr std::int32_t decoded = 48;  // tokens that speed is measured on
     const kvpolicy::host& on_;
     llama::Engine& engine_;
     const examples::HeldOut& data_;
-    std::int32_t chunk_, sinks_, window_;
+    std::int32_t chunk_, sinks_, window_, decoded_;
 };
 
 }  // namespace evaluate

@@ -4,9 +4,8 @@
 #include <kvpolicy/scorers/concept.hpp>
 #include <kvpolicy/snapkv.hpp>
 #include <kvpolicy/tova.hpp>
+#include <kvpolicy/uniform.hpp>
 #include <kvpolicy/wgkv.hpp>
-
-#include "support/masked_attention.hpp"
 
 #include <algorithm>
 #include <limits>
@@ -34,73 +33,84 @@ Made oracle(const Setting& setting) {
 }
 
 template <class P>
-Made masked(const Setting& setting, const P& policy, std::int32_t prompt, std::int64_t rows) {
-    return std::make_unique<examples::MaskedAttention<P>>(setting.on, setting.config, policy, prompt, rows);
+Made in_budget(const Setting& setting, const P& policy) {
+    return std::make_unique<llama::CacheAttention<P, Storage>>(setting.on, setting.config, policy);
 }
+/// For policies that grow: a cache of pages.
+template <class P>
+Made in_pages(const Setting& setting, const P& policy) {
+    return std::make_unique<llama::CacheAttention<P, Storage, kvpolicy::DualCache>>(
+        setting.on, setting.config, policy, nullptr, setting.longest);
+}
+
+/// An attention, and what its policy refers to: one number or scorer a layer or head.
+template <class T>
+class Keeping final : public llama::KvAttention {
+  public:
+    Keeping(std::vector<T> kept, Made attention) : kept_(std::move(kept)), attention_(std::move(attention)) {}
+
+    void operator()(int layer, std::span<const std::int64_t> positions, std::span<const float> q,
+                    std::span<const float> k, std::span<const float> v, std::span<float> out) override {
+        (*attention_)(layer, positions, q, k, v, out);
+    }
+    void give_scores(std::span<const float> scores, std::int64_t length) override {
+        attention_->give_scores(scores, length);
+    }
+    void clear() override { attention_->clear(); }
+    std::int64_t length() const override { return attention_->length(); }
+    double rows_per_head() const override { return attention_->rows_per_head(); }
+    std::vector<kvpolicy::position_t> retained(int layer, int head) const override {
+        return attention_->retained(layer, head);
+    }
+    std::size_t bytes() const override { return attention_->bytes(); }
+
+  private:
+    std::vector<T> kept_;
+    Made attention_;
+};
+
+Made random(const Setting& setting) {
+    using Policy = kvpolicy::RandomKeys<>;
+    const examples::PolicyChoice& choice = setting.choice;
+    std::vector<kvpolicy::RandomScorer> layers;
+    for (std::int32_t layer = 0; layer < setting.config.layers; ++layer) {
+        layers.push_back({.seed = 1, .layer = layer});
+    }
+    Made cache = std::make_unique<llama::CacheAttention<Policy, Storage>>(
+        setting.on, setting.config,
+        Policy{kvpolicy::Sink<>{choice.sinks}, kvpolicy::Window<>{choice.window},
+               kvpolicy::TopKBudget<>{kvpolicy::budget_for_total(choice.budget, choice.sinks, choice.window)},
+               kvpolicy::RandomScorer{}},
+        layers.data());
+    return std::make_unique<Keeping<kvpolicy::RandomScorer>>(std::move(layers), std::move(cache));
+}
+/// As many rows as the budget at the end of the sequence, fewer before.
+Made stride(const Setting& setting) {
+    const examples::PolicyChoice& choice = setting.choice;
+    return in_pages(
+        setting, kvpolicy::UniformStride<>{kvpolicy::Sink<>{choice.sinks}, kvpolicy::Window<>{choice.window},
+                                           kvpolicy::Stride<>{kvpolicy::stride_for_total(
+                                               choice.budget, choice.sinks, choice.window, setting.length)}});
+}
+
 /// Every token as if it were decoded; a budget of B rows holds B - 1 keys and the newcomer.
 Made h2o(const Setting& setting) {
-    const std::int32_t rows = setting.choice.budget;
-    return masked(setting,
-                  kvpolicy::h2o_for_total(rows - 1, {.prefill = kvpolicy::ObservedPrefill::stepwise()}), 0,
-                  rows);
+    return in_budget(
+        setting, kvpolicy::h2o_for_total(setting.choice.budget - 1, {kvpolicy::ObservedPrefill::stepwise()}));
 }
 Made tova(const Setting& setting) {
-    const std::int32_t rows = setting.choice.budget;
-    return masked(setting,
-                  kvpolicy::tova_for_total(rows - 1, {.prefill = kvpolicy::ObservedPrefill::stepwise()}), 0,
-                  rows);
+    return in_budget(setting, kvpolicy::tova_for_total(setting.choice.budget - 1,
+                                                       {kvpolicy::ObservedPrefill::stepwise()}));
 }
 /// The rows that chunks of 64 take are those of the budget and of a chunk.
 Made snapkv_chunks(const Setting& setting) {
-    constexpr std::int32_t chunk = 64;
-    const std::int32_t rows = setting.choice.budget;
-    return masked(
-        setting,
-        kvpolicy::snapkv_for_total(rows, 32, {.prefill = kvpolicy::ObservedPrefill::in_chunks(chunk)}),
-        kvpolicy::unlimited, rows + chunk);
+    return in_pages(setting, kvpolicy::snapkv_for_total(setting.choice.budget, 32,
+                                                        {kvpolicy::ObservedPrefill::in_chunks(64)}));
 }
-/// As it was meant: the prompt (here three quarters: the look-ups come after it) is taken densely and pruned once, and
-/// what follows stays, so the cache outgrows its budget.
+/// As it was meant: the prompt is taken densely and pruned once, and what follows stays, so the cache outgrows its budget.
 Made snapkv_prompt(const Setting& setting) {
-    const std::int32_t prompt = setting.length / 4 * 3;
-    return masked(setting, kvpolicy::snapkv_for_total(setting.choice.budget), prompt,
-                  std::max<std::int64_t>(prompt, setting.choice.budget + setting.length - prompt));
+    return in_pages(setting, kvpolicy::snapkv_for_total(setting.choice.budget));
 }
-
-/// Keeps its thresholds, which the cache's policy refers to.
-class GatedAttention final : public llama::KvAttention {
-  public:
-    using Policy = kvpolicy::WGKV<kvpolicy::dynamic, kvpolicy::GivenScores, kvpolicy::dynamic>;
-
-    GatedAttention(const Setting& setting, std::vector<float> thresholds)
-        : thresholds_(std::move(thresholds)),
-          cache_(setting.on, setting.config,
-                 Policy{kvpolicy::Sink<>{setting.choice.sinks}, kvpolicy::Window<>{setting.choice.window},
-                        kvpolicy::ThresholdGate<kvpolicy::at_least>{kvpolicy::per_head(
-                            thresholds_.data(), setting.config.layers, setting.config.kv_heads)},
-                        kvpolicy::GivenScores{}},
-                 nullptr, setting.longest) {
-        cache_.give_scores(setting.oracle, setting.longest);
-    }
-    void operator()(int layer, std::span<const std::int64_t> positions, std::span<const float> q,
-                    std::span<const float> k, std::span<const float> v, std::span<float> out) override {
-        cache_(layer, positions, q, k, v, out);
-    }
-    void give_scores(std::span<const float> scores, std::int64_t length) override {
-        cache_.give_scores(scores, length);
-    }
-    void clear() override { cache_.clear(); }
-    std::int64_t length() const override { return cache_.length(); }
-    double rows_per_head() const override { return cache_.rows_per_head(); }
-    std::vector<kvpolicy::position_t> retained(int layer, int head) const override {
-        return cache_.retained(layer, head);
-    }
-    std::size_t bytes() const override { return cache_.bytes(); }
-
-  private:
-    std::vector<float> thresholds_;
-    llama::CacheAttention<Policy, Storage, kvpolicy::DualCache> cache_;
-};
 
 /// WG-KV's rule on the oracle's scores: one threshold for all heads and layers, such that the rows are those of the budget on
 /// average at the end of the sequence. Heads whose keys are in demand keep more.
@@ -120,7 +130,15 @@ Made gated_oracle(const Setting& setting) {
                                   setting.choice.budget, setting.choice.sinks, setting.choice.window));
     const std::size_t place = scores.size() - std::clamp<std::size_t>(open, 1, scores.size());
     std::ranges::nth_element(scores, scores.begin() + static_cast<std::ptrdiff_t>(place));
-    return std::make_unique<GatedAttention>(setting, std::vector<float>(heads, scores[place]));
+    std::vector<float> thresholds(heads, scores[place]);
+    using Policy = kvpolicy::WGKV<kvpolicy::dynamic, kvpolicy::GivenScores, kvpolicy::dynamic>;
+    Made cache = in_pages(
+        setting, Policy{kvpolicy::Sink<>{setting.choice.sinks}, kvpolicy::Window<>{setting.choice.window},
+                        kvpolicy::ThresholdGate<kvpolicy::at_least>{kvpolicy::per_head(
+                            thresholds.data(), setting.config.layers, setting.config.kv_heads)},
+                        kvpolicy::GivenScores{}});
+    cache->give_scores(setting.oracle, setting.longest);
+    return std::make_unique<Keeping<float>>(std::move(thresholds), std::move(cache));
 }
 
 constexpr float infinity = std::numeric_limits<float>::infinity();
@@ -130,9 +148,11 @@ const EvaluatedPolicy table[] = {
     {"dense", "dense", false, false, 0.0f, nullptr, dense},
     {"streaming", "StreamingLLM", true, false, 0.0f, nullptr, streaming},
     {"keynorm", "small key norms", true, false, 0.0f, nullptr, key_norm},
-    {"h2o", "H2O", true, true, 0.0f, nullptr, h2o},
-    {"tova", "TOVA", true, true, 0.0f, nullptr, tova},
-    {"snapkv", "SnapKV, chunks of 64", true, true, 0.0f, nullptr, snapkv_chunks},
+    {"random", "random keys", true, false, 0.0f, nullptr, random},
+    {"stride", "keys at a stride", true, false, 0.0f, nullptr, stride},
+    {"h2o", "H2O", true, false, 0.0f, nullptr, h2o},
+    {"tova", "TOVA", true, false, 0.0f, nullptr, tova},
+    {"snapkv", "SnapKV, chunks of 64", true, false, 0.0f, nullptr, snapkv_chunks},
     {"snapkv-prompt", "SnapKV, prompt then decode", true, true, 0.0f, nullptr, snapkv_prompt},
     {"oracle-1", "oracle, beta 1", true, false, 1.0f, nullptr, oracle},
     {"oracle-2", "oracle, beta 2", true, false, 2.0f, nullptr, oracle},

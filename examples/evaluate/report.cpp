@@ -19,11 +19,11 @@ std::ofstream open(const std::filesystem::path& file) {
 
 std::string beta_name(float beta) { return std::isinf(beta) ? "inf" : fmt::format("{:g}", beta); }
 
-double rounded(double x) { return std::round(x * 1e4) / 1e4; }
+double rounded(double x) { return std::round(x * 1e3) / 1e3; }
 
 }  // namespace
 
-std::string table(const Run& run, const std::vector<Result>& results) {
+std::string table(const Run& run, std::span<const Result> results) {
     std::string text =
         fmt::format("{:<34} {:>6} {:>6} {:>8} {:>8} {:>7} {:>7} {:>7} {:>10} {:>9}\n", "cache", "less",
                     "rows", "bits/B", "nll/tok", "exact", "first", "digits", "cache MiB", "tokens/s");
@@ -33,12 +33,13 @@ std::string table(const Run& run, const std::vector<Result>& results) {
             "{:<34} {:>6} {:>6.0f} {:>8.4f} {:>8.4f} {:>7.3f} {:>7.3f} {:>7.3f} {:>10.2f} {:>9}\n",
             r.policy->label, r.budget == 0 ? "-" : fmt::format("{:.0f}%", 100 * run.compression(r)),
             s.rows_per_head(), s.bits_per_byte(), s.nll_per_token(), s.recall(), s.first_digit(),
-            s.digit_accuracy(), r.mib, r.policy->whole ? "-" : fmt::format("{:.0f}", r.tokens_per_second));
+            s.digit_accuracy(), r.mib,
+            r.tokens_per_second == 0.0 ? "-" : fmt::format("{:.0f}", r.tokens_per_second));
     }
     return text;
 }
 
-void write_csv(const std::filesystem::path& file, const Run& run, const std::vector<Result>& results) {
+void write_csv(const std::filesystem::path& file, const Run& run, std::span<const Result> results) {
     std::ofstream out = open(file);
     out << "model,policy,label,budget,compression,sequences,length,bits_per_byte,nll_per_token,recall_exact,"
            "recall_first_digit,recall_digits,lookups,rows_per_head,cache_mib,tokens_per_s\n";
@@ -55,7 +56,7 @@ void write_csv(const std::filesystem::path& file, const Run& run, const std::vec
     }
 }
 
-void write_json(const std::filesystem::path& file, const Run& run, const std::vector<Result>& results) {
+void write_json(const std::filesystem::path& file, const Run& run, std::span<const Result> results) {
     nlohmann::json all{{"model", run.model},
                        {"sequences", run.sequences},
                        {"length", run.length},
@@ -72,7 +73,7 @@ void write_json(const std::filesystem::path& file, const Run& run, const std::ve
         nlohmann::json one{{"policy", r.policy->name},
                            {"label", r.policy->label},
                            {"budget", r.budget},
-                           {"compression", rounded(run.compression(r))},
+                           {"compression", run.compression(r)},
                            {"bits_per_byte", s.bits_per_byte()},
                            {"nll_per_token", s.nll_per_token()},
                            {"recall_exact", s.recall()},
@@ -87,10 +88,6 @@ void write_json(const std::filesystem::path& file, const Run& run, const std::ve
         }
         for (const double share : r.kept) {
             one["kept_by_position"].push_back(rounded(share / n));
-        }
-        // Long ones at the smallest budget only: a file to look at, not an archive.
-        if (r.budget != 0 && r.budget * 8 <= run.length) {
-            one["retained"] = r.retained;
         }
         if (r.policy->scorers != nullptr) {
             one["training"] = r.policy->scorers->spec.training;

@@ -4,8 +4,8 @@
 #include "measure.hpp"
 
 #include <filesystem>
+#include <span>
 #include <string>
-#include <vector>
 
 namespace evaluate {
 
@@ -13,16 +13,15 @@ namespace evaluate {
 struct Run {
     std::string model;
     std::int32_t sequences = 0, length = 0, sinks = 0, window = 0, layers = 0, kv_heads = 0, head_dim = 0;
-    bool byte_model = true;
     /// 0.75 for a quarter of the dense rows; 0 without a budget.
     double compression(const Result& result) const {
         return result.budget == 0 ? 0.0 : 1.0 - static_cast<double>(result.budget) / length;
     }
 };
 
-std::string table(const Run& run, const std::vector<Result>& results);
-void write_csv(const std::filesystem::path& file, const Run& run, const std::vector<Result>& results);
-/// Also rows by layer and head, what is kept by position, the first sequence's retained positions and oracle recall.
-void write_json(const std::filesystem::path& file, const Run& run, const std::vector<Result>& results);
+std::string table(const Run& run, std::span<const Result> results);
+void write_csv(const std::filesystem::path& file, const Run& run, std::span<const Result> results);
+/// Also rows by layer and head, what is kept by position, and oracle recall.
+void write_json(const std::filesystem::path& file, const Run& run, std::span<const Result> results);
 
 }  // namespace evaluate

@@ -69,23 +69,24 @@ class SequenceScorer {
     std::int64_t bytes_ = 0, count_ = 0;
 };
 
-/// Feeds one held-out sequence through `attention` in chunks and scores the predictions. The attention must be
-/// empty: fresh, or cleared.
+/// Feeds one held-out sequence through `attention` in chunks and scores the predictions; with a `prompt` its tokens come in
+/// one call instead, and those after it one by one. The attention must be empty: fresh, or cleared.
 template <llama::AttentionFunction Attention>
 void run_sequence(llama::Engine& engine, Attention&& attention, const HeldOut& data, std::size_t sequence,
-                  std::int32_t chunk, SequenceScorer& scorer) {
+                  std::int32_t chunk, SequenceScorer& scorer, std::int32_t prompt = 0) {
     const std::vector<std::int32_t>& tokens = data.tokens[sequence];
     std::vector<std::int64_t> positions(static_cast<std::size_t>(data.length));
     for (std::size_t i = 0; i < positions.size(); ++i) {
         positions[i] = static_cast<std::int64_t>(i);
     }
-    for (std::int32_t begin = 0; begin < data.length; begin += chunk) {
-        const auto count = static_cast<std::size_t>(std::min(chunk, data.length - begin));
+    for (std::int32_t begin = 0, size = 0; begin < data.length; begin += size) {
+        size = std::min(prompt == 0 ? chunk : begin == 0 ? prompt : 1, data.length - begin);
+        const auto count = static_cast<std::size_t>(size);
         const auto at = static_cast<std::size_t>(begin);
         const auto logits =
             engine.forward(std::span(tokens).subspan(at, count), std::span(positions).subspan(at, count),
                            attention, llama::Logits::all);
-        scorer.take(logits, begin, static_cast<std::int32_t>(count), engine.model().config.vocab_size);
+        scorer.take(logits, begin, size, engine.model().config.vocab_size);
     }
 }
 
