@@ -145,7 +145,7 @@ mLSTMScorer<> mlstm() {
 
 void dense_forward(benchmark::State& state) {
     Layer layer;
-    for (auto _ : state) {
+    for ([[maybe_unused]] auto _ : state) {
         layer.dense();
     }
 }
@@ -153,7 +153,7 @@ void dense_forward(benchmark::State& state) {
 void target(benchmark::State& state) {
     Layer layer;
     layer.dense();
-    for (auto _ : state) {
+    for ([[maybe_unused]] auto _ : state) {
         layer.make_target();
     }
 }
@@ -161,7 +161,7 @@ void target(benchmark::State& state) {
 void boundary_loss(benchmark::State& state) {
     Layer layer;
     layer.dense(), layer.make_target();
-    for (auto _ : state) {
+    for ([[maybe_unused]] auto _ : state) {
         layer.loss();
     }
 }
@@ -173,7 +173,7 @@ void training_pass(benchmark::State& state, const S& sizes, std::int32_t delay) 
     layer.dense();
     const std::size_t of_attention = layer.most_room;
     Trained<S> trained(sizes);
-    for (auto _ : state) {
+    for ([[maybe_unused]] auto _ : state) {
         layer.make_target();
         trained.score(layer, delay);
         layer.loss();

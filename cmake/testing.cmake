@@ -155,19 +155,25 @@ function(kvpolicy_add_program_test name)
     kvpolicy_test_options(${name})
 endfunction()
 
-# kvpolicy_add_gpu_test(<name> SOURCES <file>... [LIBRARIES ...] [DEFINITIONS ...] [LABELS ...] [TIMEOUT ...])
+# kvpolicy_add_gpu_test(<name> [HEAVY] SOURCES <file>... [LIBRARIES ...] [DEFINITIONS ...] [LABELS ...] [TIMEOUT ...])
 #
 # One doctest executable, named gpu.<folder>.<...>, that runs on a CUDA device, with the label gpu. Where there is no
-# device it is reported as skipped. Nothing happens unless KVPOLICY_ENABLE_CUDA is on.
+# device it is reported as skipped. Nothing happens unless KVPOLICY_ENABLE_CUDA is on. HEAVY: takes minutes to compile, and
+# is built where KVPOLICY_TEST_FULL is on only.
 function(kvpolicy_add_gpu_test name)
     if(NOT KVPOLICY_ENABLE_CUDA)
         return()
     endif()
-    cmake_parse_arguments(PARSE_ARGV 1 arg "" "TIMEOUT;PROCESSORS" "SOURCES;LIBRARIES;DEFINITIONS;LABELS")
+    cmake_parse_arguments(PARSE_ARGV 1 arg "HEAVY" "TIMEOUT;PROCESSORS" "SOURCES;LIBRARIES;DEFINITIONS;LABELS")
     if(arg_UNPARSED_ARGUMENTS OR NOT arg_SOURCES)
         message(FATAL_ERROR "kvpolicy_add_gpu_test(${name}): needs SOURCES; not understood: ${arg_UNPARSED_ARGUMENTS}")
     endif()
     kvpolicy_claim_sources(${arg_SOURCES})
+    if(arg_HEAVY AND NOT KVPOLICY_TEST_FULL)
+        kvpolicy_add_skipped_test(${name} "compiled under tools/run test --cuda --full, and by tools/gpu")
+        set_tests_properties(${name} PROPERTIES LABELS gpu)
+        return()
+    endif()
     set(target test.${name})
     add_executable(${target} ${arg_SOURCES})
     target_link_libraries(${target} PRIVATE

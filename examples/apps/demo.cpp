@@ -185,8 +185,8 @@ int run(int argc, char** argv) {
                 if (s == 0) {
                     // Speed does not depend on what the scores are.
                     if (row.beta != 0.0f) {
-                        const auto heads =
-                            static_cast<std::size_t>(model.config.layers * model.config.kv_heads);
+                        const auto heads = static_cast<std::size_t>(std::int64_t{model.config.layers} *
+                                                                    model.config.kv_heads);
                         const std::size_t length = static_cast<std::size_t>(data.length) + decoded;
                         attention->give_scores(std::vector<float>(heads * length, 0.0f),
                                                static_cast<std::int64_t>(length));

@@ -147,7 +147,8 @@ void Bench::oracle_recall(const examples::Oracle& oracle, const std::map<float, 
         kvpolicy::build_mask(on_, student, view, sequences, mask_of(of_student), room(bytes), options);
         for (const auto& [beta, target] : targets) {
             auto& sums = result.recall[beta];
-            sums.resize(static_cast<std::size_t>(config.layers * heads), {0, 0.0, 0.0, 0.0, 0.0});
+            sums.resize(static_cast<std::size_t>(std::int64_t{config.layers} * heads),
+                        {0, 0.0, 0.0, 0.0, 0.0});
             kvpolicy::build_mask(
                 on_, teacher,
                 kvpolicy::view_bhs(target.data() + static_cast<std::size_t>(l) * plane, 1, heads, n),
@@ -156,7 +157,7 @@ void Bench::oracle_recall(const examples::Oracle& oracle, const std::map<float, 
                 on_, teacher, mask_of(of_teacher), mask_of(of_student), sequences, one.data(),
                 room(kvpolicy::oracle_recall_workspace_bytes(on_, mask_of(of_teacher), sequences)), l);
             for (std::int32_t h = 0; h < heads; ++h) {
-                auto& sum = sums[static_cast<std::size_t>(l * heads + h)];
+                auto& sum = sums[static_cast<std::size_t>(std::int64_t{l} * heads + h)];
                 const auto& r = one[static_cast<std::size_t>(h)];
                 sum.queries += r.queries;
                 sum.mean += r.mean, sum.chance_mean += r.chance_mean;

@@ -28,7 +28,8 @@ class Draw {
         std::vector<std::int32_t> all(static_cast<std::size_t>(size));
         std::iota(all.begin(), all.end(), 0);
         for (std::int32_t i = 0; i < count; ++i) {
-            std::swap(all[static_cast<std::size_t>(i)], all[static_cast<std::size_t>(i + below(size - i))]);
+            std::swap(all[static_cast<std::size_t>(i)],
+                      all[static_cast<std::size_t>(std::int64_t{i} + below(size - i))]);
         }
         all.resize(static_cast<std::size_t>(count));
         return all;

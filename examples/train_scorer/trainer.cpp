@@ -327,7 +327,7 @@ std::vector<float> Trainer<S>::score_quantiles() {
     const QkvShape& shape = source_.shape();
     const std::size_t some = std::min<std::size_t>(8, source_.count());
     constexpr std::int32_t count = examples::TrainedScorers::quantile_count;
-    const auto heads = static_cast<std::size_t>(shape.kv_heads * shape.layers);
+    const auto heads = static_cast<std::size_t>(std::int64_t{shape.kv_heads} * shape.layers);
     std::vector<std::vector<float>> pools(heads);
     std::vector<float> scores;
     for (std::size_t i = 0; i < some; ++i) {
@@ -336,7 +336,7 @@ std::vector<float> Trainer<S>::score_quantiles() {
             score(example, l, scores);
             for (std::int32_t h = 0; h < shape.kv_heads; ++h) {
                 const auto row = scores.begin() + std::ptrdiff_t{h} * example.length;
-                auto& pool = pools[static_cast<std::size_t>(l * shape.kv_heads + h)];
+                auto& pool = pools[static_cast<std::size_t>(std::int64_t{l} * shape.kv_heads + h)];
                 const std::int32_t end = std::max(options_.spec.sinks, example.length - options_.spec.window);
                 pool.insert(pool.end(), row + options_.spec.sinks, row + end);
             }

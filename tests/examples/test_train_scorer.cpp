@@ -263,7 +263,8 @@ TEST_CASE("targets of a file are those of the library, and stored ones are taken
                 for (std::int32_t u = 0; u <= d; ++u) {
                     double dot = 0.0;
                     for (std::int32_t i = 0; i < s.dim; ++i) {
-                        dot += double(q[static_cast<std::size_t>((d * s.query_heads + 2 + g) * s.dim + i)]) *
+                        dot += double(q[static_cast<std::size_t>(
+                                   (std::int64_t{d} * s.query_heads + 2 + g) * s.dim + i)]) *
                                double(example.keys(shape, 1).row(0, 1, u)[i]);
                     }
                     const double e = std::exp(dot / std::sqrt(8.0));
@@ -369,7 +370,7 @@ TEST_CASE("a scorer that reads on arrival, in a cache") {
                              kvpolicy::view_bhs(later.data(), 1, 2, length), room);
     for (std::int32_t h = 0; h < 2; ++h) {
         for (std::int32_t t = 0; t + window < length; ++t) {
-            const auto at = static_cast<std::size_t>(h * length + t);
+            const auto at = static_cast<std::size_t>(std::int64_t{h} * length + t);
             CHECK(now[at] == later[at]);
         }
         CHECK(now[static_cast<std::size_t>(h * length)] != now[static_cast<std::size_t>(h * length + 20)]);

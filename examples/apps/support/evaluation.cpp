@@ -116,7 +116,7 @@ HeldOut tokenize(const HeldOut& bytes, const llama::Tokenizer& tokenizer, std::s
             const std::int32_t t = token_at[static_cast<std::size_t>(digit)];
             bool whole = t >= 1;
             for (std::int32_t d = 0; d < bytes.digits; ++d) {
-                whole = whole && token_at[static_cast<std::size_t>(digit + d)] == t + d;
+                whole = whole && token_at[static_cast<std::size_t>(std::int64_t{digit} + d)] == t + d;
             }
             if (whole) {
                 answers.push_back(t);
@@ -159,7 +159,7 @@ void SequenceScorer::take(std::span<const float> logits, std::int32_t begin, std
     for (std::int32_t i = 0; i < count && begin + i + 1 < data_.length; ++i) {
         const auto row = logits.subspan(static_cast<std::size_t>(i) * static_cast<std::size_t>(vocab),
                                         static_cast<std::size_t>(vocab));
-        const auto next = static_cast<std::size_t>(begin + i + 1);
+        const auto next = static_cast<std::size_t>(std::int64_t{begin} + i + 1);
         const std::int32_t token = data_.tokens[sequence_][next];
         const auto largest = std::max_element(row.begin(), row.end());
         right_[next] = largest - row.begin() == token;
@@ -183,7 +183,7 @@ void SequenceScorer::add_to(Score& score) const {
     for (const std::int32_t answer : data_.answers[sequence_]) {
         std::int64_t right = 0;
         for (std::int32_t d = 0; d < data_.digits; ++d) {
-            right += right_[static_cast<std::size_t>(answer + d)] ? 1 : 0;
+            right += right_[static_cast<std::size_t>(std::int64_t{answer} + d)] ? 1 : 0;
         }
         score.digits_right += right;
         score.digits += data_.digits;

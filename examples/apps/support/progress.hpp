@@ -11,13 +11,13 @@ namespace examples {
 
 class Progress {
   public:
-    void show(const std::string& text) {
+    void show(const std::string& text) const {
         if (terminal_) {
             fmt::print(stderr, "\r{:<78}", text);
             std::fflush(stderr);
         }
     }
-    void done() {
+    void done() const {
         if (terminal_) {
             fmt::print(stderr, "\r{:<78}\r", "");
         }

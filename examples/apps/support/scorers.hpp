@@ -50,8 +50,8 @@ class ScorerStack {
     explicit ScorerStack(const ScorerSpec& spec);
     ScorerStack(const ScorerStack&) = delete;
     ScorerStack& operator=(const ScorerStack&) = delete;
-    ScorerStack(ScorerStack&&) = default;
-    ScorerStack& operator=(ScorerStack&&) = default;
+    ScorerStack(ScorerStack&&) noexcept = default;
+    ScorerStack& operator=(ScorerStack&&) noexcept = default;
 
     void initialize(std::uint64_t seed);
 
@@ -84,7 +84,7 @@ std::vector<float> log_gammas(const ScorerSpec& spec, const std::vector<float>& 
 
 /// Throws llama::Error for a file that is no scorer file, misses tensors or has them in another shape, or holds numbers
 /// that are not finite.
-TrainedScorers load_scorers(const std::filesystem::path& file);
+TrainedScorers load_scorers(const std::filesystem::path& path);
 
 /// Throws llama::Error unless the scorers fit a model of this shape.
 void check_fits(const TrainedScorers& scorers, std::int32_t layers, std::int32_t heads, std::int32_t head_dim,

@@ -11,19 +11,19 @@
 namespace examples {
 
 /// KVpop's rule on trained scorers, rows in bf16. The sinks and the window must be those that the scorers were trained with
-/// where the window is part of them (a delayed read): others are refused. `scorers` must outlive the attention.
+/// where the window is part of them (a delayed read): others are refused. `trained` must outlive the attention.
 ///
 /// `match_state` takes as many rows off the budget as the scorer's state is worth, so that caches of stateful and stateless
 /// scorers take the same memory (the paper compares so).
 std::unique_ptr<llama::KvAttention> make_trained(const kvpolicy::host& on, const llama::Config& config,
-                                                 const TrainedScorers& scorers, const PolicyChoice& choice,
+                                                 const TrainedScorers& trained, const PolicyChoice& choice,
                                                  bool match_state = false);
 
 /// WG-KV's rule on a trained MLP's scores, in a DualCache: a key that leaves the window stays where its score passes a
 /// threshold. The thresholds, one a head, are such that `choice.budget` rows would be held after `length` tokens of the
 /// training text; what is held here depends on the text. Refuses other scorers, and files without quantiles.
 std::unique_ptr<llama::KvAttention> make_gated(const kvpolicy::host& on, const llama::Config& config,
-                                               const TrainedScorers& scorers, const PolicyChoice& choice,
+                                               const TrainedScorers& trained, const PolicyChoice& choice,
                                                std::int32_t length, std::int32_t longest);
 
 }  // namespace examples

@@ -13,6 +13,7 @@ class arena {
     explicit arena(void* data) : at_(data == nullptr ? nullptr : aligned(data)) {}
     template <class Part>
     Part* take(std::size_t count) {
+        // NOLINTNEXTLINE(bugprone-sizeof-expression): a Part may be a pointer, e.g. to a row
         const std::size_t size = aligned_size(count * sizeof(Part));
         bytes_ += size;
         if (at_ == nullptr) {

@@ -35,8 +35,8 @@ struct BaselineCase {
     template <class T>
     [[nodiscard]] std::vector<T> drawn(std::uint64_t array) const {
         const std::int32_t rows = (array == 0 ? heads() : kv_heads) * length;
-        const std::vector<float> numbers =
-            draw(3 * static_cast<std::uint64_t>(seed) + array, static_cast<std::size_t>(rows * dim), 2.0f);
+        const std::vector<float> numbers = draw(3 * static_cast<std::uint64_t>(seed) + array,
+                                                static_cast<std::size_t>(std::int64_t{rows} * dim), 2.0f);
         std::vector<T> out(numbers.size());
         for (std::size_t i = 0; i < out.size(); ++i) {
             const std::size_t per_head = static_cast<std::size_t>(length) * static_cast<std::size_t>(dim);

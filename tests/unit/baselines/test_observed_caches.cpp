@@ -16,7 +16,7 @@ namespace {
 std::vector<position_t> expected_at(const BaselineCase& one, std::int32_t h, std::int32_t q) {
     std::vector<position_t> held;
     for (std::int32_t t = 0; t <= std::min(q, one.length - 1); ++t) {
-        const std::int32_t end = one.expiry[static_cast<std::size_t>(h * one.length + t)];
+        const std::int32_t end = one.expiry[static_cast<std::size_t>(std::int64_t{h} * one.length + t)];
         if (q < end || end == one.length) {
             held.push_back(t);
         }

@@ -176,7 +176,8 @@ TEST_CASE("a query sees at most the budget and itself, or the block") {
             for (std::int32_t i = one.prompt; i < one.length && one.kind != BaselineCase::snapkv; ++i) {
                 std::int32_t seen = 0;
                 for (std::int32_t t = 0; t <= i; ++t) {
-                    seen += i < one.expiry[static_cast<std::size_t>(h * one.length + t)] ? 1 : 0;
+                    seen +=
+                        i < one.expiry[static_cast<std::size_t>(std::int64_t{h} * one.length + t)] ? 1 : 0;
                 }
                 CHECK(seen == std::min(i + 1, one.budget + 1));
             }

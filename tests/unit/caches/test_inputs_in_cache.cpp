@@ -95,8 +95,9 @@ void check_beside_given(const Own& own, const Given& given, const test::Plane<fl
             }
             CHECK(test::content_of(cache.cache.ref(0), 0) == test::content_of(wanted.cache.ref(0), 0));
             if (steps) {
-                CHECK(std::memcmp(in.out.data.data(), reference.out.data.data(),
-                                  in.out.data.size() * sizeof(T)) == 0);
+                const bool same = std::memcmp(in.out.data.data(), reference.out.data.data(),
+                                              in.out.data.size() * sizeof(T)) == 0;
+                CHECK(same);
             }
         }
     }

@@ -248,7 +248,7 @@ TEST_CASE("a score sees six tokens to either side, every other one, and zeros be
     const auto before = run(c.keys());
     for (const std::int32_t changed : {0, 3, 11, 26, 30, 39}) {
         auto keys = c.keys();
-        keys[static_cast<std::size_t>(changed * c.dim_k)] += 1.0f;
+        keys[static_cast<std::size_t>(std::int64_t{changed} * c.dim_k)] += 1.0f;
         const auto after = run(keys);
         for (std::int32_t t = 0; t + 13 < c.length; ++t) {
             const std::int32_t away = std::abs(t - changed);

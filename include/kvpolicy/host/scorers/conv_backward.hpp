@@ -140,7 +140,8 @@ void backward(const host& on, const ConvScorer<D>& scorer, const ScoreBackward<T
                 Real* a = rows_of(memory.a[layer], layer, b, h, s);
                 hb::conv_project(set, scorer, layer, head, in, rows, y);
                 std::copy_n(y, rows * width(layer), a);
-                hb::conv_activate(set, scorer, layer, s.first - 2 * (3 - layer), rows, dropout, a);
+                hb::conv_activate(set, scorer, layer, s.first - std::int64_t{2} * (3 - layer), rows, dropout,
+                                  a);
                 in = a;
             }
             for (std::int32_t layer = 3; layer >= 0; --layer) {
@@ -152,7 +153,8 @@ void backward(const host& on, const ConvScorer<D>& scorer, const ScoreBackward<T
                 if (layer == 3) {
                     const float* readout = scorer.weights.readout + h * width(3);
                     for (std::int32_t i = 0; i < rows; ++i) {
-                        const Real d_score = call.d_scores.head(b, h)[s.begin + s.first + 2 * i];
+                        const Real d_score =
+                            call.d_scores.head(b, h)[s.begin + s.first + std::int64_t{2} * i];
                         for (std::ptrdiff_t c = 0; c < width(3); ++c) {
                             d[i * width(3) + c] = d_score * static_cast<Real>(readout[c]);
                         }
@@ -174,7 +176,7 @@ void backward(const host& on, const ConvScorer<D>& scorer, const ScoreBackward<T
                 }
                 const Real* y = rows_of(memory.y[layer], layer, b, h, s);
                 for (std::int32_t i = 0; i < rows; ++i) {
-                    const position_t t = s.first - 2 * (3 - layer) + 2 * std::int64_t{i};
+                    const position_t t = s.first - std::int64_t{2} * (3 - layer) + std::int64_t{2} * i;
                     dropout.apply(static_cast<std::uint64_t>(layer), t + scorer.reach, scorer.channels(layer),
                                   d + i * width(layer));
                     Silu::pull_back(y + i * width(layer), d + i * width(layer), scorer.channels(layer));
@@ -234,7 +236,7 @@ void backward(const host& on, const ConvScorer<D>& scorer, const ScoreBackward<T
                 }
                 const Real* a = rows_of(memory.a[3], 3, b, h, s) + from;
                 for (std::int32_t i = 0; i < rows; ++i) {
-                    const Real d_score = call.d_scores.head(b, h)[s.begin + s.first + 2 * i];
+                    const Real d_score = call.d_scores.head(b, h)[s.begin + s.first + std::int64_t{2} * i];
                     for (int c = 0; gradients.readout != nullptr && c < some; ++c) {
                         gradients.readout[h * width(3) + from + c] += d_score * a[i * width(3) + c];
                     }
