@@ -1,4 +1,4 @@
-// expect: kvpolicy: a scorer needs `kind = part_kind::scorer`, `when`, and either `score(head, key, value)`, or state_size, reset, absorb and read, or observation and evicts_at_steps
+// expect: kvpolicy: a scorer needs `kind = part_kind::scorer`, `when`, and either `score(head, key, value)`, or state_size, reset, absorb and read, or score_span for one that reads neighbours, or observation and evicts_at_steps
 #include <kvpolicy/policies/compose.hpp>
 #include <kvpolicy/policies/topk_budget.hpp>
 
