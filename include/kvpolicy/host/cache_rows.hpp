@@ -10,6 +10,7 @@
 
 #include <algorithm>
 #include <cstring>
+#include <type_traits>
 #include <utility>
 
 namespace kvpolicy::host_backend {
@@ -30,6 +31,22 @@ plane_view<T> entry_plane(plane_view<T> all, const std::int32_t* cu_seqlens, std
         all.batch_stride = 0;
     }
     return all;
+}
+
+/// visit(entry, head) or visit(entry, head, thread) for every head of the entries that bring tokens, on all threads.
+template <class Visit>
+void for_each_head(const host& on, std::int32_t kv_heads, const Batch& batch, Visit&& visit) {
+    on.parallel_for(std::int64_t{batch.count} * kv_heads, [&](std::int64_t task, int thread) {
+        const auto i = static_cast<std::int32_t>(task / kv_heads);
+        const auto h = static_cast<std::int32_t>(task % kv_heads);
+        if (batch.tokens(i) != 0) {
+            if constexpr (std::is_invocable_v<Visit&, std::int32_t, std::int32_t, int>) {
+                visit(i, h, thread);
+            } else {
+                visit(i, h);
+            }
+        }
+    });
 }
 
 /// Refuses edges that do not say how the batch's entries are packed. Returns the tokens of all of them.
