@@ -9,7 +9,6 @@
 // see. Entries of a block are alike: old ones by falling death, young ones by rising birth, those that live briefly apart.
 #pragma once
 
-#include <kvpolicy/core/types.hpp>
 #include <kvpolicy/core/view.hpp>
 #include <kvpolicy/cuda/blocks/attention_problem.cuh>
 #include <kvpolicy/cuda/blocks/mma.cuh>
@@ -108,14 +107,13 @@ struct backward_problem {
         }
         const std::int32_t b = head / call.kv_heads;
         const std::int32_t keys = keys_of(b);
-        // In 64 bits: starts come from device memory and may be anything. Beyond +-2^31 - 1 all rows are old, or none is born.
-        const std::int64_t shift = std::int64_t{first} - (starts != nullptr ? starts[b] : 0) -
-                                   (std::int64_t{plan.first} + j) * plan.super_q;
-        const auto clamp = [](std::int64_t x, std::int32_t low, std::int32_t high) {
-            return x < low ? low : (x > high ? high : static_cast<std::int32_t>(x));
-        };
-        return {0, clamp(1 - shift, 0, keys), 0, clamp(plan.super_q - shift, 0, keys),
-                clamp(shift, -never, plan.super_q)};
+        // Saturated: starts come from device memory, and first and starts may be 2^30 on either side of 0.
+        std::int32_t shift = first;
+        asm("sub.sat.s32 %0, %0, %1;" : "+r"(shift) : "r"(starts != nullptr ? starts[b] : 0));
+        asm("sub.sat.s32 %0, %0, %1;" : "+r"(shift) : "r"((plan.first + j) * plan.super_q));
+        shift = max(shift, -0x7f000000);  // all rows are old
+        const auto clamp = [keys](std::int32_t x) { return x < 0 ? 0 : (x > keys ? keys : x); };
+        return {0, clamp(1 - shift), 0, clamp(plan.super_q - shift), shift};
     }
 
     __device__ backward_entry entry_of(std::int32_t list, const backward_list& all, std::int32_t i) const {
@@ -150,13 +148,11 @@ struct backward_problem {
         if (mask.log_bias) {
             const std::int32_t head = list / plan.supers;
             const std::int32_t b = head / call.kv_heads, h = head - b * call.kv_heads;
-            const std::int64_t from = std::int64_t{born} + mask.bias_from_of(h);
+            std::int32_t from = mask.bias_from_of(h);
+            asm("add.sat.s32 %0, %0, %1;" : "+r"(from) : "r"(born));  // from 2^31 - 1 on it never counts
             e.natural_bias = mask.log_bias.head(b, h)[i];
             e.bias = e.natural_bias * log2_e;
-            e.from = (from < 0              ? 0
-                      : from > plan.super_q ? plan.super_q
-                                            : static_cast<std::int32_t>(from)) *
-                     call.group;
+            e.from = (from < 0 ? 0 : (from > plan.super_q ? plan.super_q : from)) * call.group;
             hide();
         }
         return e;
