@@ -86,7 +86,7 @@ class attend_consumer : attend_ring<S> {
     static constexpr int columns = S::Dim / 2 / parts;                 // of a part, a thread
 
     /// This warp no longer needs a slot (or the queries). __syncwarp orders what all lanes have read before lane 0's arrival,
-    /// which releases it. (racecheck sees the arriving lane's own reads only, and reports the others'.)
+    /// and the arrival orders that before what the producer writes.
     __device__ static void release(std::uint32_t barrier) {
         __syncwarp();
         if (lane_id() == 0) {
