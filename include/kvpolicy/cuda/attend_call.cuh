@@ -49,8 +49,8 @@ void check_attend(const Attention& attention, const rows_view<const T>& q, const
     if (sequences.cu_seqlens != nullptr) {
         detail::require(sequences.segments >= 1, "sequences.segments", sequences.segments,
                         "1 or more where cu_seqlens is given");
-        host_backend::check_packed_keys(past, self, sequences);
     }
+    host_backend::check_packed(past, self, sequences);
 }
 
 /// Rows of 16-bit elements are copied 16 bytes at a time.

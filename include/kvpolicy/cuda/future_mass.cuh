@@ -70,6 +70,8 @@ void check_mass_call(const Attention& attention, rows_view<const T> q, rows_view
                      plane_view<const float> lse, const Sequences& sequences) {
     host_backend::check_attention(attention);
     check_sequences(sequences, q.batch, q.length);
+    detail::require(sequences.length <= longest_sequence, "sequences.length", sequences.length,
+                    "at most 2^31 - 2^24");
     detail::require(sequences.cu_seqlens == nullptr, "sequences.cu_seqlens", "given", "null");
     detail::require(k.batch == q.batch, "k.batch", k.batch, detail::text("q.batch = ", q.batch));
     detail::require(k.length >= sequences.length, "k.length", k.length,
