@@ -46,6 +46,7 @@ inline std::unique_ptr<llama::KvAttention> make_random(const kvpolicy::host& on,
                                                        const PolicyChoice& choice, std::uint64_t seed) {
     using Policy = kvpolicy::RandomKeys<>;
     std::vector<kvpolicy::RandomScorer> layers;
+    layers.reserve(static_cast<std::size_t>(config.layers));
     for (std::int32_t layer = 0; layer < config.layers; ++layer) {
         layers.push_back({.seed = seed, .layer = layer});
     }
