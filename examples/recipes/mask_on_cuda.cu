@@ -59,5 +59,5 @@ int main() {
     return expiry == expected ? 0 : 1;
 }
 
-// Prints, where there is a device:
+// Prints:
 // the same integers
