@@ -80,7 +80,7 @@ class FixedBudgetCache : public CacheOwner<FixedBudgetCache<P, T>, P, T> {
 
     /// Byte offsets of one layer's arrays in the buffer.
     struct layer_plan {
-        std::size_t k, v, position, score, bounds;
+        std::size_t k, v, position, score, bounds, arrivals, tile_victims;
         typename base::common_plan common;
     };
 
