@@ -32,10 +32,13 @@ inline namespace KVPOLICY_CUDA_NAMESPACE KVPOLICY_HIDDEN {
 // Refused before anything is enqueued: shapes that disagree, a head_dim beyond Dims, rows that are not aligned, too little
 // workspace, cu_seqlens. Failing CUDA calls throw kvpolicy::cuda_error.
 
-/// Bytes of device workspace for all calls below with at most `count` entries of at most `tokens` tokens (1: step and attend).
+/// Bytes of device workspace for all calls below with at most `count` entries of at most `tokens` tokens.
 template <class Dims = all_head_dims, class P, Storage T>
 std::size_t cache_workspace_bytes(const cuda& on, const FixedBudgetRef<P, T>& cache, std::int32_t count,
                                   std::int32_t tokens);
+/// The same for step and attend alone: much less, and a program that only decodes then compiles no kernel of prefill.
+template <class Dims = all_head_dims, class P, Storage T>
+std::size_t step_workspace_bytes(const cuda& on, const FixedBudgetRef<P, T>& cache, std::int32_t count);
 
 /// One decode step of one layer (the host's step has the order, the shapes and what is overwritten), in one launch; a scorer
 /// with a hidden layer or a state has one more before it. Outputs equal the host's to rounding.
@@ -44,11 +47,38 @@ void step(const cuda& on, const FixedBudgetRef<P, T>& cache, const Batch& batch,
           input_rows<T> k, input_rows<T> v, output_rows<T> out, workspace_view workspace,
           std::uint32_t* status = nullptr, const CacheExtras& extras = {});
 
+/// A chunk of up to n tokens a sequence, as the host's prefill: what as many steps would keep. Entry i brings batch.q_len[i] tokens,
+/// or batch.length. q [count, Hq, n, Dk], k and v [count, Hkv, n, D], out [count, Hq, n, Dv]; n is the length of q. Contests run one
+/// after another, in one warp a head: a newcomer that wins costs about half a microsecond (with a decay step above 1 every newcomer
+/// looks at all places). An mLSTM absorbs token by token.
+template <class Dims = all_head_dims, class P, Storage T>
+void prefill(const cuda& on, const FixedBudgetRef<P, T>& cache, const Batch& batch, input_rows<T> q,
+             input_rows<T> k, input_rows<T> v, output_rows<T> out, workspace_view workspace,
+             std::uint32_t* status = nullptr, const CacheExtras& extras = {});
+
+/// As the host's propose; n is at most CacheShape::proposals.
+template <class Dims = all_head_dims, class P, Storage T>
+void propose(const cuda& on, const FixedBudgetRef<P, T>& cache, const Batch& batch, input_rows<T> q,
+             input_rows<T> k, input_rows<T> v, output_rows<T> out, workspace_view workspace,
+             std::uint32_t* status = nullptr, const CacheExtras& extras = {});
+
+/// As the host's commit. An entry of more tokens than were proposed, or proposed at another length, counts as one of no token
+/// (which forgets what was proposed) and sets status_bad_length.
+template <class Dims = all_head_dims, class P, Storage T>
+void commit(const cuda& on, const FixedBudgetRef<P, T>& cache, const Batch& batch, workspace_view workspace,
+            std::uint32_t* status = nullptr);
+
 /// Attention of q [count, Hq, 1, Dk] over the rows that the named slots hold now; changes nothing.
 template <class Dims = all_head_dims, class P, Storage T>
 void attend(const cuda& on, const FixedBudgetRef<P, T>& cache, const Batch& batch, input_rows<T> q,
             output_rows<T> out, plane_view<float> lse, workspace_view workspace,
             std::uint32_t* status = nullptr);
+
+/// Fills `pages`, device memory, as the host's export_heads does. Refuses a capacity below what the batch's slots could ever need,
+/// count * rows / page_rows. A slot that there is not has no pages.
+template <class P, Storage T>
+void export_heads(const cuda& on, const FixedBudgetRef<P, T>& cache, const Batch& batch,
+                  const HeadPages& pages);
 
 }  // namespace KVPOLICY_HIDDEN
 }  // namespace kvpolicy

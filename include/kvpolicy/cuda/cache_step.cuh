@@ -148,6 +148,15 @@ void with_step_call(const cuda& on, const FixedBudgetRef<P, T>& cache, std::int3
 }  // namespace cuda_backend
 
 template <class Dims, class P, Storage T>
+std::size_t step_workspace_bytes(const cuda& on, const FixedBudgetRef<P, T>& cache, std::int32_t count) {
+    detail::require(count >= 0 && count <= cache.slots, "count", count,
+                    [&] { return detail::text("0 to the cache's slots, ", cache.slots); });
+    std::size_t bytes = 0;
+    cuda_backend::with_step_call<Dims>(on, cache, count, [&](auto& call) { bytes = call.lay_out(nullptr); });
+    return bytes;
+}
+
+template <class Dims, class P, Storage T>
 void step(const cuda& on, const FixedBudgetRef<P, T>& cache, const Batch& batch, input_rows<T> q,
           input_rows<T> k, input_rows<T> v, output_rows<T> out, workspace_view workspace,
           std::uint32_t* status, const CacheExtras& extras) {

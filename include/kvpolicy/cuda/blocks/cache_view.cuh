@@ -41,7 +41,7 @@ struct cache_view {
     position_t rebase_limit = kvpolicy::rebase_limit;
 
     template <class P>
-    explicit cache_view(const FixedBudgetRef<P, T>& ref)
+    __host__ __device__ explicit cache_view(const FixedBudgetRef<P, T>& ref)
         : rules(ref.rules),
           row_offset(ref.row_offset),
           length(ref.length),

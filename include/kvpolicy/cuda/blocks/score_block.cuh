@@ -21,7 +21,7 @@ inline constexpr int score_batch = 8;  // tokens that a block of a stateless sco
 template <class T, class Scorer>
 struct score_launch {
     cache_view<T> cache;
-    Batch batch;
+    Batch batch{};
     chunk_tokens<T> tokens{};
     // [count, Hkv, most]: of token j, or of the key that leaves when token j comes (0 where none does)
     float* scores = nullptr;

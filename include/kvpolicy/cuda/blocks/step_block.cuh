@@ -34,11 +34,11 @@ struct step_launch {
     using Compute = typename Rows::Compute;
 
     cache_view<T> cache;
-    Batch batch;
-    rows_view<const T> q;  // [count, Hq, 1, Dk]
-    rows_view<const T> k;  // [count, Hkv, 1, Dk]
-    rows_view<const T> v;  // [count, Hkv, 1, Dv]
-    rows_view<T> out;      // [count, Hq, 1, Dv]
+    Batch batch{};
+    rows_view<const T> q{};  // [count, Hq, 1, Dk]
+    rows_view<const T> k{};  // [count, Hkv, 1, Dk]
+    rows_view<const T> v{};  // [count, Hkv, 1, Dv]
+    rows_view<T> out{};      // [count, Hq, 1, Dv]
     plane_view<float> lse{};
     plane_view<const float> scores{};  // the newcomers', where they are given
     const float* computed = nullptr;   // [count, Hkv], of a scorer that is scored_before: see score_launch
@@ -65,16 +65,15 @@ struct merged_state {
         Compute x[4];
     };
 
-    /// `Load` reads memory: a pointer to const Compute or to const four.
-    template <class Load>
+    /// `Load` reads memory: a pointer to const Compute or to const four. Batch states are loaded at once.
+    template <int Batch, class Load>
     __device__ void take(const Compute* states, std::int32_t count, std::int64_t stride, std::int32_t head,
                          std::int32_t width, std::int32_t column, const Load& load) {
-        constexpr int batch = sizeof(Compute) == 4 ? 8 : 2;  // loads in flight
-        for (std::int32_t first = 0; first < count; first += batch) {
-            Compute m[batch], l[batch];
-            four x[batch];
+        for (std::int32_t first = 0; first < count; first += Batch) {
+            Compute m[Batch], l[Batch];
+            four x[Batch];
 #pragma unroll
-            for (int i = 0; i < batch; ++i) {
+            for (int i = 0; i < Batch; ++i) {
                 m[i] = static_cast<Compute>(minus_infinity());
                 l[i] = Compute(0);
                 x[i] = {};
@@ -88,13 +87,13 @@ struct merged_state {
             }
             Compute top = max;
 #pragma unroll
-            for (int i = 0; i < batch; ++i) {
+            for (int i = 0; i < Batch; ++i) {
                 top = fmax(top, m[i]);
             }
             const Compute finite = top == static_cast<Compute>(minus_infinity()) ? Compute(0) : top;
             add(exp2(max - finite), Compute(0), {});
 #pragma unroll
-            for (int i = 0; i < batch; ++i) {
+            for (int i = 0; i < Batch; ++i) {
                 const Compute weight = exp2(m[i] - finite);
                 add(Compute(1), weight * l[i],
                     {weight * x[i].x[0], weight * x[i].x[1], weight * x[i].x[2], weight * x[i].x[3]});
@@ -212,18 +211,22 @@ class step_block {
 
         const std::int64_t region_size = region_bytes() / static_cast<int>(sizeof(Compute));
         const auto* const of_warps = reinterpret_cast<const Compute*>(regions_);
+        moved_rows moved;
         if (call_.splits * call_.parts == 1) {
-            write_results(of_warps, Rows::warps, region_size, 0, load_of_block{});
+            moved = fetch_rows(head, step);
+            write_results<Rows::warps>(of_warps, Rows::warps, region_size, 0, load_of_block{});
         } else {
             merge_warps(of_warps, region_size, queries.heads);
             if (!arrives_last(head.index)) {
                 return;
             }
-            write_results(state(0, 0), call_.splits, state_size(), call_.splits * state_size(),
-                          load_shared_between_blocks{});
+            moved = fetch_rows(head, step);
+            constexpr int batch = sizeof(Compute) == 4 ? 16 : 2;
+            write_results<batch>(state(0, 0), call_.splits, state_size(), call_.splits * state_size(),
+                                 load_shared_between_blocks{});
         }
         if (call_.writes) {
-            write_rows(head, q, step, score);
+            write_rows(head, q, step, score, moved);
         }
     }
 
@@ -309,7 +312,8 @@ class step_block {
         for (std::int32_t i = static_cast<std::int32_t>(threadIdx.x); i < heads * fours; i += Rows::threads) {
             const std::int32_t head = i / fours, column = i % fours * 4;
             Merged all;
-            all.take(of_warps, Rows::warps, stride, head, call_.width, column, load_of_block{});
+            all.template take<Rows::warps>(of_warps, Rows::warps, stride, head, call_.width, column,
+                                           load_of_block{});
             if (column == 0) {
                 to[head] = all.max;
                 to[Rows::heads + head] = all.sum;
@@ -335,7 +339,7 @@ class step_block {
     }
 
     /// Outputs of all query heads of the group.
-    template <class Load>
+    template <int Batch, class Load>
     __device__ void write_results(const Compute* states, std::int32_t count, std::int64_t stride,
                                   std::int64_t part_stride, const Load& load) const {
         const std::int32_t fours = call_.cache.dim_v / 4;
@@ -343,8 +347,8 @@ class step_block {
              i += Rows::threads) {
             const std::int32_t head = i / fours, column = i % fours * 4;
             Merged all;
-            all.take(states + head / Rows::heads * part_stride, count, stride, head % Rows::heads,
-                     call_.width, column, load);
+            all.template take<Batch>(states + head / Rows::heads * part_stride, count, stride,
+                                     head % Rows::heads, call_.width, column, load);
             const Compute scale = all.sum == Compute(0) ? Compute(0) : Compute(1) / all.sum;
             const std::int64_t of_q = std::int64_t{head_} * call_.cache.group + head;
             T* const to = call_.out.row(entry_, of_q, 0) + column;
@@ -366,43 +370,95 @@ class step_block {
         }
     }
 
+    /// What a thread moves, on its way while outputs are made: a piece of 16 bytes, where T is a 16-bit type, and what
+    /// block 0 found, thread 0.
+    struct moved_rows {
+        uint4 leaving, arriving;
+        step_note note;
+    };
+    static constexpr int piece = sizeof(T) == 2 ? 8 : 1;  // elements
+
+    /// Piece i of a row, those of the key before those of the value.
+    struct row_piece {
+        T* rows;
+        const T* newcomer;
+        std::int32_t dim;
+    };
+    [[nodiscard]] __device__ row_piece piece_of(const head_view<T>& head, std::int32_t i) const {
+        const std::int32_t of_k = call_.cache.dim_k / piece;
+        if (i < of_k) {
+            return {head.k + i * piece, call_.k.row(entry_, head_, 0) + i * piece, call_.cache.dim_k};
+        }
+        i -= of_k;
+        return {head.v + i * piece, call_.v.row(entry_, head_, 0) + i * piece, call_.cache.dim_v};
+    }
+    [[nodiscard]] __device__ std::int32_t pieces() const {
+        return (call_.cache.dim_k + call_.cache.dim_v) / piece;
+    }
+
+    [[nodiscard]] __device__ moved_rows fetch_rows(const head_view<T>& head,
+                                                   const detail::step_decision& step) const {
+        moved_rows moved{};
+        if (!call_.writes) {
+            return moved;
+        }
+        const auto thread = static_cast<std::int32_t>(threadIdx.x);
+        if constexpr (sizeof(T) == 2) {
+            static_assert(Rows::threads >= 2 * Rows::Dim / piece, "a piece a thread");
+            if (thread < pieces()) {
+                const row_piece mine = piece_of(head, thread);
+                moved.arriving = *reinterpret_cast<const uint4*>(mine.newcomer);
+                if (step.promoted >= 0) {
+                    moved.leaving =
+                        *reinterpret_cast<const uint4*>(mine.rows + std::int64_t{step.newest} * mine.dim);
+                }
+            }
+        }
+        if (thread == 0) {
+            moved.note = {__ldcg(&call_.notes[pair_].victim), __ldcg(&call_.notes[pair_].arriving)};
+        }
+        return moved;
+    }
+
     /// The key that leaves moves to its place, then the newcomer takes its row. Each thread moves pieces of its own, so
     /// that no piece is overwritten before it is read.
     __device__ void write_rows(const head_view<T>& head, position_t q, const detail::step_decision& step,
-                               float score) const {
-        move(head.k, call_.cache.dim_k, step, call_.k.row(entry_, head_, 0));
-        move(head.v, call_.cache.dim_v, step, call_.v.row(entry_, head_, 0));
-        if (threadIdx.x != 0) {
+                               float score, const moved_rows& moved) const {
+        const auto thread = static_cast<std::int32_t>(threadIdx.x);
+        for (std::int32_t i = thread; i < pieces(); i += Rows::threads) {
+            const row_piece mine = piece_of(head, i);
+            T* const newest = mine.rows + std::int64_t{step.newest} * mine.dim;
+            T* const promoted = mine.rows + std::int64_t{step.promoted} * mine.dim;
+            if constexpr (sizeof(T) == 2) {
+                if (step.promoted >= 0) {
+                    *reinterpret_cast<uint4*>(promoted) = moved.leaving;
+                }
+                *reinterpret_cast<uint4*>(newest) = moved.arriving;
+            } else {
+                if (step.promoted >= 0) {
+                    *promoted = *newest;
+                }
+                *newest = *mine.newcomer;
+            }
+        }
+        if (thread != 0) {
             return;
         }
-        const step_note note{__ldcg(&call_.notes[pair_].victim), __ldcg(&call_.notes[pair_].arriving)};
         if (step.promoted >= 0) {
             head.position[step.promoted] = step.leaving;
             head.score[step.promoted] = score;
         }
         head.position[step.newest] = q;
-        head.score[step.newest] = note.arriving;
+        head.score[step.newest] = moved.note.arriving;
         call_.cache.kept[head.index] = step.kept;
-        call_.cache.victim[head.index] = note.victim;
+        call_.cache.victim[head.index] = moved.note.victim;
         if (head_ == 0) {
             call_.cache.proposed[slot_] = 0;
         }
-        const bool bad = note.arriving != note.arriving || (on_leaving && score != score);
+        const float arriving = moved.note.arriving;
+        const bool bad = arriving != arriving || (on_leaving && score != score);
         if (bad && call_.status != nullptr) {
             atomicOr(call_.status + entry_, static_cast<std::uint32_t>(status_nan_score));
-        }
-    }
-    __device__ void move(T* rows, std::int32_t dim, const detail::step_decision& step,
-                         const T* newcomer) const {
-        using Piece = std::conditional_t<sizeof(T) == 2, uint4, T>;
-        constexpr int each = sizeof(Piece) / sizeof(T);
-        auto* const from = reinterpret_cast<Piece*>(rows + std::int64_t{step.newest} * dim);
-        for (std::int32_t i = static_cast<std::int32_t>(threadIdx.x); i < dim / each; i += Rows::threads) {
-            const Piece arriving = reinterpret_cast<const Piece*>(newcomer)[i];
-            if (step.promoted >= 0) {
-                reinterpret_cast<Piece*>(rows + std::int64_t{step.promoted} * dim)[i] = from[i];
-            }
-            from[i] = arriving;
         }
     }
 

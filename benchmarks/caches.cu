@@ -1,0 +1,214 @@
+// Decode steps of a FixedBudgetCache on CUDA, everything a step does: the append, the contest, attention, the rows. A call steps
+// all layers of a model once and advances, as one graph; its layers are caches of their own, together several times the L2
+// cache, so that every step finds cold rows without a flush whose write-back it would pay for. median_us is the time of one layer.
+//
+// Beside it stand the bytes that a step cannot avoid, those of keys and values in use, and the rate that they make.
+#include <kvpolicy/cuda.cuh>
+#include <kvpolicy/kvpop.hpp>
+#include <kvpolicy/scorers/linear.hpp>
+
+#include "cold.cuh"
+
+#include <algorithm>
+#include <cstdint>
+#include <string>
+#include <vector>
+
+namespace kvp = kvpolicy;
+
+namespace {
+
+using namespace bench;
+using kvp::bf16;
+
+constexpr std::int32_t heads = 8, group = 4, sinks = 4, window = 256;
+
+/// Which scores come with the tokens.
+enum class Order { random, improving };
+
+__global__ void fill_rows(bf16* to, std::int64_t count, std::uint32_t seed) {
+    const std::int64_t i = std::int64_t{blockIdx.x} * blockDim.x + threadIdx.x;
+    if (i < count) {
+        to[i] = bf16(0.433f * hashed(static_cast<std::uint32_t>(i) + seed));
+    }
+}
+
+__global__ void fill_weights(float* to, std::int64_t count, float scale, std::uint32_t seed) {
+    const std::int64_t i = std::int64_t{blockIdx.x} * blockDim.x + threadIdx.x;
+    if (i < count) {
+        to[i] = scale * hashed(static_cast<std::uint32_t>(i) + seed);
+    }
+}
+
+/// The next token's scores: even in [-4, 4), or always better than all before. Part of the graph, before the layers.
+__global__ void next_scores(float* to, std::int32_t count, const kvp::position_t* length, bool improving) {
+    const auto i = static_cast<std::int32_t>(blockIdx.x * blockDim.x + threadIdx.x);
+    if (i < count) {
+        const auto t = static_cast<std::uint32_t>(length[0]);
+        to[i] = improving ? static_cast<float>(t) : hashed(t * 8191u + static_cast<std::uint32_t>(i));
+    }
+}
+
+unsigned blocks_of(std::int64_t count) { return static_cast<unsigned>((count + 255) / 256); }
+
+struct Numbers {
+    buffer<bf16> memory;
+    Numbers(std::int64_t count, std::uint32_t seed) : memory(count) {
+        fill_rows<<<blocks_of(count), 256>>>(memory.data(), count, seed);
+        ok(cudaGetLastError());
+    }
+};
+
+template <class P>
+void decode(benchmark::State& state, const P& policy, std::int32_t batch, std::int32_t rows, std::int32_t dim,
+            Order order) {
+    using Dims = kvp::head_dims<64, 128>;
+    const double bytes = 2.0 * batch * heads * rows * dim * sizeof(bf16);
+    const auto layers = static_cast<std::int32_t>(std::clamp(400e6 / bytes, 4.0, 36.0));
+    kvp::FixedBudgetCache<P, bf16> cache({.layers = layers,
+                                          .slots = batch,
+                                          .query_heads = heads * group,
+                                          .kv_heads = heads,
+                                          .dim_k = dim,
+                                          .dim_v = dim},
+                                         policy);
+    const stream_of_calls calls;
+    const kvp::cuda on{calls.stream};
+    const buffer<unsigned char> memory(static_cast<std::int64_t>(cache.bytes().total()));
+    cache.bind(on, memory.data(), static_cast<std::size_t>(memory.count()));
+    const std::int64_t row = std::int64_t{batch} * heads * dim;
+    const Numbers q(row * group, 1), k(row, 2), v(row, 3);
+    const buffer<bf16> out(row * group);
+    const buffer<float> scores(std::int64_t{batch} * heads);
+    const std::size_t needed = kvp::step_workspace_bytes<Dims>(on, cache.ref(0), batch);
+    const buffer<unsigned char> workspace(static_cast<std::int64_t>(needed));
+    kvp::CacheExtras extras;
+    extras.scores = kvp::view_bhs<const float>(scores.data(), batch, heads, 1);
+    const auto token = [&] {
+        next_scores<<<blocks_of(scores.count()), 256, 0, calls.stream>>>(
+            scores.data(), static_cast<std::int32_t>(scores.count()), cache.ref(0).length,
+            order == Order::improving);
+        for (std::int32_t layer = 0; layer < layers; ++layer) {
+            kvp::step<Dims>(on, cache.ref(layer), {batch},
+                            kvp::view_bhsd<const bf16>(q.memory.data(), batch, heads * group, 1, dim),
+                            kvp::view_bhsd<const bf16>(k.memory.data(), batch, heads, 1, dim),
+                            kvp::view_bhsd<const bf16>(v.memory.data(), batch, heads, 1, dim),
+                            kvp::view_bhsd(out.data(), batch, heads * group, 1, dim),
+                            {workspace.data(), needed}, nullptr, extras);
+        }
+        cache.advance(on, {batch});
+    };
+    token();  // loads the kernels
+    ok(cudaStreamSynchronize(calls.stream));
+    cudaGraph_t graph = nullptr;
+    cudaGraphExec_t ready = nullptr;
+    ok(cudaStreamBeginCapture(calls.stream, cudaStreamCaptureModeThreadLocal));
+    token();
+    ok(cudaStreamEndCapture(calls.stream, &graph));
+    ok(cudaGraphInstantiate(&ready, graph, 0));
+    if (std::getenv("KVPOLICY_BENCH_PROFILE") == nullptr) {
+        for (std::int32_t t = 0; t < rows + 200; ++t) {  // full, and some contests
+            ok(cudaGraphLaunch(ready, calls.stream));
+        }
+    }
+    ok(cudaStreamSynchronize(calls.stream));
+    cudaEvent_t begin = nullptr, end = nullptr;
+    ok(cudaEventCreate(&begin));
+    ok(cudaEventCreate(&end));
+    std::vector<double> times;
+    for (auto _ : state) {
+        ok(cudaEventRecord(begin, calls.stream));
+        ok(cudaGraphLaunch(ready, calls.stream));
+        ok(cudaEventRecord(end, calls.stream));
+        ok(cudaEventSynchronize(end));
+        float ms = 0.0f;
+        ok(cudaEventElapsedTime(&ms, begin, end));
+        times.push_back(static_cast<double>(ms) / layers);
+        state.SetIterationTime(times.back() * 1e-3);
+    }
+    std::nth_element(times.begin(), times.begin() + static_cast<std::ptrdiff_t>(times.size() / 2),
+                     times.end());
+    const double median = times[times.size() / 2];
+    state.counters["median_ms"] = median;
+    state.counters["median_us"] = 1e3 * median;
+    state.counters["layers"] = layers;
+    state.counters["kv_bytes"] = bytes;
+    state.counters["gb_per_s"] = bytes / median * 1e-6;
+    state.counters["workspace_bytes"] = static_cast<double>(needed);
+    ok(cudaEventDestroy(begin));
+    ok(cudaEventDestroy(end));
+    ok(cudaGraphExecDestroy(ready));
+    ok(cudaGraphDestroy(graph));
+}
+
+using Given = kvp::Policy<kvp::Sink<>, kvp::Window<>, kvp::TopKBudget<>>;
+using Linear = kvp::Policy<kvp::Sink<>, kvp::Window<>, kvp::TopKBudget<>, kvp::LinearScorer<>>;
+using Memory = kvp::Policy<kvp::Sink<>, kvp::Window<>, kvp::TopKBudget<>, kvp::mLSTMScorer<>>;
+
+template <class P, class... Scorer>
+P policy_of(std::int32_t rows, const Scorer&... scorer) {
+    return P{kvp::Sink<>{sinks}, kvp::Window<>{window}, kvp::TopKBudget<>{rows - sinks - window}, scorer...};
+}
+
+/// A scorer with weights at random, which live as long as the program.
+template <class S>
+S scorer_of(std::int32_t dim) {
+    S scorer{};
+    scorer.heads = heads;
+    scorer.dim_k = scorer.dim_v = dim;
+    typename S::template parameters<float> weights{};
+    std::uint32_t seed = 100;
+    kvp::for_each_parameter(scorer, weights,
+                            [&](const char*, float*& array, std::size_t count, bool optional) {
+                                if (count == 0 || optional) {
+                                    return;
+                                }
+                                array = device<float>(static_cast<std::int64_t>(count));
+                                fill_weights<<<blocks_of(static_cast<std::int64_t>(count)), 256>>>(
+                                    array, static_cast<std::int64_t>(count), 0.05f, seed += 1000);
+                                ok(cudaGetLastError());
+                            });
+    ok(cudaDeviceSynchronize());
+    if constexpr (S::when == kvp::score_time::on_leaving) {
+        scorer.weights.w_q = weights.w_q;
+        scorer.weights.w_k = weights.w_k;
+        scorer.weights.w_v = weights.w_v;
+        scorer.weights.w_i = weights.w_i;
+        scorer.weights.w_f = weights.w_f;
+        scorer.weights.readout = weights.readout;
+    } else {
+        scorer.weights.weight = weights.weight;
+    }
+    return scorer;
+}
+
+void add_steps() {
+    for (const std::int32_t rows : {4096, 2048}) {
+        for (const std::int32_t batch : {1, 8, 32}) {
+            const std::string size = std::to_string(rows) + " x " + std::to_string(batch);
+            add("step/" + size, [=](benchmark::State& state) {
+                decode(state, policy_of<Given>(rows), batch, rows, 128, Order::random);
+            });
+            add("step, always replaced/" + size, [=](benchmark::State& state) {
+                decode(state, policy_of<Given>(rows), batch, rows, 128, Order::improving);
+            });
+            add("step, linear/" + size, [=](benchmark::State& state) {
+                decode(state, policy_of<Linear>(rows, scorer_of<kvp::LinearScorer<>>(128)), batch, rows, 128,
+                       Order::random);
+            });
+            add("step, mLSTM/" + size, [=](benchmark::State& state) {
+                decode(state, policy_of<Memory>(rows, scorer_of<kvp::mLSTMScorer<>>(128)), batch, rows, 128,
+                       Order::random);
+            });
+        }
+    }
+    add("step, d 64/4096 x 8",
+        [](benchmark::State& state) { decode(state, policy_of<Given>(4096), 8, 4096, 64, Order::random); });
+}
+
+}  // namespace
+
+int main(int argc, char** argv) {
+    add_steps();
+    return run(argc, argv, "cold: a call steps layers of several times the L2 cache in turn");
+}
