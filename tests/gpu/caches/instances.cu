@@ -1,5 +1,6 @@
 // A cache's steps for bf16 and head_dims up to 128, as an engine's own translation unit would instantiate them.
-#include <kvpolicy/cuda.cuh>
+#include <kvpolicy/cuda/cache_owner.cuh>
+#include <kvpolicy/cuda/cache_step.cuh>
 #include <kvpolicy/kvpop.hpp>
 
 namespace kvpolicy {

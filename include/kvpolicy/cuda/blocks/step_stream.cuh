@@ -103,13 +103,6 @@ struct plain_rows {
     }
 };
 
-/// An 8 x 8 matrix of 16-bit elements, transposed across the warp.
-__device__ inline std::uint32_t transpose_8x8(std::uint32_t rows) {
-    std::uint32_t columns;
-    asm volatile("movmatrix.sync.aligned.m8n8.trans.b16 %0, %1;" : "=r"(columns) : "r"(rows));
-    return columns;
-}
-
 /// Keys stand on the rows of the products (mma's M), query heads on the columns: S^T = K Q^T, O^T = V^T P^T. So one tile of
 /// 16 rows serves 8 heads. In an accumulator lane 4 group + pair has rows group, group + 8 and heads 2 pair, 2 pair + 1.
 template <class S>
