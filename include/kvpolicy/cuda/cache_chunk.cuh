@@ -37,6 +37,8 @@ class cache_chunk_call {
         call_.on_leaving = Scorer::when == score_time::on_leaving;
         call_.longest = static_cast<std::int32_t>(cache.longest);
         call_.tiles = detail::tiles_of_places(call_.longest);
+        constexpr std::size_t most_shared = 96 * 1024;  // what every card has
+        call_.contest_in_shared = P::ranked && contest_bytes(call_.longest, call_.tiles) <= most_shared;
         detail::require(heads() * std::max<std::int64_t>(tokens, 1) <= 0x7fffffff, "entries x heads x tokens",
                         heads() * tokens, "below 2^31: split the batch");
     }
@@ -123,8 +125,9 @@ class cache_chunk_call {
                                                        .state = state,
                                                        .scorer = scorer_});
         }
+        const std::size_t shared = call_.contest_in_shared ? contest_bytes(call_.longest, call_.tiles) : 0;
         launch("chunk_decide_kernel", chunk_decide_kernel<T, typename P::gate_type>, heads(), chunk_threads,
-               0, on_, call_, gate_);
+               shared, on_, call_, gate_);
     }
 
     void write() {

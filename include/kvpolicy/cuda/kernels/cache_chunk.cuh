@@ -10,7 +10,9 @@
 #include <kvpolicy/cuda/blocks/cache_view.cuh>
 #include <kvpolicy/cuda/blocks/score_row.cuh>
 #include <kvpolicy/cuda/config.cuh>
+#include <kvpolicy/cuda/launch.cuh>
 
+#include <cstddef>
 #include <cstdint>
 #include <type_traits>
 
@@ -33,6 +35,7 @@ struct chunk_launch {
     std::uint32_t* status = nullptr;   // [count]
     std::int32_t longest = 0;          // the most rows of a head
     std::int32_t tiles = 0;            // of its places
+    bool contest_in_shared = false;    // places and records fit into shared memory
     // Made by chunk_begin_kernel and chunk_decide_kernel.
     std::int32_t* taken = nullptr;         // [count]: tokens that count
     std::int64_t* first_row = nullptr;     // [count, Hkv]
@@ -45,6 +48,12 @@ struct chunk_launch {
     std::int32_t* record = nullptr;        // [count, Hkv, tiles]
     std::int32_t* kept = nullptr;          // [count, Hkv]: places in use after the chunk
 };
+
+/// Shared memory of a head's contests: positions, scores, records.
+inline std::size_t contest_bytes(std::int64_t places, std::int64_t tiles) {
+    return static_cast<std::size_t>(places) * (sizeof(position_t) + sizeof(float)) +
+           static_cast<std::size_t>(tiles) * sizeof(std::int32_t);
+}
 
 /// One head of an entry.
 template <class T>
@@ -146,9 +155,21 @@ __global__ void __launch_bounds__(chunk_threads)
         }
     }
     const detail::head_places places = at.rows.places(call.cache.rebase_limit);
+    float* const of_score = call.place_score + plane;
+    position_t* const of_position = call.place_position + plane;
+    detail::chunk_places chunk{{rule, call.cache.rebase_limit, of_score, of_position},
+                               call.holder + plane,
+                               call.record + std::int64_t{at.pair} * call.tiles,
+                               call.past_expiry + plane,
+                               call.chunk_expiry + std::int64_t{at.pair} * call.tokens.most};
+    if (call.contest_in_shared) {
+        chunk.of.position = reinterpret_cast<position_t*>(dynamic_shared());
+        chunk.of.score = reinterpret_cast<float*>(chunk.of.position + call.longest);
+        chunk.record = reinterpret_cast<std::int32_t*>(chunk.of.score + call.longest);
+    }
     for (std::int32_t p = thread; p < kept; p += chunk_threads) {
-        call.place_score[plane + p] = places.score[p];
-        call.place_position[plane + p] = places.position[p];
+        chunk.of.score[p] = places.score[p];
+        chunk.of.position[p] = places.position[p];
         call.holder[plane + p] = at.rows.layout.place(p);
     }
     if (thread == 0) {
@@ -157,18 +178,20 @@ __global__ void __launch_bounds__(chunk_threads)
     }
     __syncthreads();
     if (warp_id() == 0) {
-        const detail::chunk_places chunk{
-            {rule, call.cache.rebase_limit, call.place_score + plane, call.place_position + plane},
-            call.holder + plane,
-            call.record + std::int64_t{at.pair} * call.tiles,
-            call.past_expiry + plane,
-            call.chunk_expiry + std::int64_t{at.pair} * call.tokens.most};
         const std::int32_t after = detail::contest_chunk(
             warp_group{}, chunk, gate, at.base, tokens, kept,
             [&](std::int32_t j) { return at.leaving_score(call, j); },
             [&](position_t u) { return at.name(u); }, at.rows.capacity());
         if (lane_id() == 0) {
             call.kept[at.pair] = after;
+        }
+    }
+    if (call.contest_in_shared) {
+        __syncthreads();
+        const std::int32_t after = call.kept[at.pair];
+        for (std::int32_t p = thread; p < after; p += chunk_threads) {
+            of_score[p] = chunk.of.score[p];
+            of_position[p] = chunk.of.position[p];
         }
     }
 }
