@@ -116,7 +116,7 @@ class tensor_stream {
 
     /// Sets the first copies on their way.
     __device__ void start() {
-#pragma unroll
+#pragma unroll 1
         for (int stage = 0; stage < S::stages; ++stage) {
             load(rows_.begin + stage, stage);
         }
@@ -250,23 +250,26 @@ class tensor_stream {
         }
     }
 
-    /// Copies a tile, if it is one of this warp's, and closes a group of copies in any case.
+    /// Copies a tile, if it is one of this warp's, and closes a group of copies in any case. Each lane has its chunk of every
+    /// row that it copies; of rows that are not in use nothing is read, and zeros come.
     __device__ void load(std::int32_t tile, int stage) const {
         if (tile < rows_.end) {
-            constexpr int chunks = S::Dim / 8;
+            constexpr int chunks = S::Dim / 8, rows = 32 / chunks;  // at once
+            const int chunk = lane_id() % chunks, first = lane_id() / chunks;
+            const std::int32_t row = tile * stream_tile + first;
+            const T* k = rows_.k + std::int64_t{row} * rows_.dim_k + 8 * chunk;
+            const T* v = rows_.v + std::int64_t{row} * rows_.dim_v + 8 * chunk;
+            const std::uint32_t of_k = 8 * chunk < rows_.dim_k ? 16 : 0,
+                                of_v = 8 * chunk < rows_.dim_v ? 16 : 0;
+            const std::uint32_t to = shared_ + stage * S::tile_bytes + first * S::Dim * 2;
 #pragma unroll
-            for (int i = 0; i < stream_tile * chunks / 32; ++i) {
-                const int x = i * 32 + lane_id(), r = x / chunks, chunk = x % chunks;
-                const std::int32_t row = tile * stream_tile + r;
-                const bool in_use = row < rows_.used;
-                const std::uint32_t to =
-                    shared_ + stage * S::tile_bytes + r * S::Dim * 2 + ((chunk ^ (r % 8)) << 4);
-                const bool of_k = in_use && 8 * chunk < rows_.dim_k, of_v = in_use && 8 * chunk < rows_.dim_v;
-                copy_16(to, of_k ? rows_.k + std::int64_t{row} * rows_.dim_k + 8 * chunk : rows_.k,
-                        of_k ? 16 : 0);
-                copy_16(to + S::half_bytes,
-                        of_v ? rows_.v + std::int64_t{row} * rows_.dim_v + 8 * chunk : rows_.v,
-                        of_v ? 16 : 0);
+            for (int i = 0; i < stream_tile; i += rows) {
+                const bool in_use = row + i < rows_.used;
+                const std::uint32_t at = to + i * S::Dim * 2 + ((chunk ^ ((first + i) % 8)) << 4);
+                copy_16(at, k, in_use ? of_k : 0);
+                copy_16(at + S::half_bytes, v, in_use ? of_v : 0);
+                k += rows * rows_.dim_k;
+                v += rows * rows_.dim_v;
             }
         }
         copy_commit();
