@@ -216,38 +216,45 @@ KVPOLICY_HOST_DEVICE std::int32_t contest_chunk(const Group& group, const chunk_
             mine = chunk.of.rank(my_score, q + group.rank() - rule.window, -1, q + group.rank());
             waits = gate.open(my_score, rule);
         }
-        for (;;) {
-            if (kept >= rule.budget && (!still || known_for != priority_base(q, limit))) {
-                if (group.first(waits) < group.size()) {
-                    worst = worst_of_tiles(group, chunk.of, chunk.record, 0, 1, kept, q);
-                    group.sync();
-                    known_for = priority_base(q, limit);
-                }
+        const auto put = [&](std::int32_t place, position_t u, float s) {
+            const std::int32_t key = name(u);
+            (key < rows ? chunk.past_expiry[key] : chunk.chunk_expiry[key - rows]) = never;
+            chunk.holder[place] = key;
+            chunk.of.score[place] = s;
+            chunk.of.position[place] = u;
+        };
+        if (kept < rule.budget) {
+            // The first of those that wait take the free places, all at once.
+            const std::int32_t before = group.before(waits), waiting = group.count(waits);
+            const std::int32_t free = rule.budget - kept;
+            const bool takes = waits && before < free;
+            if (takes) {
+                put(kept + before, q + group.rank() - rule.window, my_score);
             }
-            const bool wins = waits && (kept < rule.budget ||
-                                        ranks_before(mine.value, mine.position, worst.value, worst.position));
-            const std::int32_t winner = group.first(wins);
+            group.sync();
+            kept += waiting < free ? waiting : free;
+            waits = waits && !takes;
+        }
+        while (group.count(waits) != 0) {
+            if (!still || known_for != priority_base(q, limit)) {
+                worst = worst_of_tiles(group, chunk.of, chunk.record, 0, 1, kept, q);
+                group.sync();
+                known_for = priority_base(q, limit);
+            }
+            const std::int32_t winner =
+                group.first(waits && ranks_before(mine.value, mine.position, worst.value, worst.position));
             if (winner >= group.size()) {
                 break;
             }
-            const std::int32_t token = j + winner;
-            const position_t u = base + token - rule.window;
             const float s = group.from(winner, my_score);
-            const bool free = kept < rule.budget;
-            const std::int32_t place = free ? kept++ : worst.place;
+            const std::int32_t place = worst.place;
             if (group.rank() == 0) {
-                if (!free) {
-                    const std::int32_t loser = chunk.holder[place];
-                    (loser < rows ? chunk.past_expiry[loser] : chunk.chunk_expiry[loser - rows]) = token;
-                }
-                const std::int32_t key = name(u);
-                (key < rows ? chunk.past_expiry[key] : chunk.chunk_expiry[key - rows]) = never;
-                chunk.holder[place] = key;
-                chunk.of.score[place] = s;
-                chunk.of.position[place] = u;
+                const std::int32_t loser = chunk.holder[place];
+                (loser < rows ? chunk.past_expiry[loser] : chunk.chunk_expiry[loser - rows]) = j + winner;
+                put(place, q + winner - rule.window, s);
             }
             group.sync();
-            if (!free && still) {
+            if (still) {
                 worst = worst_after(group, chunk.of, chunk.record, kept, q, chunk.of.at(place, q));
                 group.sync();
             }
@@ -258,12 +265,16 @@ KVPOLICY_HOST_DEVICE std::int32_t contest_chunk(const Group& group, const chunk_
     return kept;
 }
 
-/// A group of one thread.
+/// A group of one thread. All threads of a group call its members together: rank() below size(); the worst of all; the first
+/// thread for which something is so, or size(), how many threads before this one it is so for, and for how many in all; the number of
+/// one of them; sync() shows what they wrote to each other.
 struct lone_group {
     KVPOLICY_HOST_DEVICE static std::int32_t rank() { return 0; }
     KVPOLICY_HOST_DEVICE static std::int32_t size() { return 1; }
     KVPOLICY_HOST_DEVICE static ranked_place worst(const ranked_place& mine) { return mine; }
     KVPOLICY_HOST_DEVICE static std::int32_t first(bool is) { return is ? 0 : 1; }
+    KVPOLICY_HOST_DEVICE static std::int32_t before(bool /*is*/) { return 0; }
+    KVPOLICY_HOST_DEVICE static std::int32_t count(bool is) { return is ? 1 : 0; }
     KVPOLICY_HOST_DEVICE static float from(std::int32_t /*rank*/, float mine) { return mine; }
     KVPOLICY_HOST_DEVICE static void sync() {}
 };

@@ -64,6 +64,16 @@ class LaneGroup {
             return static_cast<std::int32_t>(std::find(of.begin(), of.end(), 1) - of.begin());
         });
     }
+    [[nodiscard]] std::int32_t before(bool is) const {
+        return exchange(all_.is, static_cast<char>(is), [&](const auto& of) {
+            return static_cast<std::int32_t>(std::count(of.begin(), of.begin() + rank_, 1));
+        });
+    }
+    [[nodiscard]] std::int32_t count(bool is) const {
+        return exchange(all_.is, static_cast<char>(is), [](const auto& of) {
+            return static_cast<std::int32_t>(std::count(of.begin(), of.end(), 1));
+        });
+    }
     [[nodiscard]] float from(std::int32_t rank, float mine) const {
         return exchange(all_.number, mine,
                         [&](const auto& of) { return of[static_cast<std::size_t>(rank)]; });
