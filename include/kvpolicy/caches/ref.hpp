@@ -98,6 +98,7 @@ struct LayerRef {
     std::int32_t dim_v = 0;
     std::int32_t page_rows = 1;
     std::int32_t proposals = 0;
+    bool on_device = false;  // what the pointers are
     Attention attention;
     position_t rebase_limit = kvpolicy::rebase_limit;
 

@@ -37,6 +37,13 @@ asked_scorer<P> scorer_of(const typename P::scorer_type& scorer) {
     }
 }
 
+/// Refuses a layer whose memory the device cannot read.
+template <class P, class T>
+void check_on_device(const FixedBudgetRef<P, T>& cache) {
+    detail::require(cache.on_device, "cache", "bound to host memory",
+                    "one bound with a cuda context, or a call with a host context");
+}
+
 template <class P>
 constexpr void require_device_policy() {
     static_assert(!P::observed,
@@ -54,6 +61,7 @@ template <class P, class T>
 void check_cache_call(const FixedBudgetRef<P, T>& cache, const Batch& batch, std::int32_t tokens,
                       const rows_view<const T>& q, const rows_view<T>& out, const plane_view<float>& lse) {
     const std::int32_t query_heads = cache.kv_heads * cache.group;
+    check_on_device(cache);
     detail::require(batch.count >= 0 && batch.count <= cache.slots, "batch.count", batch.count,
                     [&] { return detail::text("0 to the cache's slots, ", cache.slots); });
     detail::require(batch.q_len != nullptr || (batch.length >= 0 && batch.length <= tokens), "batch.length",

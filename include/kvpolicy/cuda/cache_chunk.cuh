@@ -27,6 +27,7 @@ class cache_chunk_call {
     cache_chunk_call(const cuda& on, const FixedBudgetRef<P, T>& cache, std::int32_t count,
                      std::int32_t tokens)
         : on_(on),
+          device_(on),
           ref_(cache),
           call_{.cache = cache_view<T>(cache)},
           gate_(cache.gate),
@@ -182,6 +183,7 @@ class cache_chunk_call {
     }
 
     const cuda& on_;
+    device_scope device_;
     const FixedBudgetRef<P, T>& ref_;
     chunk_launch<T> call_;
     typename P::gate_type gate_;
@@ -234,6 +236,7 @@ void propose(const cuda& on, const FixedBudgetRef<P, T>& cache, const Batch& bat
 template <class Dims, class P, Storage T>
 void commit(const cuda& on, const FixedBudgetRef<P, T>& cache, const Batch& batch, workspace_view workspace,
             std::uint32_t* status) {
+    cuda_backend::check_on_device(cache);
     detail::require(batch.count >= 0 && batch.count <= cache.slots, "batch.count", batch.count,
                     [&] { return detail::text("0 to the cache's slots, ", cache.slots); });
     detail::require(batch.q_len != nullptr || (batch.length >= 0 && batch.length <= cache.proposals),

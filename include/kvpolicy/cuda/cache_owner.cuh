@@ -229,6 +229,7 @@ template <class P, Storage T>
 void export_heads(const cuda& on, const FixedBudgetRef<P, T>& cache, const Batch& batch,
                   const HeadPages& pages) {
     namespace cb = cuda_backend;
+    cb::check_on_device(cache);
     detail::require(batch.count >= 0 && batch.count <= cache.slots, "batch.count", batch.count,
                     [&] { return detail::text("0 to the cache's slots, ", cache.slots); });
     const std::int64_t most = batch.count * (cache.rows / cache.page_rows);

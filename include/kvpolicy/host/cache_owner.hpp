@@ -110,6 +110,7 @@ void CacheOwner<Derived, P, T>::fill(LayerRef<P, T>& ref, std::int32_t layer, co
     ref.dim_v = shape_.dim_v;
     ref.page_rows = shape_.page_rows;
     ref.proposals = shape_.proposals;
+    ref.on_device = on_device_;
     ref.attention = attention_;
     ref.rebase_limit = rebase_limit_;
     ref.rules = at<const HeadRule>(rules_at_) + std::int64_t{layer} * shape_.kv_heads;

@@ -32,6 +32,13 @@ plane_view<T> entry_plane(plane_view<T> all, const std::int32_t* cu_seqlens, std
     return all;
 }
 
+/// Refuses a layer whose memory the host cannot read.
+template <class Cache>
+void check_on_host(const Cache& cache) {
+    detail::require(!cache.on_device, "cache", "bound to a device's memory",
+                    "one bound to host memory, or a call with a cuda context");
+}
+
 /// Refuses edges that do not say how the batch's entries are packed. Returns the tokens of all of them.
 inline std::int32_t check_packed(const Batch& batch, const std::int32_t* cu_seqlens) {
     for (std::int32_t i = 0; i < batch.count; ++i) {

@@ -262,6 +262,8 @@ TEST_CASE("refusals: one sentence, before anything runs") {
     wide.bind(call.on, more.data(), more.size());
     CHECK_REFUSED(static_cast<void>(step_workspace_bytes<head_dims<64>>(call.on, wide.ref(0), 1)),
                   "head_dim");
+    CHECK_REFUSED(attend(host{1}, ref, {Call::slots}, call.q_view(), call.out_view(), {}, lent),
+                  "device's memory");
     CHECK_REFUSED(static_cast<void>(call.cache.length(0)), "device's memory");
     CHECK_REFUSED(call.cache.clear(host{1}, 0), "device's memory");
     CHECK_REFUSED(call.cache.clear(call.on, 3), "slot");
