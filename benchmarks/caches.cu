@@ -10,8 +10,11 @@
 #include "cold.cuh"
 
 #include <algorithm>
+#include <cstddef>
 #include <cstdint>
+#include <cstdlib>
 #include <string>
+#include <type_traits>
 #include <vector>
 
 namespace kvp = kvpolicy;
@@ -142,6 +145,53 @@ void decode(benchmark::State& state, const P& policy, std::int32_t batch, std::i
 }
 
 using Given = kvp::Policy<kvp::Sink<>, kvp::Window<>, kvp::TopKBudget<>>;
+/// A prompt into an empty cache of 4096 rows: contests, attention over lists of live rows, copies.
+void prompt(benchmark::State& state, std::int32_t length, Order order) {
+    using Dims = kvp::head_dims<128>;
+    constexpr std::int32_t dim = 128;
+    const kvp::Policy<kvp::Sink<>, kvp::Window<>, kvp::TopKBudget<>> policy{
+        kvp::Sink<>{sinks}, kvp::Window<>{window}, kvp::TopKBudget<>{4096 - sinks - window}};
+    kvp::FixedBudgetCache<std::remove_const_t<decltype(policy)>, bf16> cache({.layers = 1,
+                                                                              .slots = 1,
+                                                                              .query_heads = heads * group,
+                                                                              .kv_heads = heads,
+                                                                              .dim_k = dim,
+                                                                              .dim_v = dim},
+                                                                             policy);
+    const stream_of_calls calls;
+    const kvp::cuda on{calls.stream};
+    const buffer<unsigned char> memory(static_cast<std::int64_t>(cache.bytes().total()));
+    cache.bind(on, memory.data(), static_cast<std::size_t>(memory.count()));
+    const std::int64_t row = std::int64_t{heads} * length * dim;
+    const Numbers q(row * group, 1), k(row, 2), v(row, 3);
+    const buffer<bf16> out(row * group);
+    std::vector<float> given(static_cast<std::size_t>(heads) * static_cast<std::size_t>(length));
+    for (std::size_t i = 0; i < given.size(); ++i) {
+        const auto t = static_cast<std::uint32_t>(i % static_cast<std::size_t>(length));
+        given[i] = order == Order::improving
+                       ? static_cast<float>(t)
+                       : static_cast<float>((t * 2654435761u + static_cast<std::uint32_t>(i)) >> 8);
+    }
+    const buffer<float> scores(static_cast<std::int64_t>(given.size()));
+    ok(cudaMemcpy(scores.data(), given.data(), given.size() * sizeof(float), cudaMemcpyHostToDevice));
+    const std::size_t needed = kvp::cache_workspace_bytes<Dims>(on, cache.ref(0), 1, length);
+    const buffer<unsigned char> workspace(static_cast<std::int64_t>(needed));
+    kvp::CacheExtras extras;
+    extras.scores = kvp::view_bhs<const float>(scores.data(), 1, heads, length);
+    measure(
+        state, calls.stream,
+        [&] {
+            cache.clear(on, 0);
+            kvp::prefill<Dims>(on, cache.ref(0), {.count = 1, .length = length},
+                               kvp::view_bhsd<const bf16>(q.memory.data(), 1, heads * group, length, dim),
+                               kvp::view_bhsd<const bf16>(k.memory.data(), 1, heads, length, dim),
+                               kvp::view_bhsd<const bf16>(v.memory.data(), 1, heads, length, dim),
+                               kvp::view_bhsd(out.data(), 1, heads * group, length, dim),
+                               {workspace.data(), needed}, nullptr, extras);
+        },
+        needed);
+}
+
 using Linear = kvp::Policy<kvp::Sink<>, kvp::Window<>, kvp::TopKBudget<>, kvp::LinearScorer<>>;
 using Memory = kvp::Policy<kvp::Sink<>, kvp::Window<>, kvp::TopKBudget<>, kvp::mLSTMScorer<>>;
 
@@ -206,9 +256,23 @@ void add_steps() {
         [](benchmark::State& state) { decode(state, policy_of<Given>(4096), 8, 4096, 64, Order::random); });
 }
 
+void add_prompts() {
+    for (const std::int32_t length : {1 << 11, 1 << 13, 1 << 14}) {
+        const std::string size = std::to_string(length >> 10) + "k";
+        add(
+            "prefill/" + size, [=](benchmark::State& state) { prompt(state, length, Order::random); }, 9);
+        add(
+            "prefill, improving/" + size,
+            [=](benchmark::State& state) { prompt(state, length, Order::improving); }, 9);
+    }
+}
+
 }  // namespace
 
 int main(int argc, char** argv) {
     add_steps();
-    return run(argc, argv, "cold: a call steps layers of several times the L2 cache in turn");
+    add_prompts();
+    return run(
+        argc, argv,
+        "cold: steps go through layers of several times the L2 cache; 256 MB are written before a prefill");
 }
