@@ -7,6 +7,8 @@
 #include <kvpolicy/host/simd_avx2.hpp>
 #include <kvpolicy/kvpop.hpp>
 
+#include "run.hpp"
+
 #include <benchmark/benchmark.h>
 #include <fmt/format.h>
 #include <unistd.h>
@@ -278,12 +280,10 @@ class Ratios : public benchmark::ConsoleReporter {
 }  // namespace
 
 int main(int argc, char** argv) {
-    benchmark::Initialize(&argc, argv);
-    if (benchmark::ReportUnrecognizedArguments(argc, argv)) {
+    Ratios ratios;
+    if (!run_benchmarks(argc, argv, ratios)) {
         return 1;
     }
-    Ratios ratios;
-    benchmark::RunSpecifiedBenchmarks(&ratios);
     fmt::print("\nRatios of this run:\n");
     ratios.print();
     return 0;

@@ -6,6 +6,8 @@
 #include <kvpolicy/kvpop.hpp>
 #include <kvpolicy/streaming_llm.hpp>
 
+#include "run.hpp"
+
 #include <benchmark/benchmark.h>
 #include <fmt/format.h>
 
@@ -178,12 +180,10 @@ class Ratios : public benchmark::ConsoleReporter {
 }  // namespace
 
 int main(int argc, char** argv) {
-    benchmark::Initialize(&argc, argv);
-    if (benchmark::ReportUnrecognizedArguments(argc, argv)) {
+    Ratios ratios;
+    if (!run_benchmarks(argc, argv, ratios)) {
         return 1;
     }
-    Ratios ratios;
-    benchmark::RunSpecifiedBenchmarks(&ratios);
     fmt::print("\nRatios of this run (bf16; decode: {} KV heads x {}, head_dim {}; prefill: {} x {}, {}):\n",
                decode_model.kv_heads, decode_model.group, decode_model.dim, prefill_model.kv_heads,
                prefill_model.group, prefill_model.dim);

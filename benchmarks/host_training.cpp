@@ -14,9 +14,12 @@
 #include <kvpolicy/scorers/initialize.hpp>
 #include <kvpolicy/scorers/sequence.hpp>
 
+#include "run.hpp"
+
 #include <benchmark/benchmark.h>
 #include <fmt/format.h>
 
+#include <algorithm>
 #include <cstdint>
 #include <map>
 #include <random>
@@ -219,12 +222,10 @@ class Ratios : public benchmark::ConsoleReporter {
 }  // namespace
 
 int main(int argc, char** argv) {
-    benchmark::Initialize(&argc, argv);
-    if (benchmark::ReportUnrecognizedArguments(argc, argv)) {
+    Ratios ratios;
+    if (!run_benchmarks(argc, argv, ratios)) {
         return 1;
     }
-    Ratios ratios;
-    benchmark::RunSpecifiedBenchmarks(&ratios);
     fmt::print("\nRatios of this run (processor time, one thread):\n");
     ratios.print();
     return 0;

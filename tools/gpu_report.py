@@ -72,6 +72,13 @@ def profile(folder, operation):
     return list(launches.values())
 
 
+def baselines_of(folder, operation):
+    """What the runs of the operation's baseline wrote, as one."""
+    paths = sorted(glob.glob(os.path.join(glob.escape(folder), f"baseline-{operation}.*.json")))
+    found = [one for one in (load(folder, os.path.basename(path)) for path in paths) if one]
+    return {**found[0], "rows": [row for one in found for row in one.get("rows", [])]} if found else None
+
+
 def targets(folder, operation):
     """(pattern, pass, stretch, names of baseline rows) of every line of the suite's table."""
     for line in lines(folder, f"targets-{operation}.txt"):
@@ -127,7 +134,7 @@ def print_row(entry):
 
 
 def operation_report(folder, operation):
-    bench, baseline = load(folder, f"bench-{operation}.json"), load(folder, f"baseline-{operation}.json")
+    bench, baseline = load(folder, f"bench-{operation}.json"), baselines_of(folder, operation)
     report = {"context": {key: value for key, value in (bench or {}).get("context", {}).items() if key in
                           ("card", "caches")}, "rows": [], "baseline": baseline, "profile": profile(folder, operation)}
     rows = (baseline or {}).get("rows", [])

@@ -13,6 +13,8 @@
 #   sanitized[<operation>]  a line for each program: PROGRAM | TOOLS | test cases, as doctest takes them. All cases together
 #                           reach every kernel of the operation, at sizes for tools that slow a kernel down a hundred times.
 #                           The report names the library's kernels that the run's selection did not reach.
+#   baselines[<operation>]  a line for each run of the baseline: arguments | seconds it has. Without any, one run of 110 s
+#   compiled[<operation>]   arguments with which the baseline compiles, beside the build, what its runs time later
 #   targets[<operation>]    a line for each: a shell pattern of benchmark names | pass | stretch | baseline rows, separated
 #                           by commas. Targets are milliseconds, or how many times faster than the first baseline: 3.4x.
 
@@ -43,8 +45,15 @@ profiled[attention]='(forward|forward . backward|future mass|causal lse)/16k/'
 sanitized[attention]="
 gpu.attention.future_mass | $all_checks | small future masses*
 gpu.attention.plan        | $all_checks | lengths*
-gpu.attention.attend      | $all_checks | packed*,more queries*
+gpu.attention.attend      | $all_checks | packed*,more queries*,softcap*
 gpu.attention.backward    | $all_checks | one tile*,strides,softcap*
+"
+# cuDNN needs no compiler; FlexAttention needs about ten kernels, those of its backward pass half a minute each.
+compiled[attention]='--compile --only flex mass'
+baselines[attention]="
+--only flex  | 150
+--only mass  | 60
+--only dense | 90
 "
 targets[attention]="
 forward/16k              | 2.2  | 1.65 | FlexAttention forward 16k, cuDNN dense forward 16k

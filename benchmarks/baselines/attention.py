@@ -22,13 +22,16 @@ from torch.nn.attention.flex_attention import create_block_mask, flex_attention
 sys.path.insert(0, os.path.dirname(os.path.abspath(__file__)))
 import masks  # the same lifetimes, from the same scores
 
+GROUPS = ("flex", "mass", "dense")
 HEADS, GROUP, WINDOW = 8, 4, masks.WINDOW
 QUERY_HEADS = HEADS * GROUP
 
 # One compilation a shape and mask: each is a function of its own.
 torch._dynamo.config.cache_size_limit = 256
 flex = torch.compile(flex_attention, dynamic=False)
-block_mask_of = torch.compile(create_block_mask, dynamic=False)
+# Inductor makes of the block mask's argsort, for up to 512 blocks, and of its sums over 128 x 128 pairs Triton kernels that keep a
+# whole row in registers, and Triton then compiles for minutes (pytorch/pytorch#182060). Without them the sort is ATen's.
+block_mask_of = torch.compile(create_block_mask, dynamic=False, options={"triton.persistent_reductions": False})
 
 
 def hashed(first, count):
@@ -71,9 +74,10 @@ def lifetime_mask(expiry):
 class Timer:
     """Rows of the result, written down as they come: whoever has no more time still has those."""
 
-    def __init__(self, quick, path):
+    def __init__(self, quick, path, compile_only):
         self.quick = quick
         self.path = path
+        self.compile_only = compile_only
         self.begin = time.monotonic()
         self.flushed = torch.empty(256 << 20, dtype=torch.uint8, device="cuda")
         self.rows = []
@@ -82,6 +86,8 @@ class Timer:
         """Median of as many calls as fit, and the peak of memory while one ran."""
         call()  # compiles
         torch.cuda.synchronize()
+        if self.compile_only:
+            return None, None
         before = torch.cuda.memory_allocated()
         torch.cuda.reset_peak_memory_stats()
         kept = call()
@@ -142,20 +148,29 @@ def time_dense(timer, name, batch, length, dim, backward):
                   forward_and_backward(lambda: dense(*inputs), inputs, gradient))
 
 
-def time_flex(timer, name, batch, length, dim, expiry, backward):
+def block_mask_by_lifetimes(length):
+    visible = lifetime_mask(budget_lifetimes(length))
+    return lambda: block_mask_of(visible, None, QUERY_HEADS, length, length, device="cuda")
+
+
+def time_flex(timer, name, batch, length, dim):
     q = tensor(batch, QUERY_HEADS, length, dim, 1)
     k, v = (tensor(batch, HEADS, length, dim, seed) for seed in (2, 3))
-    visible = lifetime_mask(expiry)
-    make = lambda: block_mask_of(visible, None, QUERY_HEADS, length, length, device="cuda")
+    make = block_mask_by_lifetimes(length)
     timer.row(f"FlexAttention block mask {name}", make)
     block = make()
     timer.row(f"FlexAttention forward {name}", lambda: flex(q, k, v, block_mask=block, enable_gqa=True),
               block_mask_density=1 - block.sparsity() / 100)
-    if backward:
-        gradient = tensor(batch, QUERY_HEADS, length, dim, 4)
-        inputs = [x.requires_grad_() for x in (q, k, v)]
-        timer.row(f"FlexAttention forward + backward {name}",
-                  forward_and_backward(lambda: flex(*inputs, block_mask=block, enable_gqa=True), inputs, gradient))
+
+
+def time_flex_backward(timer, name, batch, length, dim):
+    q = tensor(batch, QUERY_HEADS, length, dim, 1)
+    k, v = (tensor(batch, HEADS, length, dim, seed) for seed in (2, 3))
+    block = block_mask_by_lifetimes(length)()
+    gradient = tensor(batch, QUERY_HEADS, length, dim, 4)
+    inputs = [x.requires_grad_() for x in (q, k, v)]
+    timer.row(f"FlexAttention forward + backward {name}",
+              forward_and_backward(lambda: flex(*inputs, block_mask=block, enable_gqa=True), inputs, gradient))
 
 
 def mass_by_flex(q, k, lse, block):
@@ -187,7 +202,7 @@ def check():
     expiry = gate_lifetimes(length, 2.0)
     expiry = torch.where(torch.arange(length, device="cuda") % 3 == 0, expiry, torch.minimum(expiry, torch.arange(
         length, device="cuda", dtype=torch.int32) + 40)).to(torch.int32)
-    block = create_block_mask(lifetime_mask(expiry), None, QUERY_HEADS, length, length, device="cuda")
+    block = block_mask_of(lifetime_mask(expiry), None, QUERY_HEADS, length, length, device="cuda")
     got = flex(q, k, v, block_mask=block, enable_gqa=True).float()
     at = torch.arange(length, device="cuda")
     seen = (at[None, None, :] <= at[None, :, None]) & (at[None, :, None] < expiry[:, None, :])
@@ -203,29 +218,39 @@ def main():
     parser.add_argument("--out", help="also write the JSON here")
     parser.add_argument("--quick", action="store_true", help="fewer repetitions")
     parser.add_argument("--check", action="store_true", help="check the baselines themselves, nothing else")
-    parser.add_argument("--only", default="", help="a word that a group's name has: dense, flex, mass, gates")
+    parser.add_argument("--compile", action="store_true",
+                        help="call everything once, so that later runs find it in the compilers' caches on disk")
+    parser.add_argument("--only", nargs="+", default=GROUPS, choices=GROUPS, help="groups of baselines")
     arguments = parser.parse_args()
     if arguments.check:
         check()
         return
-    timer = Timer(arguments.quick, arguments.out)
+    timer = Timer(arguments.quick, arguments.out, arguments.compile)
+
+    def attempt(group, *shape):  # one that this version of PyTorch cannot run does not cost the others
+        try:
+            group(timer, *shape)
+        except Exception as error:
+            print(f"{group.__name__} {shape[0]}: {type(error).__name__}: {str(error)[:200]}", file=sys.stderr, flush=True)
+        torch.cuda.empty_cache()
+
     sizes = (("16k", 1 << 14), ("32k", 1 << 15), ("64k", 1 << 16), ("128k", 1 << 17))
-    with torch.no_grad():
-        if arguments.only in "mass":
+    if "flex" in arguments.only:
+        for name, length in sizes:
+            attempt(time_flex, name, 1, length, 128)
+        for name, length in sizes[:2]:
+            attempt(time_flex_backward, name, 1, length, 128)
+    if "mass" in arguments.only:
+        with torch.no_grad():
             for name, length in sizes[:2]:
-                time_mass(timer, name, length, 128)
-    if arguments.only in "dense":
+                attempt(time_mass, name, length, 128)
+    if "dense" in arguments.only:
         for name, length in sizes:
-            time_dense(timer, name, 1, length, 128, length <= 1 << 15)
-        time_dense(timer, "16k, d 64", 1, 1 << 14, 64, True)
-        time_dense(timer, "8 x 4k", 8, 1 << 12, 128, True)
-        time_dense(timer, "32 x 2k", 32, 1 << 11, 128, True)
-    if arguments.only in "gates":
-        time_dense(timer, "200k", 1, 200000, 128, False)
-    if arguments.only in "flex":
-        for name, length in sizes:
-            time_flex(timer, name, 1, length, 128, budget_lifetimes(length), length <= 1 << 15)
-            torch.cuda.empty_cache()
+            attempt(time_dense, name, 1, length, 128, length <= 1 << 15)
+        attempt(time_dense, "16k, d 64", 1, 1 << 14, 64, True)
+        attempt(time_dense, "8 x 4k", 8, 1 << 12, 128, True)
+        attempt(time_dense, "32 x 2k", 32, 1 << 11, 128, True)
+        attempt(time_dense, "200k", 1, 200000, 128, False)
     print(timer.write())
 
 

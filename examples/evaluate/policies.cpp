@@ -7,6 +7,8 @@
 #include <kvpolicy/uniform.hpp>
 #include <kvpolicy/wgkv.hpp>
 
+#include "support/keeping.hpp"
+
 #include <algorithm>
 #include <limits>
 #include <utility>
@@ -43,47 +45,8 @@ Made in_pages(const Setting& setting, const P& policy) {
         setting.on, setting.config, policy, nullptr, setting.longest);
 }
 
-/// An attention, and what its policy refers to: one number or scorer a layer or head.
-template <class T>
-class Keeping final : public llama::KvAttention {
-  public:
-    Keeping(std::vector<T> kept, Made attention) : kept_(std::move(kept)), attention_(std::move(attention)) {}
-
-    void operator()(int layer, std::span<const std::int64_t> positions, std::span<const float> q,
-                    std::span<const float> k, std::span<const float> v, std::span<float> out) override {
-        (*attention_)(layer, positions, q, k, v, out);
-    }
-    void give_scores(std::span<const float> scores, std::int64_t length) override {
-        attention_->give_scores(scores, length);
-    }
-    void clear() override { attention_->clear(); }
-    std::int64_t length() const override { return attention_->length(); }
-    double rows_per_head() const override { return attention_->rows_per_head(); }
-    std::vector<kvpolicy::position_t> retained(int layer, int head) const override {
-        return attention_->retained(layer, head);
-    }
-    std::size_t bytes() const override { return attention_->bytes(); }
-
-  private:
-    std::vector<T> kept_;
-    Made attention_;
-};
-
 Made random(const Setting& setting) {
-    using Policy = kvpolicy::RandomKeys<>;
-    const examples::PolicyChoice& choice = setting.choice;
-    std::vector<kvpolicy::RandomScorer> layers;
-    layers.reserve(static_cast<std::size_t>(setting.config.layers));
-    for (std::int32_t layer = 0; layer < setting.config.layers; ++layer) {
-        layers.push_back({.seed = 1, .layer = layer});
-    }
-    Made cache = std::make_unique<llama::CacheAttention<Policy, Storage>>(
-        setting.on, setting.config,
-        Policy{kvpolicy::Sink<>{choice.sinks}, kvpolicy::Window<>{choice.window},
-               kvpolicy::TopKBudget<>{kvpolicy::budget_for_total(choice.budget, choice.sinks, choice.window)},
-               kvpolicy::RandomScorer{}},
-        layers.data());
-    return std::make_unique<Keeping<kvpolicy::RandomScorer>>(std::move(layers), std::move(cache));
+    return examples::make_random(setting.on, setting.config, setting.choice, 1);
 }
 /// As many rows as the budget at the end of the sequence, fewer before.
 Made stride(const Setting& setting) {
@@ -139,7 +102,7 @@ Made gated_oracle(const Setting& setting) {
                             thresholds.data(), setting.config.layers, setting.config.kv_heads)},
                         kvpolicy::GivenScores{}});
     cache->give_scores(setting.oracle, setting.longest);
-    return std::make_unique<Keeping<float>>(std::move(thresholds), std::move(cache));
+    return std::make_unique<examples::Keeping<std::vector<float>>>(std::move(thresholds), std::move(cache));
 }
 
 constexpr float infinity = std::numeric_limits<float>::infinity();

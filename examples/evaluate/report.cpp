@@ -17,8 +17,6 @@ std::ofstream open(const std::filesystem::path& file) {
     return stream;
 }
 
-std::string beta_name(float beta) { return std::isinf(beta) ? "inf" : fmt::format("{:g}", beta); }
-
 double rounded(double x) { return std::round(x * 1e3) / 1e3; }
 
 }  // namespace
@@ -98,7 +96,7 @@ void write_json(const std::filesystem::path& file, const Run& run, std::span<con
                 mean.push_back(rounded(head.mean / n));
                 chance.push_back(rounded(head.chance_mean / n));
             }
-            one["oracle_recall"][beta_name(beta)] = {{"mean", mean}, {"chance", chance}};
+            one["oracle_recall"][examples::beta_name(beta)] = {{"mean", mean}, {"chance", chance}};
         }
         all["results"].push_back(std::move(one));
     }

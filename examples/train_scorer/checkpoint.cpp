@@ -30,7 +30,7 @@ std::map<std::string, std::string> Trainer<S>::run_settings() const {
     put("sequences", source_.count());
     put("length", source_.get(0).length);
     put("budgets", fmt::format("{}", fmt::join(o.budgets, ",")));
-    put("beta", beta_name(o.target.beta));
+    put("beta", examples::beta_name(o.target.beta));
     put("aggregate", aggregate_name(o.target.aggregate));
     put("decay", o.decay ? "learned" : "none");
     put("temperature", o.temperature);
@@ -77,6 +77,16 @@ void Trainer<S>::resume(const std::string& file) {
     if (!spec.same_architecture(options_.spec)) {
         llama::fail("{}: is a checkpoint of another architecture ({}); this run has {}", file,
                     spec.architecture(), options_.spec.architecture());
+    }
+    const examples::ScorerSpec& mine = options_.spec;
+    if (spec.sinks != mine.sinks || spec.window != mine.window || spec.gamma_min != mine.gamma_min ||
+        spec.gamma_max != mine.gamma_max) {
+        llama::fail(
+            "{}: is a checkpoint of a run with {} sinks, a window of {}, gamma {} to {}; this run has {}, "
+            "{}, {} "
+            "to {}",
+            file, spec.sinks, spec.window, spec.gamma_min, spec.gamma_max, mine.sinks, mine.window,
+            mine.gamma_min, mine.gamma_max);
     }
     for (const auto& [key, value] : run_settings()) {
         const auto found = spec.training.find(key);

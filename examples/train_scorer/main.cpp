@@ -135,8 +135,8 @@ void run_training(const kvpolicy::host& on, const Options& o, Data& data) {
     }
     progress.done();
     fmt::print("{}; {} parameters; beta {}, budgets {}, {} steps of {} of {} sequences; from step {}\n",
-               o.spec.architecture(), parameters, beta_name(o.target.beta), fmt::join(o.budgets, ", "),
-               o.steps, o.batch, data.training->count(), trainer.steps_done());
+               o.spec.architecture(), parameters, examples::beta_name(o.target.beta),
+               fmt::join(o.budgets, ", "), o.steps, o.batch, data.training->count(), trainer.steps_done());
     if (data.held_out) {
         fmt::print("(held-out: loss, then oracle recall with chance in brackets, at each budget)\n");
     }

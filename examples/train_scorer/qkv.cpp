@@ -2,6 +2,7 @@
 
 #include "support/oracle.hpp"
 #include "support/safetensors_writer.hpp"
+#include "support/scorers.hpp"
 
 #include <llama/dense_attention.hpp>
 #include <llama/error.hpp>
@@ -144,7 +145,7 @@ class FileSource final : public QkvSource {
             if (before != targets_.end()) {
                 continue;
             }
-            const std::string stored = name(index, l, "target.") + beta_name(target_.beta);
+            const std::string stored = name(index, l, "target.") + examples::beta_name(target_.beta);
             if (use_stored_ && file_.find(stored) != nullptr) {
                 targets.push_back(load(stored, {shape_.kv_heads, length}, 0, 1));
             } else {
@@ -248,8 +249,6 @@ std::string QkvShape::text() const {
                        query_heads, kv_heads, dim_k, dim_v);
 }
 
-std::string beta_name(float beta) { return std::isinf(beta) ? "inf" : fmt::format("{:g}", beta); }
-
 const char* aggregate_name(kvpolicy::group_aggregate aggregate) {
     return aggregate == kvpolicy::group_aggregate::max ? "max" : "mean";
 }
@@ -284,7 +283,8 @@ void write_dump(const kvpolicy::host& on, const llama::Model& model, std::size_t
             add("k", c.kv_heads);
             add("v", c.kv_heads);
             for (const float beta : betas) {
-                plan.push_back({name + "target." + beta_name(beta), llama::DType::f32, {c.kv_heads, length}});
+                plan.push_back(
+                    {name + "target." + examples::beta_name(beta), llama::DType::f32, {c.kv_heads, length}});
             }
         }
     }

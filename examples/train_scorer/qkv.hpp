@@ -43,8 +43,6 @@ struct TargetOptions {
     kvpolicy::group_aggregate aggregate = kvpolicy::group_aggregate::max;
 };
 
-/// "1", "2", "2.5", "inf"
-std::string beta_name(float beta);
 const char* aggregate_name(kvpolicy::group_aggregate aggregate);
 
 /// One sequence: k and v of each layer, and its targets.

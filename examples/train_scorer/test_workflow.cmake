@@ -45,12 +45,21 @@ run(${TRAIN_SCORER} --qkv qkv.safetensors ${train} --scorer mlstm --norm --skip 
 run(${TRAIN_SCORER} --text ${TEXT} ${small} ${train} --held-out ${TEXT} --held-out-sequences 1 --scorer mlstm
     --immediate --d-qk 16 --d-v 8 --out d.safetensors)
 if(EVALUATE)
-    run(${EVALUATE} --sequences 1 --budgets 94% --policies streaming,a,a-gated,c-matched,d --scorers a.safetensors
+    run(${EVALUATE} --sequences 1 --budgets 94% --policies dense,streaming,a,a-gated,c-matched,d --scorers a.safetensors
         --scorers c.safetensors --scorers d.safetensors --out e)
     foreach(file IN ITEMS e.csv e.json e.txt)
         file(SIZE ${FOLDER}/${file} bytes)
         if(bytes LESS 200)
             message(FATAL_ERROR "${file}: has ${bytes} bytes")
+        endif()
+    endforeach()
+    # policy, ..., exact look-ups, first digits, digits, how many look-ups, rows a head: the dense model finds everything, and a
+    # budget is its rows.
+    file(READ ${FOLDER}/e.csv table)
+    foreach(line IN ITEMS "dense,[^\n]*,1\\.00000,1\\.00000,1\\.00000,32,4096\\.0," "streaming,[^\n]*,32,256\\.0,"
+            "a,[^\n]*,32,256\\.0," "d,[^\n]*,32,256\\.0,")
+        if(NOT table MATCHES "\nbyte-llama,${line}")
+            message(FATAL_ERROR "e.csv: no line like ${line}:\n${table}")
         endif()
     endforeach()
 endif()
@@ -63,5 +72,6 @@ refused("has neither sequences.0.layers.0.target.1" --qkv targets.safetensors --
 refused("no query has a decision to learn from" --qkv qkv.safetensors)
 refused("checkpoint of another architecture" --qkv targets.safetensors ${train} --hidden 7 --resume half)
 refused("a run with steps 6; this run has 9" --qkv targets.safetensors ${train} --steps 9 --resume half)
+refused("a window of 64, gamma .*this run has 4, 32," --qkv qkv.safetensors ${train} --window 32 --resume half)
 refused("is no checkpoint" --qkv targets.safetensors ${train} --resume a.safetensors)
 refused("the header's length is" --qkv ${TEXT})

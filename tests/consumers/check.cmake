@@ -1,16 +1,9 @@
-# cmake -D KIND=find_package|add_subdirectory -D LANGUAGE=cpp|cu -D SOURCE_DIR=... -D WORK_DIR=... -D GENERATOR=...
+# cmake -D KIND=find_package|add_subdirectory|fetch_content -D LANGUAGE=cpp|cu -D SOURCE_DIR=... -D WORK_DIR=... -D GENERATOR=...
 #       -D CXX=... [-D NVCC=...] -P check.cmake
 
 cmake_minimum_required(VERSION 3.25)
 
-function(run)
-    execute_process(COMMAND ${ARGN} RESULT_VARIABLE result OUTPUT_VARIABLE output ERROR_VARIABLE output)
-    if(NOT result EQUAL 0)
-        list(JOIN ARGN " " command)
-        message("${output}")
-        message(FATAL_ERROR "failed: ${command}")
-    endif()
-endfunction()
+include(${CMAKE_CURRENT_LIST_DIR}/run.cmake)
 
 # Left-overs of an earlier run would hide a file that is no longer installed.
 file(REMOVE_RECURSE ${WORK_DIR})
@@ -63,7 +56,16 @@ if(KIND STREQUAL "find_package")
 else()
     list(APPEND options -D KVPOLICY_SOURCE_DIR=${SOURCE_DIR})
 endif()
+set(project ${KIND})
+if(KIND STREQUAL "fetch_content")
+    set(project add_subdirectory)
+    list(APPEND options -D CONSUMER_FETCH=ON)
+endif()
 
-run(${CMAKE_COMMAND} --no-warn-unused-cli -S ${CMAKE_CURRENT_LIST_DIR}/${KIND} -B ${WORK_DIR}/build ${options})
+run(${CMAKE_COMMAND} --no-warn-unused-cli -S ${CMAKE_CURRENT_LIST_DIR}/${project} -B ${WORK_DIR}/build ${options})
+if(KIND STREQUAL "fetch_content")
+    # From here on it is the same as add_subdirectory.
+    return()
+endif()
 run(${CMAKE_COMMAND} --build ${WORK_DIR}/build)
 run(${WORK_DIR}/build/app)

@@ -215,6 +215,7 @@ def make():
         (2, 1, 1, 1, 64, 8, 4, 1, 0, 5, 0, 0, 0, 0),
         (2, 1, 2, 40, 64, 12, 12, 32, 0, 5, 0, 0, 0, 0),  # the window is the budget
         (2, 1, 2, 60, 64, 16, 4, 48, 0, 5, 1, 0, 0, 1),
+        (2, 1, 2, 60, 64, 16, 4, 49, 16, 5, 0, 0, 0, 0),  # a last chunk of one token
     ]
     names = ["cases", "levels", "margins", "expiry", "mass", "sparse_mass"]
     arrays = {name: [] for name in names}

@@ -6,7 +6,8 @@ A head's rows are [sinks | ring | long-range], token t of the window in ring row
 rows 0 .. P-1, P .. 2P-1 and so on of those in use. At a step the page of the newest token and the best others by
 sum_d max(q_d min_d, q_d max_d) are read (the largest over the query heads of a KV head, or their mean). After a step, while the rows of
 all layers and heads are more than average * layers * heads, every head drops the lowest floor(share N), at least 1, of its N rows
-that are neither sinks nor in the window, by max-pooled sums over the last queries of the largest softmax weight of the group.
+that are neither sinks nor in the window, by max-pooled sums over the last queries of the largest softmax weight of the group (or
+the mean).
 
 Inputs are drawn as scorers.py draws: q, k, v of stream STREAMS * seed + (0, 1, 2), scores of + 3.
 
@@ -80,7 +81,8 @@ class Head:
                 continue
             logits = self.q[:, i] @ self.k[[held[j] for j in seen]].T / np.sqrt(self.c["dim"])
             weights = np.exp(logits - logits.max(axis=1, keepdims=True))
-            mass[seen] += (weights / weights.sum(axis=1, keepdims=True)).max(axis=0)
+            shares = weights / weights.sum(axis=1, keepdims=True)
+            mass[seen] += shares.mean(axis=0) if self.c["mean"] else shares.max(axis=0)
         reach = self.c["pool"] // 2
         pooled = [mass[max(0, j - reach) : j + reach + 1].max() for j in range(len(held))]
         candidates = sorted((pooled[j], -t) for j, t in enumerate(held) if t in self.long)
@@ -137,6 +139,7 @@ def cases():
     add(gated=1, average=14, layers=2)                                   # appendix K
     add(sinks=2, window=5, average=20, observing=7, pool=1, layers=2, heads=3, group=1, share=0.25)
     add(window=9, average=12, pool=3, observing=256)
+    add(window=6, mean=1, average=13, observing=24, group=3)             # the mean over the group
     add(sinks=4, window=8, average=5)                                    # nothing may be dropped in the end
     add(sinks=2, window=6, gated=1, page=4, pages=4, average=18, layers=2, length=120)  # admission, eviction, selection
     return found

@@ -1,11 +1,12 @@
 #include "generation_policies.hpp"
 
-#include <kvpolicy/core/random.hpp>
 #include <kvpolicy/kvpop.hpp>
 #include <kvpolicy/lte.hpp>
 #include <kvpolicy/streaming_llm.hpp>
+#include <kvpolicy/uniform.hpp>
 #include <kvpolicy/wgkv.hpp>
 
+#include "keeping.hpp"
 #include "policies.hpp"
 #include "trained.hpp"
 
@@ -15,7 +16,6 @@
 #include <llama/error.hpp>
 
 #include <algorithm>
-#include <bit>
 #include <cmath>
 #include <functional>
 #include <limits>
@@ -28,32 +28,6 @@ using kvpolicy::dynamic;
 using kvpolicy::Sink;
 using kvpolicy::TopKBudget;
 using kvpolicy::Window;
-
-/// A fair coin for every key, tossed once: with a budget, what stays is a uniform sample of all that was said (a
-/// reservoir). The coin is a function of the key's bits, so that prefill and single steps toss it alike.
-struct RandomScorer {
-    static constexpr kvpolicy::part_kind kind = kvpolicy::part_kind::scorer;
-    static constexpr kvpolicy::score_time when = kvpolicy::score_time::on_arrival;
-    std::uint64_t seed = 0;
-    std::int32_t head_dim = 0;
-
-    std::size_t scratch_size() const { return 0; }
-    float score(std::int32_t head, const float* key, const float*, float*) const {
-        std::uint64_t bits = seed;
-        for (std::int32_t d = 0; d < head_dim; ++d) {
-            bits = kvpolicy::random_bits(bits, static_cast<std::uint64_t>(head),
-                                         std::bit_cast<std::uint32_t>(key[d]));
-        }
-        return static_cast<float>(bits >> 40);
-    }
-};
-
-/// A rule by position alone: of the keys out of the window, every step-th stays.
-struct EveryNth {
-    static constexpr kvpolicy::part_kind kind = kvpolicy::part_kind::keep;
-    std::int64_t step = 1;
-    KVPOLICY_HOST_DEVICE constexpr bool keeps(kvpolicy::position_t t) const { return t % step == 0; }
-};
 
 template <class P>
 std::unique_ptr<llama::KvAttention> fixed(const PolicySetting& setting, const P& policy) {
@@ -149,19 +123,17 @@ std::unique_ptr<llama::KvAttention> keynorm(PolicySetting& setting) {
 
 std::unique_ptr<llama::KvAttention> random(PolicySetting& setting) {
     const PolicyOptions& options = setting.options;
-    using Random = kvpolicy::Policy<Sink<>, Window<>, TopKBudget<>, RandomScorer>;
-    return fixed(setting,
-                 Random{Sink<>{options.sinks}, Window<>{options.window}, TopKBudget<>{long_range(options)},
-                        RandomScorer{options.seed, setting.model.config.head_dim}});
+    return make_random(setting.on, setting.model.config, {"", options.budget, options.sinks, options.window},
+                       options.seed);
 }
 
 std::unique_ptr<llama::KvAttention> stride(PolicySetting& setting) {
     const PolicyOptions& options = setting.options;
     // A density of 0 keeps position 0 alone.
     const double step = std::min(1.0 / options.density, static_cast<double>(setting.longest));
-    using Stride = kvpolicy::Policy<Sink<>, Window<>, EveryNth>;
-    return growing(setting, Stride{Sink<>{options.sinks}, Window<>{options.window},
-                                   EveryNth{std::max<std::int64_t>(std::llround(step), 1)}});
+    const auto n = static_cast<std::int32_t>(std::max<std::int64_t>(std::llround(step), 1));
+    return growing(setting, kvpolicy::UniformStride<>{Sink<>{options.sinks}, Window<>{options.window},
+                                                      kvpolicy::Stride<>{n}});
 }
 
 std::unique_ptr<llama::KvAttention> gated(PolicySetting& setting) {

@@ -189,6 +189,8 @@ std::vector<float> log_gammas(const ScorerSpec& spec, const std::vector<float>& 
     return out;
 }
 
+std::string beta_name(float beta) { return std::isinf(beta) ? "inf" : fmt::format("{:g}", beta); }
+
 std::string TrainedScorers::system() const {
     if (spec.kind == "mlp") {
         return "KVpop-mlp";

@@ -73,11 +73,14 @@ struct TrainedScorers {
 
     static constexpr std::int32_t quantile_count = 257;  ///< at shares 0, 1/256 ... 1
 
-    /// "KVpop-mlp" or "KVpop" (delayed mLSTM) or "KVpop, immediate".
+    /// "KVpop-mlp" or "KVpop" (delayed mLSTM) or "KVpop immediate".
     std::string system() const;
     /// [layers, heads]: above it lies this share of the training text's scores. Refuses a file without quantiles.
     std::vector<float> thresholds(double share) const;
 };
+
+/// The beta of a target in files and tables: "1", "2", "2.5", "inf".
+std::string beta_name(float beta);
 
 /// log gamma of each (layer, head) from alpha; zeros where alpha is empty.
 std::vector<float> log_gammas(const ScorerSpec& spec, const std::vector<float>& alpha);

@@ -5,6 +5,7 @@
 #include <kvpolicy/wgkv.hpp>
 
 #include "immediate.hpp"
+#include "keeping.hpp"
 
 #include <llama/error.hpp>
 
@@ -16,37 +17,6 @@ namespace examples {
 namespace {
 
 using kvpolicy::dynamic;
-
-/// Holds the scorers of the layers and the thresholds of a gate, which the cache refers to.
-template <class P, class Attention = llama::CacheAttention<P, kvpolicy::bf16>>
-class TrainedAttention final : public llama::KvAttention {
-  public:
-    using S = typename P::scorer_type;
-
-    TrainedAttention(const kvpolicy::host& on, const llama::Config& config, const P& policy,
-                     std::vector<S> scorers, std::vector<float> thresholds = {}, std::int64_t longest = 0)
-        : scorers_(std::move(scorers)),
-          thresholds_(std::move(thresholds)),
-          cache_(on, config, policy, scorers_.data(), longest) {}
-
-    void operator()(int layer, std::span<const std::int64_t> positions, std::span<const float> q,
-                    std::span<const float> k, std::span<const float> v, std::span<float> out) override {
-        cache_(layer, positions, q, k, v, out);
-    }
-    void give_scores(std::span<const float>, std::int64_t) override {}
-    void clear() override { cache_.clear(); }
-    std::int64_t length() const override { return cache_.length(); }
-    double rows_per_head() const override { return cache_.rows_per_head(); }
-    std::vector<kvpolicy::position_t> retained(int layer, int head) const override {
-        return cache_.retained(layer, head);
-    }
-    std::size_t bytes() const override { return cache_.bytes(); }
-
-  private:
-    std::vector<S> scorers_;
-    std::vector<float> thresholds_;
-    Attention cache_;
-};
 
 template <class S>
 std::unique_ptr<llama::KvAttention> make(const kvpolicy::host& on, const llama::Config& config,
@@ -65,7 +35,9 @@ std::unique_ptr<llama::KvAttention> make(const kvpolicy::host& on, const llama::
                         kvpolicy::Decay<1>{kvpolicy::per_head(trained.log_gamma.data(), trained.spec.layers,
                                                               trained.spec.heads)},
                         scorers.front()};
-    return std::make_unique<TrainedAttention<Policy>>(on, config, policy, std::move(scorers));
+    auto cache =
+        std::make_unique<llama::CacheAttention<Policy, kvpolicy::bf16>>(on, config, policy, scorers.data());
+    return std::make_unique<Keeping<std::vector<S>>>(std::move(scorers), std::move(cache));
 }
 
 }  // namespace
@@ -109,9 +81,9 @@ std::unique_ptr<llama::KvAttention> make_gated(const kvpolicy::host& on, const l
                         kvpolicy::ThresholdGate<kvpolicy::at_least>{
                             kvpolicy::per_head(thresholds.data(), config.layers, config.kv_heads)},
                         mlp->scorers.front()};
-    using Attention = llama::CacheAttention<Policy, kvpolicy::bf16, kvpolicy::DualCache>;
-    return std::make_unique<TrainedAttention<Policy, Attention>>(on, config, policy, mlp->scorers,
-                                                                 std::move(thresholds), longest);
+    auto cache = std::make_unique<llama::CacheAttention<Policy, kvpolicy::bf16, kvpolicy::DualCache>>(
+        on, config, policy, mlp->scorers.data(), longest);
+    return std::make_unique<Keeping<std::vector<float>>>(std::move(thresholds), std::move(cache));
 }
 
 }  // namespace examples

@@ -10,8 +10,8 @@
 
 namespace examples {
 
-/// KVpop's rule on trained scorers, rows in bf16. The sinks and the window must be those that the scorers were trained with
-/// where the window is part of them (a delayed read): others are refused. `trained` must outlive the attention.
+/// KVpop's rule on trained scorers, rows in bf16. Where the window is part of the scorers (a delayed read) another one is
+/// refused. `trained` must outlive the attention.
 ///
 /// `match_state` takes as many rows off the budget as the scorer's state is worth, so that caches of stateful and stateless
 /// scorers take the same memory (the paper compares so).

@@ -18,7 +18,8 @@ inline namespace KVPOLICY_CUDA_NAMESPACE KVPOLICY_HIDDEN {
 // bf16 and fp16 with head_dim up to the largest of Dims go to the tensor cores (wgmma where the binary has code for compute capability 9.0a
 // and the card is one, mma.sync else), if the views' data and strides are multiples of 16 bytes; everything else (fp32,
 // double, other heads, odd strides) takes a plain kernel, which is for checking. Sums are taken in the same order in every
-// run: results are the same bits.
+// run: results are the same bits. Rows beyond a sequence's length may hold anything. The others must be finite: the host refuses a
+// NaN, here results that it takes part in are anything.
 
 /// Bytes of device workspace for causal_lse and future_mass: 4 bytes a query of a head, a word for every
 /// 128 keys of a KV head, and the windows.

@@ -92,7 +92,7 @@ struct DualRef : LayerRef<P, T> {
 struct EvictionReport {
     std::int32_t rounds = 0;   ///< in which every head dropped its lowest rows
     std::int64_t dropped = 0;  ///< rows, over all layers and heads
-    std::int64_t rows = 0;     ///< that are held now
+    std::int64_t rows = 0;     ///< that are held now; 0 for an entry without tokens, which is not looked at
 };
 
 /// One object a model. It owns bookkeeping only. The caller lends two kinds of memory: bytes() for tables and states, once,
@@ -162,7 +162,7 @@ class DualCache : public CacheOwner<DualCache<P, T>, P, T> {
                static_cast<std::size_t>(head);
     }
     void plan();
-    /// The most rows that a head can have with the pages that were lent.
+    /// The most rows that a head can hold: no more than its tokens, and what fits in the pages that were lent.
     [[nodiscard]] std::int64_t most_rows() const;
     /// Bytes of the selection's bounds of so many rows.
     [[nodiscard]] std::size_t bounds_bytes(std::size_t rows) const {

@@ -16,6 +16,7 @@
 #include <kvpolicy/policies/decay.hpp>
 #include <kvpolicy/policies/eviction.hpp>
 #include <kvpolicy/policies/eviction_gate.hpp>
+#include <kvpolicy/policies/keep_all.hpp>
 #include <kvpolicy/policies/selection.hpp>
 #include <kvpolicy/policies/sink.hpp>
 #include <kvpolicy/policies/stride.hpp>
@@ -147,6 +148,7 @@ std::string part_text(const ThresholdGate<Comparison>& part) {
     return fmt::format("ThresholdGate (open {} {})", std::is_same_v<Comparison, above> ? "above" : "from",
                        values_text(part.threshold));
 }
+inline std::string part_text(const KeepAll&) { return "KeepAll"; }
 inline std::string part_text(const EvictionGate& part) {
     return fmt::format("EvictionGate (closed above {})", values_text(part.threshold));
 }

@@ -51,6 +51,9 @@ class attend_call {
             call_.listed = options.path == attend_path::gather ||
                            (options.path == attend_path::automatic && !call_.causal_rows);
             with_tile(Dims{}, tile_, [this](auto dim) { choose<decltype(dim)::value>(); });
+            const std::int64_t count =
+                heads() * call_.parts * ((std::int64_t{sequences.length} + call_.tile_q - 1) / call_.tile_q);
+            detail::require(count <= 0x7fffffff, "tiles of queries", count, "below 2^31: split the batch");
         }
         if (call_.listed) {
             call_.plan = shape_plan(rows_, sequences.length, call_.tile_q, plain_frame_);
@@ -166,7 +169,6 @@ class attend_call {
         using Hopper = attend_hopper_sizes<T, Dim, General>;
         using Portable = attend_block_sizes<T, Dim, General>;
         const std::int64_t count = call_.count();
-        detail::require(count <= 0x7fffffff, "tiles of queries", count, "below 2^31: split the batch");
         if (hopper_) {
             const std::int64_t processors = device_.attribute(cudaDevAttrMultiProcessorCount);
             launch("attend_hopper_kernel", attend_hopper_kernel<Hopper>, std::min(count, processors),

@@ -251,6 +251,10 @@ std::int32_t check_backward(const Attention& attention, const rows_view<const T>
     if constexpr (is_half<T>) {
         const std::int32_t tile = fitting_tile(Dims{}, dim);
         detail::require(tile != 0, "head_dim", dim, "at most the largest of the call's head_dims, and 256");
+        // A super-tile's packed numbers are counted by 31 bits.
+        const std::int32_t group = q.heads / all.k.heads;
+        detail::require(group <= 0x7fffffff / (plan_queries * 256), "q.heads", q.heads,
+                        "at most 8191 for each KV head");
         return tile;
     } else {
         detail::require(dim <= 32 * plain_columns, "head_dim", dim, "at most 256");

@@ -49,16 +49,8 @@ void check_attend(const Attention& attention, const rows_view<const T>& q, const
     if (sequences.cu_seqlens != nullptr) {
         detail::require(sequences.segments >= 1, "sequences.segments", sequences.segments,
                         "1 or more where cu_seqlens is given");
-        detail::require(self == nullptr, "sequences.cu_seqlens", "given",
-                        "null where there are two segments of keys");
-        detail::require(sequences.starts == nullptr, "sequences.starts", "given",
-                        "null where cu_seqlens is given");
-        detail::require(!past.position, "keys.position", "given", "empty where cu_seqlens is given");
-        detail::require(past.first == 0, "keys.first", past.first, "0 where cu_seqlens is given");
-        detail::require(past.lengths == nullptr, "keys.lengths", "given", "null where cu_seqlens is given");
-        detail::require(past.k.length >= sequences.length, "keys.k.length", past.k.length,
-                        "sequences.length or more where cu_seqlens is given");
     }
+    host_backend::check_packed(past, self, sequences);
 }
 
 /// Rows of 16-bit elements are copied 16 bytes at a time.

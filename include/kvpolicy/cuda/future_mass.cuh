@@ -11,6 +11,7 @@
 #include <kvpolicy/cuda/kernels/band_plain.cuh>
 #include <kvpolicy/cuda/kernels/band_portable.cuh>
 #include <kvpolicy/cuda/launch.cuh>
+#include <kvpolicy/host/future_mass.hpp>
 
 #include <algorithm>
 #include <cmath>
@@ -69,6 +70,8 @@ void check_mass_call(const Attention& attention, rows_view<const T> q, rows_view
                      plane_view<const float> lse, const Sequences& sequences) {
     host_backend::check_attention(attention);
     check_sequences(sequences, q.batch, q.length);
+    detail::require(sequences.length <= longest_sequence, "sequences.length", sequences.length,
+                    "at most 2^31 - 2^24");
     detail::require(sequences.cu_seqlens == nullptr, "sequences.cu_seqlens", "given", "null");
     detail::require(k.batch == q.batch, "k.batch", k.batch, detail::text("q.batch = ", q.batch));
     detail::require(k.length >= sequences.length, "k.length", k.length,
@@ -291,16 +294,7 @@ void future_mass(const cuda& on, const Attention& attention, rows_view<const T> 
     namespace cb = cuda_backend;
     cb::check_mass_call(attention, q, k, lse, sequences);
     cb::check_plane("target", target, q.batch, k.heads, sequences.length);
-    detail::require(options.beta >= 1.0f, "beta", options.beta, "1 to infinity");
-    detail::require(options.epsilon >= 0.0f, "epsilon", options.epsilon, "0 or more");
-    detail::require(options.look_ahead >= 0, "look_ahead", options.look_ahead,
-                    "0 or more, or kvpolicy::unlimited");
-    detail::require(options.layer >= 0, "layer", options.layer, "0 or more");
-    options.window.check("array of windows", options.layer + 1, k.heads);
-    for (std::int32_t h = 0; h < k.heads; ++h) {
-        const std::int32_t window = options.window.at(options.layer, h);
-        detail::require(window >= 1, "window", window, "1 or more");
-    }
+    host_backend::check_mass_options(options, k.heads);
     cb::check_workspace(workspace, future_mass_workspace_bytes<T>(on, q, k));
     cb::future_mass_by<T, Dims>(on, cb::band_path::hopper, attention, q, k, lse, sequences, options, target,
                                 workspace);

@@ -28,9 +28,14 @@ class thread_pool {
   public:
     /// Refuses where the system gives fewer threads than that; without exceptions std::thread itself ends the process then.
     explicit thread_pool(int threads)
-        : thread_pool(threads, [](auto&& work) { return std::thread(std::forward<decltype(work)>(work)); }) {}
+        : thread_pool(threads,
+                      [](entry run, void* pool, int thread) { return std::thread(run, pool, thread); }) {}
 
-    /// The same with start(work) in the place of std::thread(work), for tests.
+    // What a thread runs: no type of ours, since std::thread makes a class of it that a shared library exports even where
+    // all that is ours is hidden, and two versions in one process would share it.
+    using entry = void (*)(void* pool, int thread);
+
+    /// The same with start(run, pool, thread) in the place of std::thread(run, pool, thread), for tests.
     template <class Start>
     thread_pool(int threads, const Start& start) {
         workers_.reserve(static_cast<std::size_t>(threads > 1 ? threads - 1 : 0));
@@ -126,8 +131,9 @@ class thread_pool {
 
     template <class Start>
     void start_workers(int threads, const Start& start) {
+        const entry run = [](void* pool, int thread) { static_cast<thread_pool*>(pool)->work(thread); };
         for (int i = 1; i < threads; ++i) {
-            workers_.push_back(start([this, i] { work(i); }));
+            workers_.push_back(start(run, this, i));
         }
     }
 

@@ -7,36 +7,14 @@
 #include <kvpolicy/core/error.hpp>
 #include <kvpolicy/host/attend_check.hpp>
 #include <kvpolicy/host/check.hpp>
+#include <kvpolicy/host/finite_rows.hpp>
 
 #include <algorithm>
-#include <cmath>
 #include <cstdint>
 #include <limits>
 
 namespace kvpolicy::host_backend {
 
-template <class T>
-bool finite_row(const T* row, std::int32_t dim) {
-    bool good = true;
-    for (std::int32_t c = 0; c < dim; ++c) {
-        good &= std::abs(static_cast<compute_t<T>>(row[c])) <= std::numeric_limits<compute_t<T>>::max();
-    }
-    return good;
-}
-
-/// Whether a row is finite; refuses it by name where `refuse` says so.
-template <class T>
-bool good_row(bool refuse, const char* name, const rows_view<const T>& rows, std::int64_t b, std::int64_t h,
-              std::int64_t t) {
-    if (finite_row(rows.row(b, h, t), rows.dim)) [[likely]] {
-        return true;
-    }
-    if (refuse) {
-        detail::refuse(detail::text(name, "[", b, "][", h, "][", t, "]").c_str(), "NaN or infinite",
-                       "a row of finite numbers");
-    }
-    return false;
-}
 inline bool good_number(bool good, bool refuse, const char* name, std::int64_t b, std::int64_t h,
                         std::int64_t t, float value, const char* allowed) {
     if (!good && refuse) {

@@ -102,6 +102,22 @@ void check_results(const rows_view<const T>& q, std::int32_t dim_v, const rows_v
     }
 }
 
+/// What packed segments exclude.
+template <class T>
+void check_packed(const keys<T>& past, const keys<T>* self, const Sequences& sequences) {
+    if (sequences.cu_seqlens != nullptr) {
+        detail::require(self == nullptr, "sequences.cu_seqlens", "given",
+                        "null where there are two segments of keys");
+        detail::require(sequences.starts == nullptr, "sequences.starts", "given",
+                        "null where cu_seqlens is given");
+        detail::require(!past.position, "keys.position", "given", "empty where cu_seqlens is given");
+        detail::require(past.first == 0, "keys.first", past.first, "0 where cu_seqlens is given");
+        detail::require(past.lengths == nullptr, "keys.lengths", "given", "null where cu_seqlens is given");
+        detail::require(past.k.length >= sequences.length, "keys.k.length", past.k.length,
+                        "sequences.length or more where cu_seqlens is given");
+    }
+}
+
 template <class T>
 void check_attend(const Attention& attention, const rows_view<const T>& q, const keys<T>& past,
                   const keys<T>* self, const Sequences& sequences) {
@@ -120,17 +136,7 @@ void check_attend(const Attention& attention, const rows_view<const T>& q, const
         detail::require(self->lengths == nullptr, "self.lengths", "given",
                         "null, since sequences.lengths says it");
     }
-    if (sequences.cu_seqlens != nullptr) {
-        detail::require(self == nullptr, "sequences.cu_seqlens", "given",
-                        "null where there are two segments of keys");
-        detail::require(sequences.starts == nullptr, "sequences.starts", "given",
-                        "null where cu_seqlens is given");
-        detail::require(!past.position, "keys.position", "given", "empty where cu_seqlens is given");
-        detail::require(past.first == 0, "keys.first", past.first, "0 where cu_seqlens is given");
-        detail::require(past.lengths == nullptr, "keys.lengths", "given", "null where cu_seqlens is given");
-        detail::require(past.k.length >= sequences.length, "keys.k.length", past.k.length,
-                        "sequences.length or more where cu_seqlens is given");
-    }
+    check_packed(past, self, sequences);
 }
 
 }  // namespace kvpolicy::host_backend

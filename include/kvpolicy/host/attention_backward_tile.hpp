@@ -237,7 +237,7 @@ class backward_tile {
          *lse_ = nullptr, *delta_ = nullptr, *k_ = nullptr, *v_ = nullptr, *k_values_ = nullptr,
          *s_ = nullptr, *g_ = nullptr, *p_t_ = nullptr, *x_t_ = nullptr, *d_k_ = nullptr, *d_v_ = nullptr,
          *ones_ = nullptr;
-    std::int32_t* position_;
+    std::int32_t* position_ = nullptr;
     std::int32_t born_[block_keys], bias_start_[block_keys];
     expiry_t expires_[block_keys];
     real log_bias_[block_keys], bias_[block_keys];

@@ -168,9 +168,6 @@ void attend_rows(const host& on, const Cache& cache, const Batch& batch, rows_vi
                     i = next;
                 }
             } else {
-                static_cast<void>(
-                    chosen);  // clang++ warns about captures that one of the branches leaves out
-                static_cast<void>(pages);
                 pass(0, count);
             }
         };

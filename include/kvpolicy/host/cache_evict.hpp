@@ -143,8 +143,7 @@ std::size_t DualCache<P, T>::evict_workspace_bytes(const host& on) const require
 
 template <AnyPolicy P, Storage T>
 std::int64_t DualCache<P, T>::most_rows() const {
-    return std::min<std::int64_t>(lent_pages() * this->shape_.page_rows,
-                                  std::numeric_limits<std::int32_t>::max());
+    return std::min<std::int64_t>(lent_pages() * this->shape_.page_rows, pool_.longest);
 }
 
 template <AnyPolicy P, Storage T>
@@ -174,7 +173,8 @@ void DualCache<P, T>::evict(const host& on, const Batch& batch, workspace_view w
                 }
             }
             report.rows = rows;
-            if (rows <= this->policy_.eviction().average * heads) {
+            if ((rows + heads - 1) / heads <=
+                this->policy_.eviction().average) {  // any average, without overflow
                 break;
             }
             on.parallel_for(heads, [&](std::int64_t task, int thread) {

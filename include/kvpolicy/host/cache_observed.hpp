@@ -121,13 +121,7 @@ class observed_pass {
     }
     template <class Visit>
     void for_each_head(const Batch& batch, Visit&& visit) const {
-        on_.parallel_for(std::int64_t{batch.count} * cache_.kv_heads, [&](std::int64_t task, int thread) {
-            const auto i = static_cast<std::int32_t>(task / cache_.kv_heads);
-            const auto h = static_cast<std::int32_t>(task % cache_.kv_heads);
-            if (batch.tokens(i) != 0) {
-                visit(i, h, thread);
-            }
-        });
+        host_backend::for_each_head(on_, cache_.kv_heads, batch, visit);
     }
 
     void run_block(const Batch& batch, bool prompt, std::int32_t done, std::int32_t longest,
@@ -144,7 +138,9 @@ class observed_pass {
                     cache_.kv_heads, [&](std::int32_t h) -> auto& { return head_at(i, h).list; });
             }
         }
-        if (longest > 1) {
+        // Steps, and blocks whose loser has gone already, attend to what is left; a block that prunes at its end, before that.
+        const bool before = longest > 1 || (prompt && !evicts_at_steps);
+        if (before) {
             attend_chunk(on_, cache_, batch, call.q, call.out, call.lse, longest, attention_,
                          [&](std::int32_t i, std::int32_t h, auto&& visit) {
                              block_segments(batch, done, call, i, h, visit);
@@ -156,7 +152,7 @@ class observed_pass {
             }
             decide(batch, prompt, done, call, i, h, head_at(i, h, thread).list);
         });
-        if (longest == 1) {
+        if (!before) {
             attend_rows(on_, cache_, batch, call.q, call.out, call.lse, done + 1, attention_);
         }
     }

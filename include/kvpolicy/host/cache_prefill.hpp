@@ -255,7 +255,7 @@ void commit_chunk(const Cache& cache, std::int32_t slot, std::int32_t head, std:
     if constexpr (P::has_selection) {
         const std::int32_t used = rows.layout.used(base + tokens, counts.kept);
         refresh_bounds(cache, rows.rows, 0, plan.mortal, used);
-        refresh_bounds(cache, rows.rows, rows.layout.place(kept_before), used, used);
+        refresh_bounds(cache, rows.rows, std::max(plan.mortal, rows.layout.place(kept_before)), used, used);
     }
     cache.victim[rows.index] = -1;
     if constexpr (P::ranked && StatefulScorer<typename P::scorer_type>) {
@@ -339,17 +339,7 @@ class chunk_pass {
 
     template <class Visit>
     void for_each_head(const Batch& batch, Visit&& visit) const {
-        on_.parallel_for(std::int64_t{batch.count} * cache_.kv_heads, [&](std::int64_t task, int thread) {
-            const auto i = static_cast<std::int32_t>(task / cache_.kv_heads);
-            const auto h = static_cast<std::int32_t>(task % cache_.kv_heads);
-            if (batch.tokens(i) != 0) {
-                if constexpr (std::is_invocable_v<Visit&, std::int32_t, std::int32_t, int>) {
-                    visit(i, h, thread);
-                } else {
-                    visit(i, h);
-                }
-            }
-        });
+        host_backend::for_each_head(on_, cache_.kv_heads, batch, visit);
     }
 
     /// Fills the plans of all heads; refuses a NaN score. source(i, h) says where the tokens of a head are.
@@ -479,8 +469,6 @@ void prefill(const host& on, const Ref<P, T>& cache, const Batch& batch, input_r
     hb::check_workspace(workspace, cache_workspace_bytes<P, T>(on, cache, batch.count, longest));
     std::byte* const begin = hb::aligned(workspace.data);
     if constexpr (P::observed) {
-        detail::require(extras.cu_seqlens == nullptr, "extras.cu_seqlens", "given",
-                        "null for an observed policy, whose entries come in rows of their own");
         hb::observed_tokens(on, cache, batch, longest, true, {q, k, v, out, extras.lse}, begin, status);
     } else {
         const CacheExtras scored = hb::with_scores(on, cache, batch, longest, extras, begin);

@@ -10,6 +10,7 @@
 
 #include <algorithm>
 #include <cstring>
+#include <type_traits>
 #include <utility>
 
 namespace kvpolicy::host_backend {
@@ -37,6 +38,22 @@ template <class Cache>
 void check_on_host(const Cache& cache) {
     detail::require(!cache.on_device, "cache", "bound to a device's memory",
                     "one bound to host memory, or a call with a cuda context");
+}
+
+/// visit(entry, head) or visit(entry, head, thread) for every head of the entries that bring tokens, on all threads.
+template <class Visit>
+void for_each_head(const host& on, std::int32_t kv_heads, const Batch& batch, Visit&& visit) {
+    on.parallel_for(std::int64_t{batch.count} * kv_heads, [&](std::int64_t task, int thread) {
+        const auto i = static_cast<std::int32_t>(task / kv_heads);
+        const auto h = static_cast<std::int32_t>(task % kv_heads);
+        if (batch.tokens(i) != 0) {
+            if constexpr (std::is_invocable_v<Visit&, std::int32_t, std::int32_t, int>) {
+                visit(i, h, thread);
+            } else {
+                visit(i, h);
+            }
+        }
+    });
 }
 
 /// Refuses edges that do not say how the batch's entries are packed. Returns the tokens of all of them.

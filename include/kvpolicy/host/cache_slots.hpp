@@ -83,13 +83,14 @@ void copy_slot(const Cache& cache, std::int32_t from, std::int32_t to) {
                 }
                 cache.pages(to, head)[held++] = cache.pool.take();
                 const auto first = static_cast<std::int32_t>(page * cache.page_rows);
-                copy_rows(rows, copy, first, std::min(used, first + cache.page_rows), cache.dim_k,
-                          cache.dim_v);
+                const std::int32_t last = std::min(used, first + cache.page_rows);
+                copy_rows(rows, copy, first, last, cache.dim_k, cache.dim_v);
+                refresh_bounds(cache, copy, first, last, used);  // a shared page has its bounds
             }
         } else {
             copy_rows(rows, copy, 0, used, cache.dim_k, cache.dim_v);
+            refresh_bounds(cache, copy, 0, used, used);
         }
-        refresh_bounds(cache, copy, 0, used, used);
     }
     for_each_counter(cache, [&](auto* array, std::int64_t each) {
         const std::int64_t count = cache.kv_heads * each;

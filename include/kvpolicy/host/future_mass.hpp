@@ -48,6 +48,20 @@ void check_mass_call(rows_view<const T> q, rows_view<const T> k, plane_view<cons
     check_plane("lse", lse, q.batch, q.heads, sequences.length);
 }
 
+/// The numbers of a target; reads no memory of the call, so that it serves every backend.
+inline void check_mass_options(const FutureMassOptions& options, std::int32_t kv_heads) {
+    detail::require(options.beta >= 1.0f, "beta", options.beta, "1 to infinity");
+    detail::require(options.epsilon >= 0.0f, "epsilon", options.epsilon, "0 or more");
+    detail::require(options.look_ahead >= 0, "look_ahead", options.look_ahead,
+                    "0 or more, or kvpolicy::unlimited");
+    detail::require(options.layer >= 0, "layer", options.layer, "0 or more");
+    options.window.check("array of windows", options.layer + 1, kv_heads);
+    for (std::int32_t h = 0; h < kv_heads; ++h) {
+        const std::int32_t window = options.window.at(options.layer, h);
+        detail::require(window >= 1, "window", window, "1 or more");
+    }
+}
+
 template <class T>
 std::size_t mass_scratch_bytes(const attention_shape& shape) {
     return aligned_size(attend_scratch_bytes<T>(shape, 1, attend_tile<T>(shape, 1)));
@@ -147,16 +161,7 @@ void future_mass(const host& on, const Attention& attention, rows_view<const T> 
     hb::check_attention(attention);
     hb::check_mass_call(q, k, lse, sequences);
     hb::check_plane("target", target, q.batch, k.heads, sequences.length);
-    detail::require(options.beta >= 1.0f, "beta", options.beta, "1 to infinity");
-    detail::require(options.epsilon >= 0.0f, "epsilon", options.epsilon, "0 or more");
-    detail::require(options.look_ahead >= 0, "look_ahead", options.look_ahead,
-                    "0 or more, or kvpolicy::unlimited");
-    detail::require(options.layer >= 0, "layer", options.layer, "0 or more");
-    options.window.check("array of windows", options.layer + 1, k.heads);
-    for (std::int32_t h = 0; h < k.heads; ++h) {
-        const std::int32_t window = options.window.at(options.layer, h);
-        detail::require(window >= 1, "window", window, "1 or more");
-    }
+    hb::check_mass_options(options, k.heads);
     hb::check_workspace(workspace, future_mass_workspace_bytes<T>(on, q, k));
 
     const bool largest = std::isinf(options.beta);

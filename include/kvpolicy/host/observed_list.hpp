@@ -5,7 +5,8 @@
 //   1. where decoded tokens make room: the keys up to a - w compete with the masses that they have (choose at a);
 //   2. the block's keys join; its queries attend, and give mass (observe);
 //   3. at the end of a prompt's block the keys up to b - 1 - w compete with their new masses (choose at b - 1).
-// With w = r + 1 the r most recent keys are exempt when the next query comes, and a block of one token has no third part.
+// With w = r + 1 the r most recent keys are exempt when the next query comes, and where steps evict, a block of one token has no
+// third part.
 #pragma once
 
 #include <kvpolicy/host/mass_pass.hpp>

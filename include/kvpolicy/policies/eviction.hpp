@@ -19,7 +19,7 @@ namespace kvpolicy {
 /// are not exempt; of equal scores the newer key goes. A round is repeated, with the scores of what is left, until the budget
 /// holds or nothing can be dropped.
 ///
-/// The cache keeps the last `observing` queries of every head; CacheOwner::evict looks and drops, once a step.
+/// The cache keeps the last `observing` queries of every head; DualCache::evict looks and drops, once a step.
 struct SnapKVEviction {
     static constexpr part_kind kind = part_kind::eviction;
     std::int64_t average = 4096;   ///< rows a KV head, on average over the layers and heads of a sequence

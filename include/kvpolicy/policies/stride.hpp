@@ -45,16 +45,12 @@ inline std::int32_t stride_for_total(std::int64_t total, std::int32_t sinks, std
     const auto kept = [&](std::int64_t n) {
         return (end - 1) / n - (sinks == 0 ? -1 : (std::int64_t{sinks} - 1) / n);
     };
-    std::int64_t low = 1, high = length;
-    while (low < high) {
-        const std::int64_t n = (low + high) / 2;
-        if (kept(n) <= total - recent) {
-            high = n;
-        } else {
-            low = n + 1;
-        }
+    // Not monotone in n where there are sinks: from the least n that can do, upwards.
+    std::int64_t n = (end - sinks) / (total - recent + 1) + 1;
+    while (kept(n) > total - recent) {
+        ++n;
     }
-    return static_cast<std::int32_t>(low);
+    return static_cast<std::int32_t>(n);
 }
 
 static_assert(KeepPart<Stride<16>> && KeepPart<Stride<>>);

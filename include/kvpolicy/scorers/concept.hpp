@@ -74,7 +74,7 @@ concept StatefulScorer = S::when == score_time::on_leaving&& requires(const S& s
     { scorer.read(head, same_state, key, value, scratch) } -> std::convertible_to<float>;
 };
 
-/// A scorer that reads the `reach` tokens before and after a key, from the window that holds them all: so w >= 2 reach + 1.
+/// A scorer that reads the `reach` >= 1 tokens before and after a key, from the window that holds them all: so w >= 2 reach + 1.
 /// score_span(head, first, count, keys, values, scores, scratch, isa) scores tokens first .. first + count - 1 of a
 /// sequence, count <= scorer_block, from the rows of tokens first - reach .. first + count - 1 + reach, without gaps; those of
 /// tokens before 0 hold anything. scratch has span_scratch_size() numbers. However a range is cut, the scores must be the
@@ -86,6 +86,7 @@ concept ContextScorer = S::when == score_time::in_window&& requires(const S& sco
                                                                     const float* keys, const float* values,
                                                                     float* scores, float* scratch, isa set) {
     { S::reach } -> std::convertible_to<std::int32_t>;
+    requires(S::reach >= 1);
     { scorer.tokens_at_once(count) } -> std::convertible_to<std::int32_t>;
     { scorer.span_scratch_size() } -> std::convertible_to<std::size_t>;
     {scorer.score_span(head, first, count, keys, values, scores, scratch, set)};

@@ -55,7 +55,7 @@ TEST_CASE("head_dims") {
 
 TEST_CASE("biases") {
     for (const bool gone : {false, true}) {
-        for (const std::int32_t from : {0, 1, 50, 1000}) {
+        for (const std::int32_t from : {0, 1, 50, 1000, std::numeric_limits<std::int32_t>::max()}) {
             Case c = plain(("bias from " + std::to_string(from) + (gone ? ", lifetimes" : ", dense")).c_str(),
                            400, 4);
             c.kv_heads = 2;
@@ -191,6 +191,11 @@ TEST_CASE("frames: starts, first, positions, lengths") {
     c.key_lengths.clear();
     c.first = 60;
     check_case<bf16>(c);
+    c.name = "keys as early and queries as late as can be";
+    c.first = -(1 << 30);
+    c.starts = {1 << 30, (1 << 30) - 1};
+    check_case<bf16>(c);
+    c.starts = {270, 100};
     c.name = "positions in any order";
     c.first = 0;
     c.position.resize(c.planes());

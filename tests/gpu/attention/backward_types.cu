@@ -179,4 +179,11 @@ TEST_CASE("refusals") {
                           kvpolicy::cuda{}, Attention{}, q, call.all, call.sequences));
                   }).find("head_dim") != std::string::npos,
                   "the head_dim to compile for");
+    rows_view<const bf16> many = q;
+    many.heads = 2 * 8192;
+    CHECK_MESSAGE(test::refusal_of([&] {
+                      static_cast<void>(attend_backward_workspace_bytes<bf16, head_dims<128>>(
+                          kvpolicy::cuda{}, Attention{}, many, call.all, call.sequences));
+                  }).find("8191") != std::string::npos,
+                  "query heads a KV head");
 }

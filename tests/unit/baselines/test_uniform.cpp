@@ -96,10 +96,15 @@ TEST_CASE("random keys are spread evenly, and differ by seed, layer and head") {
 }
 
 TEST_CASE("a stride for a total is the smallest that fits") {
-    for (const std::int32_t sinks : {0, 3}) {
-        for (const std::int32_t length : {1, 5, 20, 97}) {
-            for (const std::int32_t total : {9, 10, 30}) {
-                const std::int32_t window = 5;
+    struct Sizes {
+        std::int32_t sinks, window;
+    };
+    for (const auto& [sinks, window] : {Sizes{0, 5}, Sizes{3, 5}, Sizes{5, 1}}) {
+        for (const std::int32_t length : {1, 5, 12, 20, 97}) {
+            for (const std::int32_t total : {7, 9, 10, 30}) {
+                if (total <= sinks + window) {
+                    continue;
+                }
                 const std::int32_t n = stride_for_total(total, sinks, window, length);
                 CAPTURE(sinks);
                 CAPTURE(length);
@@ -112,7 +117,9 @@ TEST_CASE("a stride for a total is the smallest that fits") {
                     return count;
                 };
                 CHECK((rows(n) <= total || length <= total));
-                CHECK((n == 1 || rows(n - 1) > total));
+                for (std::int32_t less = 1; less < n; ++less) {
+                    CHECK(rows(less) > total);
+                }
             }
         }
     }

@@ -1,6 +1,7 @@
 // Quest's pages and SnapKV's rule under a global budget, alone and with admission by a gate: against the reference, and the same
 // after whatever a sequence may go through.
 #include <kvpolicy/policies/sink.hpp>
+#include <kvpolicy/policies/stride.hpp>
 #include <kvpolicy/policies/threshold_gate.hpp>
 #include <kvpolicy/policies/topk_budget.hpp>
 #include <kvpolicy/quest.hpp>
@@ -12,6 +13,8 @@
 
 #include <doctest/doctest.h>
 
+#include <cmath>
+#include <limits>
 #include <utility>
 
 using namespace kvpolicy;
@@ -20,6 +23,12 @@ namespace {
 
 using All = Policy<Sink<>, Window<>, ThresholdGate<at_least>, SnapKVEviction, QuestPages<>>;
 constexpr float infinity = std::numeric_limits<float>::infinity();
+
+/// |a - b|, infinite where either is NaN.
+double distance(double a, double b) {
+    const double off = std::abs(a - b);
+    return off == off ? off : std::numeric_limits<double>::infinity();
+}
 
 struct Case {
     std::int32_t sinks, window, gated, page, pages, mean, average, observing, pool, layers, heads, group, dim,
@@ -45,11 +54,13 @@ struct Case {
           share(dropped) {}
 
     [[nodiscard]] SnapKVEviction eviction() const {
-        return {average == 0 ? std::int64_t{1} << 40 : average, share, observing, pool, group_aggregate::max};
+        return {average == 0 ? std::int64_t{1} << 40 : average, share, observing, pool, aggregate()};
+    }
+    [[nodiscard]] group_aggregate aggregate() const {
+        return mean != 0 ? group_aggregate::mean : group_aggregate::max;
     }
     [[nodiscard]] QuestPages<> selection() const {
-        return {page, pages == 0 ? unlimited : pages,
-                mean != 0 ? group_aggregate::mean : group_aggregate::max};
+        return {page, pages == 0 ? unlimited : pages, aggregate()};
     }
     [[nodiscard]] All policy() const {
         return All{Sink<>{sinks}, Window<>{window}, ThresholdGate<at_least>{gated != 0 ? 0.0f : -infinity},
@@ -157,11 +168,11 @@ void compare(double tolerance) {
             for (std::int32_t l = 0; l < c.layers; ++l) {
                 for (std::int32_t h = 0; h < c.heads * c.group; ++h) {
                     const float got = in.lse[static_cast<std::size_t>(l)].view().head(0, h)[t];
-                    worst = std::max(worst, std::abs(static_cast<double>(got) - *lse++));
+                    worst = std::max(worst, distance(static_cast<double>(got), *lse++));
                     if (t % 5 == 0) {
                         const T* row = in.out[static_cast<std::size_t>(l)].view().row(0, h, t);
                         for (std::int32_t d = 0; d < c.dim; ++d) {
-                            worst = std::max(worst, std::abs(static_cast<double>(row[d]) - *out++));
+                            worst = std::max(worst, distance(static_cast<double>(row[d]), *out++));
                         }
                     }
                 }
@@ -377,6 +388,36 @@ TEST_CASE("Quest as a system: a full cache, of which a needle's page is read") {
     }
     CHECK(cache.cache.occupancy(0, 0, 0).rows() == 500);
     CHECK(out.view().row(0, 0, 499)[0] > 0.99f);
+}
+
+TEST_CASE("what a keep part keeps is not evicted") {
+    using Kept = Policy<Sink<>, Window<>, Stride<>, ThresholdGate<at_least>, SnapKVEviction>;
+    const auto file = kvpolicy_test::vectors::load("selection.kvpv");
+    Case c = all_cases(file).back();
+    c.average = 4;  // less than what stays
+    const Kept policy{Sink<>{2}, Window<>{5}, Stride<>{9}, ThresholdGate<at_least>{-infinity}, c.eviction()};
+    const host on{1};
+    test::BoundDual<Kept, float> cache(on, c.shape(1),
+                                       {.slab_pages = 400, .most_slabs = 1, .longest = c.length}, policy);
+    cache.add_slab(on);
+    Tokens<float> in(c);
+    std::int64_t rounds = 0;
+    for (std::int32_t t = 0; t < c.length; ++t) {
+        in.run<Kept>(on, cache.cache, 0, t, 1, true);
+        rounds += evict(on, cache.cache, 0).rounds;
+        std::vector<position_t> wanted;
+        for (std::int32_t at = 0; at <= t; ++at) {
+            if (at < 2 || at > t - 5 || at % 9 == 0) {
+                wanted.push_back(at);
+            }
+        }
+        for (std::int32_t l = 0; l < c.layers; ++l) {
+            for (std::int32_t h = 0; h < c.heads; ++h) {
+                CHECK(cache.sorted(l, 0, h) == wanted);
+            }
+        }
+    }
+    CHECK(rounds > 0);
 }
 
 TEST_CASE("what cannot be is refused") {

@@ -56,6 +56,7 @@ TEST_CASE("policies, fixed and at run time") {
     CHECK(text(UniformStride<4, 64, 16>{}) == "Sink 4 + Window 64 + Stride 16");
     CHECK(text(RandomKeys<0, 4, 5>{Sink<0>{}, Window<4>{}, TopKBudget<5>{}, RandomScorer{3, 1}}) ==
           "Sink 0 + Window 4 + TopKBudget 5 + RandomScorer (seed 3, layer 1)");
+    CHECK(text(Policy<Window<16>, KeepAll>{}) == "Window 16 + KeepAll");
     MlpScorer<> mlp;
     mlp.dim_k = 64, mlp.dim_v = 32, mlp.hidden = 16;
     CHECK(text(Policy<MlpScorer<>>{mlp}) == "MlpScorer (64 + 32, hidden 16)");

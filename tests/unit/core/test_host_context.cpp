@@ -160,16 +160,18 @@ TEST_CASE("a system that gives fewer threads: refused, and those that it gave ha
     for (const int given : {1, 2, 35}) {
         std::atomic<int> running{0};
         int started = 1;  // the caller
-        const auto start = [&](auto work) {
+        const auto start = [&](auto... work) {
             if (started == given) {
                 throw std::system_error(std::make_error_code(std::errc::resource_unavailable_try_again));
             }
             ++started;
             ++running;
-            return std::thread([&running, work] {
-                work();
-                --running;
-            });
+            return std::thread(
+                [&running](auto run, auto... arguments) {
+                    run(arguments...);
+                    --running;
+                },
+                work...);
         };
         CHECK_REFUSED(kvpolicy::detail::thread_pool(4096, start),
                       "host threads: 4096 is not allowed; it must be no more than the system allows, and the "
@@ -178,7 +180,7 @@ TEST_CASE("a system that gives fewer threads: refused, and those that it gave ha
         CHECK(started == given);
         CHECK(running == 0);
     }
-    const auto broken = [](auto) -> std::thread { throw std::runtime_error("no"); };
+    const auto broken = [](auto...) -> std::thread { throw std::runtime_error("no"); };
     CHECK_THROWS_AS(kvpolicy::detail::thread_pool(2, broken), std::runtime_error);
 }
 

@@ -85,7 +85,8 @@ class attend_consumer : attend_ring<S> {
     static constexpr int parts = S::Dim / 128 > 0 ? S::Dim / 128 : 1;  // of the output's columns
     static constexpr int columns = S::Dim / 2 / parts;                 // of a part, a thread
 
-    /// This warp no longer needs a slot (or the queries).
+    /// This warp no longer needs a slot (or the queries). __syncwarp orders what all lanes have read before lane 0's arrival,
+    /// and the arrival orders that before what the producer writes.
     __device__ static void release(std::uint32_t barrier) {
         __syncwarp();
         if (lane_id() == 0) {
@@ -156,6 +157,19 @@ class attend_consumer : attend_ring<S> {
         return last;
     }
 
+    /// o += P V with the values at the ring's place, which are then released.
+    __device__ void take_values(ring_place<S::slots>& ring, Weights& p, Output& o) const {
+        barrier_wait(full_ + 8 * ring.slot, ring.parity);
+        pin(p);
+        pin_output(o);
+        wgmma_fence();
+        multiply_values(o, p, ring.slot);
+        wgmma_wait<0>();
+        pin_output(o);
+        release(empty_ + 8 * ring.slot);
+        ring.advance();
+    }
+
     /// One product after the other. The warpgroups are out of step, so the tensor cores still have work.
     __device__ void attend_in_turn(ring_place<S::slots>& ring, std::uint64_t queries,
                                    const std::uint32_t (&query)[2], online_softmax& softmax,
@@ -174,15 +188,7 @@ class attend_consumer : attend_ring<S> {
             ring.advance();
             to_fragments<T>(p, s);
             rescale(o, decay);
-            barrier_wait(full_ + 8 * ring.slot, ring.parity);
-            pin(p);
-            pin_output(o);
-            wgmma_fence();
-            multiply_values(o, p, ring.slot);
-            wgmma_wait<0>();
-            pin_output(o);
-            release(empty_ + 8 * ring.slot);
-            ring.advance();
+            take_values(ring, p, o);
         } while (!last);
     }
 
@@ -222,15 +228,7 @@ class attend_consumer : attend_ring<S> {
             to_fragments<T>(p, s);
         }
         ring.advance();
-        barrier_wait(full_ + 8 * ring.slot, ring.parity);
-        pin(p);
-        pin_output(o);
-        wgmma_fence();
-        multiply_values(o, p, ring.slot);
-        wgmma_wait<0>();
-        pin_output(o);
-        release(empty_ + 8 * ring.slot);
-        ring.advance();
+        take_values(ring, p, o);
     }
 };
 

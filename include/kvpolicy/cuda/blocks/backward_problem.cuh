@@ -107,8 +107,11 @@ struct backward_problem {
         }
         const std::int32_t b = head / call.kv_heads;
         const std::int32_t keys = keys_of(b);
-        const std::int32_t shift =
-            first - (starts != nullptr ? starts[b] : 0) - (plan.first + j) * plan.super_q;
+        // Saturated: starts come from device memory, and first and starts may be 2^30 on either side of 0.
+        std::int32_t shift = first;
+        asm("sub.sat.s32 %0, %0, %1;" : "+r"(shift) : "r"(starts != nullptr ? starts[b] : 0));
+        asm("sub.sat.s32 %0, %0, %1;" : "+r"(shift) : "r"((plan.first + j) * plan.super_q));
+        shift = max(shift, -0x7f000000);  // all rows are old
         const auto clamp = [keys](std::int32_t x) { return x < 0 ? 0 : (x > keys ? keys : x); };
         return {0, clamp(1 - shift), 0, clamp(plan.super_q - shift), shift};
     }
@@ -145,7 +148,8 @@ struct backward_problem {
         if (mask.log_bias) {
             const std::int32_t head = list / plan.supers;
             const std::int32_t b = head / call.kv_heads, h = head - b * call.kv_heads;
-            const std::int32_t from = born + mask.bias_from_of(h);
+            std::int32_t from = mask.bias_from_of(h);
+            asm("add.sat.s32 %0, %0, %1;" : "+r"(from) : "r"(born));  // from 2^31 - 1 on it never counts
             e.natural_bias = mask.log_bias.head(b, h)[i];
             e.bias = e.natural_bias * log2_e;
             e.from = (from < 0 ? 0 : (from > plan.super_q ? plan.super_q : from)) * call.group;

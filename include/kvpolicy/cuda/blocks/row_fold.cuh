@@ -180,7 +180,7 @@ struct row_state {
                     overflow = overflow || !(total < 0x1p126f);
                     result[r] = log2f(total);
                 } else {
-                    result[r] = total > 0.0f ? most + log2f(total) : -INFINITY;
+                    result[r] = total == 0.0f ? -INFINITY : most + log2f(total);  // a NaN stays one
                 }
             }
         }

@@ -62,6 +62,38 @@ __device__ inline C target_of(const band_problem<T, C>& problem, const mass_tota
     return log_add(problem.rule.log_epsilon, total.log_mass - group);
 }
 
+/// A fold's result into the total of its row, row `row` of the item.
+template <class Pass, class T>
+__device__ inline void add_to_total(const band_problem<T>& problem, const band_item& item, float* totals,
+                                    int row, float result) {
+    if constexpr (Pass::mass) {
+        mass_total<float> total{totals[row]};
+        total.add(log_mass_of(problem, item, item.first + row, result), problem.rule.mean);
+        totals[row] = total.log_mass;
+    } else {
+        totals[row] = result * ln_2<float>;
+    }
+}
+
+/// Writes row `row` of the item, one a thread, and the flag of a sum pass.
+template <class Pass, class T>
+__device__ inline void write_total(const band_problem<T>& problem, const band_item& item, const float* totals,
+                                   int row, const int* flag) {
+    if (item.first + row < item.length) {
+        float* const out = problem.out.head(item.b, item.head) + item.first + row;
+        if constexpr (Pass::mass) {
+            *out = target_of(problem, mass_total<float>{totals[row]});
+        } else {
+            *out = totals[row];
+        }
+    }
+    if constexpr (Pass::mass && Pass::fold == row_fold::sum) {
+        if (row == 0) {
+            problem.flags[blockIdx.x] = *flag;
+        }
+    }
+}
+
 }  // namespace cuda_backend
 }  // namespace KVPOLICY_HIDDEN
 }  // namespace kvpolicy

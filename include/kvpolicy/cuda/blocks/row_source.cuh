@@ -139,12 +139,6 @@ struct scanned_rows {
     }
 };
 
-/// Room for either.
-union any_rows {
-    listed_rows listed;
-    scanned_rows scanned;
-};
-
 }  // namespace cuda_backend
 }  // namespace KVPOLICY_HIDDEN
 }  // namespace kvpolicy

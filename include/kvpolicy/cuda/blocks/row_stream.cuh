@@ -2,6 +2,7 @@
 #pragma once
 
 #include <kvpolicy/cuda/blocks/async.cuh>
+#include <kvpolicy/cuda/blocks/key_frame.cuh>
 #include <kvpolicy/cuda/blocks/row_source.cuh>
 #include <kvpolicy/cuda/blocks/warp.cuh>
 #include <kvpolicy/cuda/config.cuh>
@@ -176,6 +177,9 @@ class row_stream {
         }
         if (Biased && there) {
             bias_ = source.bias(call_, x, bias_from_);
+            if (bias_ == minus_infinity() && bias_from_ <= source.begin) {
+                fetched_.row = -1;  // hidden from all queries of the tile, so not read: it may hold anything
+            }
         }
     }
 

@@ -165,8 +165,8 @@ __global__ void __launch_bounds__(plan_threads)
             if ((alike & lanes_before(lane_id())) == 0) {
                 *next += __popc(alike);
             }
-            __syncwarp(others);
         }
+        __syncwarp();  // other lanes may have the same bin next time
         if (seen) {
             plan.row[offset + place] = Plain ? x : head.row_of(x);
             plan.life[offset + place] = {static_cast<std::uint16_t>(time.born),

@@ -2,8 +2,8 @@
 // keys and values and streams tiles of packed queries; two warpgroups of 64 keys each multiply.
 //
 // S^T = K Q^T and dP^T = V dO^T have keys on the rows, so weights and gradients are register operands of dV += P^T dO and
-// dK += dS^T Q. dS^T also goes through shared memory, where the warpgroups meet, for dQ = dS K, which is added
-// to the sums in global memory straight from registers.
+// dK += dS^T Q. dS^T also goes through shared memory, where the warpgroups meet, for dQ = dS K, whose sums
+// leave for global memory by bulk reductions.
 #pragma once
 
 #include <kvpolicy/cuda/blocks/async.cuh>

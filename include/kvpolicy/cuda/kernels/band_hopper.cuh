@@ -201,14 +201,7 @@ __global__ void __launch_bounds__(KVPOLICY_HOPPER_THREADS(384), 1)
             if (pair == 0) {
 #pragma unroll
                 for (int r = 0; r < 2; ++r) {
-                    const int row = first - item.first + own + 8 * r;
-                    if constexpr (Pass::mass) {
-                        mass_total<float> total{totals[row]};
-                        total.add(log_mass_of(problem, item, item.first + row, result[r]), problem.rule.mean);
-                        totals[row] = total.log_mass;
-                    } else {
-                        totals[row] = result[r] * ln_2<float>;
-                    }
+                    add_to_total<Pass>(problem, item, totals, first - item.first + own + 8 * r, result[r]);
                 }
             }
         };
@@ -264,20 +257,8 @@ __global__ void __launch_bounds__(KVPOLICY_HOPPER_THREADS(384), 1)
             }
         }
         named_barrier(1, 256);
-        const int row = static_cast<int>(threadIdx.x);  // consumers are the first 256
-        if (item.first + row < item.length) {
-            float* const out = problem.out.head(item.b, item.head) + item.first + row;
-            if constexpr (Pass::mass) {
-                *out = target_of(problem, mass_total<float>{totals[row]});
-            } else {
-                *out = totals[row];
-            }
-        }
-        if constexpr (Pass::mass && Pass::fold == row_fold::sum) {
-            if (row == 0) {
-                problem.flags[blockIdx.x] = *flag;
-            }
-        }
+        // Consumers are the first 256 threads.
+        write_total<Pass>(problem, item, totals, static_cast<int>(threadIdx.x), flag);
     }
 #endif
 }

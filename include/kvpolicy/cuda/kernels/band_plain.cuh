@@ -110,7 +110,7 @@ __global__ void __launch_bounds__(256) band_plain_kernel(const band_problem<T, c
             for (int step = 1; step < 8; step *= 2) {
                 sum += __shfl_xor_sync(all_lanes, sum, step);
             }
-            result = sum > static_cast<C>(0) ? most + log2_of(sum) : static_cast<C>(-INFINITY);
+            result = sum == static_cast<C>(0) ? static_cast<C>(-INFINITY) : most + log2_of(sum);
         }
         if constexpr (Pass::mass) {
             total.add(log_mass_of(problem, item, row, result), problem.rule.mean);

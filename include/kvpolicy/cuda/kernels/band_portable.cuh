@@ -191,15 +191,8 @@ __global__ void __launch_bounds__(128, Dim <= 128 ? 3 : 1)
                 if (pair == 0) {
 #pragma unroll
                     for (int r = 0; r < 2; ++r) {
-                        const int row = 32 * warp + 16 * m + 8 * r + own;
-                        if constexpr (Pass::mass) {
-                            mass_total<float> total{totals[row]};
-                            total.add(log_mass_of(problem, item, item.first + row, result[r]),
-                                      problem.rule.mean);
-                            totals[row] = total.log_mass;
-                        } else {
-                            totals[row] = result[r] * ln_2<float>;
-                        }
+                        add_to_total<Pass>(problem, item, totals, 32 * warp + 16 * m + 8 * r + own,
+                                           result[r]);
                     }
                 }
             }
@@ -210,20 +203,9 @@ __global__ void __launch_bounds__(128, Dim <= 128 ? 3 : 1)
             *flag = 1;
         }
     }
+    copy_wait<0>();  // without tiles nobody has waited for the rows
     __syncthreads();
-    if (item.first + thread < item.length) {
-        float* const out = problem.out.head(item.b, item.head) + item.first + thread;
-        if constexpr (Pass::mass) {
-            *out = target_of(problem, mass_total<float>{totals[thread]});
-        } else {
-            *out = totals[thread];
-        }
-    }
-    if constexpr (Pass::mass && Pass::fold == row_fold::sum) {
-        if (thread == 0) {
-            problem.flags[blockIdx.x] = *flag;
-        }
-    }
+    write_total<Pass>(problem, item, totals, thread, flag);
 }
 
 }  // namespace cuda_backend

@@ -245,7 +245,7 @@ BoundaryValue BoundaryLoss::operator()(const host& on, const P& policy,
             weights[1] /= over;
         }
         std::fill_n(rows.gradient, length, 0.0);
-        hb::boundary_sums mine = sums[task];
+        hb::boundary_sums mine{};
         hb::for_each_segment<P>(sequences, b, [&](std::int32_t begin, std::int32_t end) {
             for (std::int32_t q = begin; q < end; ++q) {
                 const std::int32_t old = rows.boundary[q];
@@ -272,7 +272,10 @@ BoundaryValue BoundaryLoss::operator()(const host& on, const P& policy,
                 mine.agreed += (delta > 0.0) == keeps ? rows.drawn[q] : 0;
             }
         });
-        sums[task] = mine;
+        // Not the whole struct: the other sequences of this head read its counts meanwhile.
+        sums[task].value = mine.value;
+        sums[task].agreed = mine.agreed;
+        sums[task].log_gamma = mine.log_gamma;
         Real* to = d_scores.head(b, h);
         for (std::int32_t t = 0; t < length; ++t) {
             to[t] = static_cast<Real>(rows.gradient[t]);

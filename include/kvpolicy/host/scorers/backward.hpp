@@ -6,6 +6,7 @@
 
 #include <kvpolicy/host/arena.hpp>
 #include <kvpolicy/host/check.hpp>
+#include <kvpolicy/host/finite_rows.hpp>
 #include <kvpolicy/host/scorers/kernels.hpp>
 #include <kvpolicy/host/scorers/rows.hpp>
 #include <kvpolicy/host/scorers/sequence.hpp>
@@ -27,20 +28,9 @@ void refuse_bad_rows(const host& on, const char* name, const rows_view<const T>&
         const std::int64_t b = task / rows.heads, h = task % rows.heads;
         const std::int64_t start = sequences.start_of(b);
         for (std::int64_t t = start; t < start + sequences.length_of(b); ++t) {
-            const T* row = rows.row(b, h, t);
-            bool good = true;
-            for (std::int32_t i = 0; i < rows.dim; ++i) {
-                good &=
-                    std::abs(static_cast<compute_t<T>>(row[i])) <= std::numeric_limits<compute_t<T>>::max();
+            if (!good_row(refuse, name, rows, b, h, t)) {
+                return false;
             }
-            if (good) [[likely]] {
-                continue;
-            }
-            if (refuse) {
-                detail::refuse(detail::text(name, "[", b, "][", h, "][", t, "]").c_str(), "NaN or infinite",
-                               "a row of finite numbers");
-            }
-            return false;
         }
         return true;
     });
@@ -113,19 +103,6 @@ void for_each_block(const Sequences& sequences, std::int64_t b, Body&& body) {
     const std::int64_t end = std::int64_t{sequences.start_of(b)} + sequences.length_of(b);
     for (std::int64_t first = sequences.start_of(b); first < end; first += scorer_block) {
         body(first, static_cast<std::int32_t>(std::min<std::int64_t>(scorer_block, end - first)));
-    }
-}
-
-/// Weights in the type that is computed in: themselves, or converted into `room`.
-template <class Real>
-const Real* real_weights(const float* weights, std::size_t count, Real* room) {
-    if constexpr (std::is_same_v<Real, float>) {
-        return weights;
-    } else {
-        for (std::size_t i = 0; i < count; ++i) {
-            room[i] = static_cast<Real>(weights[i]);
-        }
-        return room;
     }
 }
 

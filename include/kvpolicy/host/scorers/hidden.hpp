@@ -5,6 +5,7 @@
 #include <kvpolicy/host/check.hpp>
 #include <kvpolicy/host/scorers/kernels.hpp>
 #include <kvpolicy/host/scorers/mlp.hpp>
+#include <kvpolicy/host/scorers/rows.hpp>
 #include <kvpolicy/scorers/hidden.hpp>
 
 #include <algorithm>
@@ -182,14 +183,11 @@ void score_hidden_backward(const host& on, const BasicMlpScorer<Input, Act, D>& 
         }
         return good;
     });
-    const Real* w1 = scorer.weights.w1 == nullptr ? nullptr : [&]() -> const Real* {
-        if constexpr (std::is_same_v<Real, float>) {
-            return scorer.weights.w1;
-        } else {
-            std::copy_n(scorer.weights.w1, std::ptrdiff_t{hidden} * inner, memory.w1);
-            return memory.w1;
-        }
-    }();
+    const Real* w1 =
+        scorer.weights.w1 == nullptr
+            ? nullptr
+            : hb::real_weights(scorer.weights.w1,
+                               static_cast<std::size_t>(hidden) * static_cast<std::size_t>(inner), memory.w1);
 
     const std::int64_t blocks = (length + scorer_block - 1) / scorer_block;
     const auto count_of = [&](std::int64_t b, std::int64_t begin) {

@@ -6,6 +6,7 @@
 #include <kvpolicy/core/view.hpp>
 
 #include <algorithm>
+#include <cstddef>
 #include <cstdint>
 #include <string>
 #include <type_traits>
@@ -43,6 +44,19 @@ const Real* dense_rows(const rows_view<const T>& rows, std::int64_t b, std::int6
         convert_row(rows.row(b, h, t + i), rows.dim, room + static_cast<std::ptrdiff_t>(i) * rows.dim);
     }
     return room;
+}
+
+/// Weights in the type that is computed in: themselves, or converted into `room`.
+template <class Real>
+const Real* real_weights(const float* weights, std::size_t count, Real* room) {
+    if constexpr (std::is_same_v<Real, float>) {
+        return weights;
+    } else {
+        for (std::size_t i = 0; i < count; ++i) {
+            room[i] = static_cast<Real>(weights[i]);
+        }
+        return room;
+    }
 }
 
 /// Tokens [first, end) of a sequence, absorbed by one state. begin <= first is where the state was empty; the tokens

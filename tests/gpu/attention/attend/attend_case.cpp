@@ -196,7 +196,7 @@ AttendTensors<T> random_tensors(const AttendCase& c, unsigned seed) {
     tensors.self_k = fill(size_of(c, c.kv_heads, c.self.rows, c.dim_k), 1.0f);
     tensors.self_v = fill(size_of(c, c.kv_heads, c.self.rows, c.dim_v), 1.0f);
     if (c.nan_beyond) {
-        // Rows that do not count, and rows that expire at birth.
+        // Rows that do not count, rows that expire at birth, and rows that a bias of -inf hides from there on.
         const auto poison = [&](std::vector<T>& data, const KeyNumbers& n, std::int32_t dim, bool own) {
             const auto rows = rows_of<T>(c, data.data(), c.kv_heads, n.rows, dim);
             const std::vector<std::int32_t>& lengths = own ? c.lengths : n.lengths;
@@ -211,7 +211,10 @@ AttendTensors<T> random_tensors(const AttendCase& c, unsigned seed) {
                         const bool beyond = !lengths.empty() && t >= lengths[static_cast<std::size_t>(b)];
                         const bool dead = !n.expiry.empty() && n.position.empty() &&
                                           n.expiry[at] <= n.first + t && c.starts.empty();
-                        if (beyond || dead) {
+                        const bool hidden =
+                            !n.log_bias.empty() && std::isinf(n.log_bias[at]) &&
+                            (c.bias_from.empty() || c.bias_from[static_cast<std::size_t>(h)] == 0);
+                        if (beyond || dead || hidden) {
                             std::fill_n(rows.row(b, h, t), dim, static_cast<T>(std::nanf("")));
                         }
                     }

@@ -215,6 +215,12 @@ TEST_CASE("softcap, scales of both signs, biases") {
         c.past.expiry.clear();
         c.what = "biases, dense";
         check_attend<bf16>(c);
+        c.bias_from = {0, 0};
+        c.nan_beyond = true;
+        c.what = "NaN behind biases of -inf, dense";
+        check_attend<bf16>(c);
+        c.nan_beyond = false;
+        c.bias_from = {60, 3};
         std::fill(c.past.log_bias.begin(), c.past.log_bias.end(), -std::numeric_limits<float>::infinity());
         c.what = "biases of -inf";
         check_attend<bf16>(c);

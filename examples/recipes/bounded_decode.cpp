@@ -1,0 +1,74 @@
+// Decode for as long as you like in memory that does not grow.
+//
+// The policy is a type: 4 sinks, the 16 newest keys, and of all others the 44 with the best scores. Scores come from one
+// trained vector a head here (LinearScorer); scorers/ has larger ones.
+#include <kvpolicy/kvpop.hpp>
+
+#include <cstdio>
+#include <random>
+#include <vector>
+
+namespace kvp = kvpolicy;
+
+constexpr int layers = 2, query_heads = 4, kv_heads = 2, dim = 16;
+using Scorer = kvp::LinearScorer<dim>;
+using Policy = kvp::KVpop<4, 16, 44, Scorer>;
+
+int main() {
+    std::mt19937 generator(1);
+    std::normal_distribution<float> normal;
+    const auto fill = [&](std::vector<float>& numbers) {
+        for (float& x : numbers) {
+            x = normal(generator);
+        }
+    };
+
+    // The weights of all layers, [layers, kv_heads, key and value]: a program of yours would load them.
+    std::vector<float> weights(layers * kv_heads * 2 * dim);
+    fill(weights);
+    std::vector<Scorer> scorers(layers);
+    for (int layer = 0; layer < layers; ++layer) {
+        scorers[layer].heads = kv_heads;
+        scorers[layer].weights.weight = weights.data() + layer * kv_heads * 2 * dim;
+    }
+
+    // One cache for the model, and the memory that it asks for.
+    const kvp::host on{2};
+    kvp::FixedBudgetCache<Policy, float> cache{{.layers = layers,
+                                                .slots = 1,
+                                                .query_heads = query_heads,
+                                                .kv_heads = kv_heads,
+                                                .dim_k = dim,
+                                                .dim_v = dim},
+                                               Policy{},
+                                               scorers.data()};
+    kvp::HostBuffer memory{cache.bytes().total()};
+    cache.bind(on, memory);
+    kvp::HostBuffer workspace{kvp::cache_workspace_bytes(on, cache.ref(0), 1, 1)};
+
+    const kvp::Batch one{.count = 1};  // slot 0, one token
+    std::vector<float> q(query_heads * dim), k(kv_heads * dim), v(kv_heads * dim), out(query_heads * dim);
+    for (int token = 0; token < 3000; ++token) {
+        for (int layer = 0; layer < layers; ++layer) {
+            fill(q), fill(k), fill(v);  // what the layer's projections would give
+            // Appends the key, decides who leaves, and attends to what is left. Nothing is allocated.
+            kvp::step(on, cache.ref(layer), one, kvp::view_bshd(q.data(), 1, 1, query_heads, dim),
+                      kvp::view_bshd(k.data(), 1, 1, kv_heads, dim),
+                      kvp::view_bshd(v.data(), 1, 1, kv_heads, dim),
+                      kvp::view_bshd(out.data(), 1, 1, query_heads, dim), workspace);
+        }
+        cache.advance(on, one);  // once a token, after the last layer
+        if ((token + 1) % 1000 == 0) {
+            const auto full =
+                static_cast<long long>(sizeof(float)) * (token + 1) * layers * kv_heads * 2 * dim;
+            std::printf("%lld tokens: %d rows a head, %zu KiB of keys and values (a full cache: %lld)\n",
+                        static_cast<long long>(cache.length(0)), cache.occupancy(0, 0, 0).rows(),
+                        cache.bytes().keys_and_values / 1024, full / 1024);
+        }
+    }
+}
+
+// Prints:
+// 1000 tokens: 64 rows a head, 32 KiB of keys and values (a full cache: 500)
+// 2000 tokens: 64 rows a head, 32 KiB of keys and values (a full cache: 1000)
+// 3000 tokens: 64 rows a head, 32 KiB of keys and values (a full cache: 1500)

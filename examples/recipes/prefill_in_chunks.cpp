@@ -1,0 +1,61 @@
+// A prompt at once, in chunks, or token by token: the cache holds the same keys afterwards.
+//
+// So an engine may cut a long prompt wherever its scheduler likes.
+#include <kvpolicy/kvpop.hpp>
+
+#include <cstdio>
+#include <random>
+#include <vector>
+
+namespace kvp = kvpolicy;
+
+constexpr int dim = 8, tokens = 100;
+using Policy = kvp::Policy<kvp::Sink<2>, kvp::Window<8>, kvp::TopKBudget<6>>;  // scores come from the caller
+
+// Takes the prompt in chunks of `chunk` tokens, and returns the positions that are held afterwards.
+std::vector<kvp::position_t> held_after(int chunk, const std::vector<float>& rows,
+                                        const std::vector<float>& scores) {
+    const kvp::host on{1};
+    kvp::FixedBudgetCache<Policy, float> cache{{.query_heads = 1, .kv_heads = 1, .dim_k = dim, .dim_v = dim}};
+    kvp::HostBuffer memory{cache.bytes().total()};
+    cache.bind(on, memory);
+    kvp::HostBuffer workspace{kvp::cache_workspace_bytes(on, cache.ref(0), 1, chunk)};
+    std::vector<float> out(static_cast<std::size_t>(chunk) * dim);
+
+    for (int first = 0; first < tokens; first += chunk) {
+        const int n = chunk < tokens - first ? chunk : tokens - first;
+        const kvp::Batch batch{.count = 1, .length = n};
+        const auto part = kvp::view_bhsd(rows.data() + first * dim, 1, 1, n, dim);
+        kvp::prefill(on, cache.ref(0), batch, part, part, part, kvp::view_bhsd(out.data(), 1, 1, n, dim),
+                     workspace, nullptr, {.scores = kvp::view_bhs(scores.data() + first, 1, 1, n)});
+        cache.advance(on, batch);
+    }
+    std::vector<kvp::position_t> positions(static_cast<std::size_t>(cache.occupancy(0, 0, 0).rows()));
+    cache.retained(0, 0, 0, positions.data());
+    return positions;
+}
+
+int main() {
+    std::mt19937 generator(1);
+    std::normal_distribution<float> normal;
+    std::vector<float> rows(tokens * dim), scores(tokens);
+    for (float& x : rows) {
+        x = normal(generator);
+    }
+    for (float& x : scores) {
+        x = normal(generator);
+    }
+
+    const auto at_once = held_after(tokens, rows, scores);
+    std::printf("at once: %zu rows\n", at_once.size());
+    for (const int chunk : {1, 7, 64}) {
+        std::printf("in chunks of %d: %s\n", chunk,
+                    held_after(chunk, rows, scores) == at_once ? "the same" : "others");
+    }
+}
+
+// Prints:
+// at once: 16 rows
+// in chunks of 1: the same
+// in chunks of 7: the same
+// in chunks of 64: the same

@@ -1,0 +1,82 @@
+// A sequence is put away and taken up again, in another cache: of another kind, with other pages, in another slot.
+//
+// A snapshot holds rows, positions, scores and scorer states. It says which policy it is of, and another policy refuses it.
+#include <kvpolicy/caches/dual.hpp>
+#include <kvpolicy/kvpop.hpp>
+
+#include <cstdio>
+#include <random>
+#include <vector>
+
+namespace kvp = kvpolicy;
+
+constexpr int dim = 8;
+using Policy = kvp::Policy<kvp::Sink<1>, kvp::Window<4>, kvp::TopKBudget<5>>;
+
+// The next token of a sequence; gives what attention answers.
+template <class Cache>
+std::vector<float> next(const kvp::host& on, Cache& cache, int slot, std::mt19937& generator) {
+    std::normal_distribution<float> normal;
+    std::vector<float> x(dim), out(dim);
+    for (float& number : x) {
+        number = normal(generator);
+    }
+    const float score = normal(generator);
+    const kvp::Batch one{.count = 1, .slots = &slot};
+    kvp::HostBuffer workspace{kvp::cache_workspace_bytes(on, cache.ref(0), 1, 1)};
+    const auto row = kvp::view_bhsd<const float>(x.data(), 1, 1, 1, dim);
+    kvp::step(on, cache.ref(0), one, row, row, row, kvp::view_bhsd(out.data(), 1, 1, 1, dim), workspace,
+              nullptr, {.scores = kvp::view_bhs(&score, 1, 1, 1)});
+    cache.advance(on, one);
+    return out;
+}
+
+int main() {
+    const kvp::host on{1};
+    kvp::FixedBudgetCache<Policy, float> from{{.query_heads = 1, .kv_heads = 1, .dim_k = dim, .dim_v = dim}};
+    kvp::HostBuffer memory{from.bytes().total()};
+    from.bind(on, memory);
+    std::mt19937 generator(1);
+    for (int t = 0; t < 30; ++t) {
+        next(on, from, 0, generator);
+    }
+
+    std::vector<unsigned char> blob(from.snapshot_bytes(0));
+    from.snapshot(on, 0, blob.data(), blob.size());
+
+    kvp::DualCache<Policy, float> into{
+        {.slots = 3, .query_heads = 1, .kv_heads = 1, .dim_k = dim, .dim_v = dim, .page_rows = 4},
+        {.slab_pages = 16, .most_slabs = 1, .longest = 1000}};
+    kvp::HostBuffer tables{into.bytes().total()}, slab{into.slab_bytes()};
+    into.bind(on, tables);
+    into.add_slab(on, slab);
+    into.restore(on, 2, blob.data(), blob.size());
+
+    // Both go on with the same tokens.
+    std::mt19937 again = generator;
+    bool same = true;
+    for (int t = 0; t < 30; ++t) {
+        const auto a = next(on, from, 0, generator), b = next(on, into, 2, again);
+        for (int d = 0; d < dim; ++d) {
+            same = same && a[d] - b[d] < 1e-5f && b[d] - a[d] < 1e-5f;
+        }
+    }
+    std::printf("%lld tokens each, %s outputs\n", static_cast<long long>(into.length(2)),
+                same ? "the same" : "other");
+
+    // Another policy is another cache: its snapshots do not fit.
+    using Larger = kvp::Policy<kvp::Sink<1>, kvp::Window<4>, kvp::TopKBudget<6>>;
+    kvp::FixedBudgetCache<Larger, float> larger{
+        {.query_heads = 1, .kv_heads = 1, .dim_k = dim, .dim_v = dim}};
+    kvp::HostBuffer more{larger.bytes().total()};
+    larger.bind(on, more);
+    try {
+        larger.restore(on, 0, blob.data(), blob.size());
+    } catch (const kvp::invalid_argument&) {
+        std::printf("a cache with a larger budget refuses it\n");
+    }
+}
+
+// Prints:
+// 60 tokens each, the same outputs
+// a cache with a larger budget refuses it

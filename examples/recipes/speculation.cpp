@@ -1,0 +1,74 @@
+// Speculative decoding: several guessed tokens are answered at once, and only those that turn out right are kept.
+//
+// Eviction overwrites rows, so it cannot be undone: propose() decides nothing, and commit(m) does for the first m tokens what
+// m steps would have done.
+#include <kvpolicy/kvpop.hpp>
+
+#include <cstdio>
+#include <random>
+#include <vector>
+
+namespace kvp = kvpolicy;
+
+constexpr int dim = 8, guesses = 4;
+using Policy = kvp::Policy<kvp::Sink<1>, kvp::Window<4>, kvp::TopKBudget<5>>;
+using Cache = kvp::FixedBudgetCache<Policy, float>;
+
+int main() {
+    const kvp::host on{1};
+    // `proposals`: spare rows of every head for so many tokens.
+    const kvp::CacheShape shape{
+        .query_heads = 1, .kv_heads = 1, .dim_k = dim, .dim_v = dim, .proposals = guesses};
+    Cache guessing{shape}, stepping{shape};
+    kvp::HostBuffer memory{guessing.bytes().total()}, other{stepping.bytes().total()};
+    guessing.bind(on, memory);
+    stepping.bind(on, other);
+    kvp::HostBuffer workspace{kvp::cache_workspace_bytes(on, guessing.ref(0), 1, guesses)};
+
+    std::mt19937 generator(1);
+    std::normal_distribution<float> normal;
+    int answered = 0, kept = 0;
+    bool same = true;
+    for (int round = 0; round < 30; ++round) {
+        std::vector<float> x(guesses * dim), scores(guesses), out(guesses * dim), alone(dim);
+        for (auto* numbers : {&x, &scores}) {
+            for (float& number : *numbers) {
+                number = normal(generator);
+            }
+        }
+        const auto rows = kvp::view_bhsd<const float>(x.data(), 1, 1, guesses, dim);
+        kvp::propose(on, guessing.ref(0), {.count = 1, .length = guesses}, rows, rows, rows,
+                     kvp::view_bhsd(out.data(), 1, 1, guesses, dim), workspace,
+                     {.scores = kvp::view_bhs(scores.data(), 1, 1, guesses)});
+
+        // The model looks at the outputs and accepts the first few.
+        const kvp::Batch accepted{.count = 1, .length = 1 + round % guesses};
+        kvp::commit(on, guessing.ref(0), accepted, workspace);
+        guessing.advance(on, accepted);
+        answered += guesses, kept += accepted.length;
+
+        // The same tokens, one after another.
+        for (int t = 0; t < accepted.length; ++t) {
+            const auto row = kvp::view_bhsd<const float>(x.data() + t * dim, 1, 1, 1, dim);
+            kvp::step(on, stepping.ref(0), {.count = 1}, row, row, row,
+                      kvp::view_bhsd(alone.data(), 1, 1, 1, dim), workspace, nullptr,
+                      {.scores = kvp::view_bhs<const float>(&scores[t], 1, 1, 1)});
+            stepping.advance(on, {.count = 1});
+            for (int d = 0; d < dim; ++d) {
+                const float off = alone[d] - out[t * dim + d];
+                same = same && off < 1e-5f && off > -1e-5f;
+            }
+        }
+    }
+    kvp::position_t a[10], b[10];
+    const int rows = guessing.retained(0, 0, 0, a);
+    same = same && stepping.retained(0, 0, 0, b) == rows;
+    for (int row = 0; row < rows; ++row) {
+        same = same && a[row] == b[row];
+    }
+    std::printf("%d tokens answered, %d kept, %d rows; %s stepping\n", answered, kept, rows,
+                same ? "as" : "unlike");
+}
+
+// Prints:
+// 120 tokens answered, 73 kept, 10 rows; as stepping
