@@ -206,6 +206,21 @@ __device__ void copy_row(const T* from, T* to, std::int32_t dim) {
     }
 }
 
+/// Writes token j of a chunk to a row, by a warp.
+template <class T>
+__device__ void put_token(const chunk_launch<T>& call, const chunk_head<T>& at, std::int32_t j,
+                          std::int64_t row) {
+    const cache_view<T>& cache = call.cache;
+    copy_row(call.tokens.key(cache, at.rows, at.entry, at.head, j), at.rows.k + row * cache.dim_k,
+             cache.dim_k);
+    copy_row(call.tokens.value(cache, at.rows, at.entry, at.head, j), at.rows.v + row * cache.dim_v,
+             cache.dim_v);
+    if (lane_id() == 0) {
+        at.rows.position[row] = at.base + j;
+        at.rows.score[row] = at.score(call, j);
+    }
+}
+
 /// Newcomers to long-range places. chunk_pieces blocks a head, a warp a place.
 template <class T>
 __global__ void __launch_bounds__(chunk_threads)
@@ -265,14 +280,7 @@ __global__ void __launch_bounds__(chunk_threads)
             continue;  // it has left the window
         }
         const std::int64_t row = at.rows.layout.recent(t);
-        copy_row(call.tokens.key(cache, at.rows, at.entry, at.head, j), at.rows.k + row * cache.dim_k,
-                 cache.dim_k);
-        copy_row(call.tokens.value(cache, at.rows, at.entry, at.head, j), at.rows.v + row * cache.dim_v,
-                 cache.dim_v);
-        if (lane_id() == 0) {
-            at.rows.position[row] = t;
-            at.rows.score[row] = at.score(call, j);
-        }
+        put_token(call, at, j, row);
     }
 }
 
@@ -290,14 +298,7 @@ __global__ void __launch_bounds__(chunk_threads)
     constexpr std::int32_t warps = chunk_threads / 32;
     for (std::int32_t j = piece * warps + warp_id(); j < tokens; j += chunk_pieces * warps) {
         const std::int64_t row = std::int64_t{at.rows.capacity()} + j;
-        copy_row(call.tokens.key(cache, at.rows, at.entry, at.head, j), at.rows.k + row * cache.dim_k,
-                 cache.dim_k);
-        copy_row(call.tokens.value(cache, at.rows, at.entry, at.head, j), at.rows.v + row * cache.dim_v,
-                 cache.dim_v);
-        if (lane_id() == 0) {
-            at.rows.position[row] = at.base + j;
-            at.rows.score[row] = at.score(call, j);
-        }
+        put_token(call, at, j, row);
     }
 }
 
