@@ -139,9 +139,10 @@ void add(const std::string& name, const Body& body, int iterations = 40) {
         ->Unit(benchmark::kMillisecond);
 }
 
-inline int run(int argc, char** argv) {
+inline int run(int argc, char** argv,
+               const char* caches = "cold: 256 MB are written before every timed call") {
     benchmark::Initialize(&argc, argv);
-    benchmark::AddCustomContext("caches", "cold: 256 MB are written before every timed call");
+    benchmark::AddCustomContext("caches", caches);
     cudaDeviceProp card{};
     if (cudaGetDeviceProperties(&card, 0) == cudaSuccess) {
         benchmark::AddCustomContext("card", card.name);

@@ -67,3 +67,20 @@ soft gates/16k           | 0.741x | 0.87x | cuDNN dense forward + backward 16k
 future mass/16k          | 2.1  | 1.7  | FlexAttention future mass 16k
 future mass/32k          | 8.2  | 6.8  | FlexAttention future mass 32k
 "
+
+# ---- caches ----------------------------------------------------------------------------------------------------------
+
+profiled[caches]='step(, mLSTM)?/4096 x (1|8)/'
+sanitized[caches]="
+gpu.caches.policies | $all_checks | capped gates*
+gpu.caches.steps    | memcheck synccheck racecheck | one graph*,attention over*
+gpu.caches.scorers  | $all_checks | *
+"
+targets[caches]="
+step/4096 x 1         | 0.014 | 0.012 | cuDNN attention alone 4096 x 1
+step/4096 x 8         | 0.054 | 0.052 | cuDNN attention alone 4096 x 8
+step/4096 x 32        | 0.192 | 0.185 | cuDNN attention alone 4096 x 32
+step, mLSTM/4096 x 1  | 0.016 | 0.014 | cuDNN attention alone 4096 x 1
+step, mLSTM/4096 x 8  | 0.057 | 0.054 | cuDNN attention alone 4096 x 8
+step, mLSTM/4096 x 32 | 0.202 | 0.195 | cuDNN attention alone 4096 x 32
+"

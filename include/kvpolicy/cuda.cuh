@@ -6,6 +6,9 @@
 #include <kvpolicy/cuda/attend.cuh>
 #include <kvpolicy/cuda/attend_backward.cuh>
 #include <kvpolicy/cuda/build_mask.cuh>
+#include <kvpolicy/cuda/cache_chunk.cuh>
+#include <kvpolicy/cuda/cache_owner.cuh>
+#include <kvpolicy/cuda/cache_step.cuh>
 #include <kvpolicy/cuda/future_mass.cuh>
 #include <kvpolicy/cuda/log_bias.cuh>
 #include <kvpolicy/cuda/metrics.cuh>

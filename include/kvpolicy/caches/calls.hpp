@@ -101,3 +101,7 @@ void export_heads(const host& on, const Ref<P, T>& cache, const Batch& batch, co
 
 #include <kvpolicy/host/cache_prefill.hpp>
 #include <kvpolicy/host/cache_step.hpp>
+
+#if defined(__CUDACC__)
+#include <kvpolicy/caches/calls.cuh>
+#endif

@@ -6,6 +6,10 @@
 #include <kvpolicy/caches/owner.hpp>
 #include <kvpolicy/caches/ref.hpp>
 #include <kvpolicy/core/host_buffer.hpp>
+#if defined(__CUDACC__)
+#include <kvpolicy/core/cuda_context.hpp>
+#include <kvpolicy/cuda/config.cuh>
+#endif
 
 #include <cstddef>
 #include <cstdint>
@@ -71,7 +75,52 @@ class FixedBudgetCache : public CacheOwner<FixedBudgetCache<P, T>, P, T> {
     /// Empties one slot: its next token has position 0. O(heads) and O(scorer state).
     void clear(const host& on, std::int32_t slot);
 
+#if defined(__CUDACC__)
+    // The same on a device (kvpolicy/cuda.cuh has the bodies). A cache belongs to the context that bound it last: calls with
+    // the other one are refused. Nobody gives `Build`. Where it says nothing else, a call enqueues work on the stream and can
+    // be captured; what would be refused but lies in device memory leaves a slot as it is and sets status_bad_length.
+    using base::advance;
+    using base::fork;
+    using base::reorder;
+    using base::restore;
+    using base::snapshot;
+    using base::snapshot_bytes;
+
+    /// Takes device memory, at least bytes().total() long, and empties every slot. Waits for the stream; not to be captured.
+    template <class Build = cuda_build>
+    void bind(const cuda& on, void* buffer, std::size_t buffer_bytes);
+    template <class Build = cuda_build>
+    void clear(const cuda& on, std::int32_t slot);
+    /// `batch`'s arrays are device memory, as in calls. `status` [count] is OR-ed into.
+    template <class Build = cuda_build>
+    void advance(const cuda& on, const Batch& batch, std::uint32_t* status = nullptr);
+    template <class Build = cuda_build>
+    void fork(const cuda& on, std::int32_t from, std::int32_t to);
+    /// `sources` [count] is device memory; count is at most 512. `status`: one word.
+    template <class Build = cuda_build>
+    void reorder(const cuda& on, const std::int32_t* sources, std::int32_t count,
+                 std::uint32_t* status = nullptr);
+    // Snapshots go through host memory of one slot, which these calls allocate, and wait for the stream. Blobs are the host's: a
+    // snapshot of a cache on a device can be restored in one on the host, and the other way round.
+    template <class Build = cuda_build>
+    [[nodiscard]] std::size_t snapshot_bytes(const cuda& on, std::int32_t slot) const;
+    /// `buffer` is host memory.
+    template <class Build = cuda_build>
+    std::size_t snapshot(const cuda& on, std::int32_t slot, void* buffer, std::size_t buffer_bytes) const;
+    /// `blob` is host memory.
+    template <class Build = cuda_build>
+    void restore(const cuda& on, std::int32_t slot, const void* blob, std::size_t blob_bytes);
+#endif
+
   private:
+#if defined(__CUDACC__)
+    template <class Build>
+    void require_device_slot(std::int32_t slot, const char* name) const;
+    template <class Build>
+    FixedBudgetCache one_slot(std::vector<unsigned char>& memory) const;
+    template <class Build, class Copy>
+    void for_each_slice(const FixedBudgetCache& other, std::int32_t slot, const Copy& copy) const;
+#endif
     [[nodiscard]] std::size_t offset_index(std::int32_t layer, std::int32_t head) const {
         return static_cast<std::size_t>(layer) * static_cast<std::size_t>(this->shape_.kv_heads + 1) +
                static_cast<std::size_t>(head);
@@ -80,13 +129,14 @@ class FixedBudgetCache : public CacheOwner<FixedBudgetCache<P, T>, P, T> {
 
     /// Byte offsets of one layer's arrays in the buffer.
     struct layer_plan {
-        std::size_t k, v, position, score, bounds;
+        std::size_t k, v, position, score, bounds, arrivals, tile_victims;
         typename base::common_plan common;
     };
 
     std::vector<std::int64_t> row_offset_;  // [layers, kv_heads + 1]
     std::vector<layer_plan> plan_;
     std::size_t offsets_at_ = 0;
+    std::size_t refs_at_ = 0;  // [layers]: the refs, for kernels that serve all layers
 };
 
 }  // namespace kvpolicy

@@ -108,6 +108,7 @@ class CacheOwner {
                       static_cast<std::size_t>(head)];
     }
     void require_bound() const;
+    void require_memory(bool on_device) const;
     void require_slot(std::int32_t slot, const char* name = "slot") const;
     void require_layer(std::int32_t layer) const;
     void check_layer(std::int32_t layer) const;
@@ -141,6 +142,7 @@ class CacheOwner {
     const scorer_type* scorers_;
     Attention attention_;
     position_t rebase_limit_ = kvpolicy::rebase_limit;
+    bool on_device_ = false;       // what memory_ is
     std::vector<HeadRule> rules_;  // [layers, kv_heads]
     std::size_t rules_at_ = 0;
     std::size_t length_at_ = 0;

@@ -46,6 +46,16 @@ struct HeadRows {
     }
 };
 
+namespace detail {
+
+/// Long-range places of which a cache on a device remembers the worst.
+inline constexpr std::int32_t place_tile = 64;
+KVPOLICY_HOST_DEVICE constexpr std::int32_t tiles_of_places(std::int32_t places) {
+    return places / place_tile + (places % place_tile != 0 ? 1 : 0);
+}
+
+}  // namespace detail
+
 /// Rows of one head that lie together.
 template <Storage T>
 struct PlainRows {
@@ -88,6 +98,7 @@ struct LayerRef {
     std::int32_t dim_v = 0;
     std::int32_t page_rows = 1;
     std::int32_t proposals = 0;
+    bool on_device = false;  // what the pointers are
     Attention attention;
     position_t rebase_limit = kvpolicy::rebase_limit;
 
@@ -143,8 +154,20 @@ struct FixedBudgetRef : LayerRef<P, T> {
     T* v = nullptr;                            // [slots, rows, dim_v]
     position_t* position = nullptr;            // [slots, rows]
     float* score = nullptr;                    // [slots, rows]
-    T* bounds = nullptr;  // [slots, rows / selection.page_rows(), 2, dim_k]; null without selection
+    T* bounds = nullptr;       // [slots, rows / selection.page_rows(), 2, dim_k]; null without selection
+    std::int64_t longest = 0;  // the largest capacity(head): a number that a device's host may read
+    // What calls on a device keep between launches: how many blocks of a head are done (0 outside of a launch), and the worst place of
+    // each tile of places, true where `victim` is known.
+    std::uint32_t* arrivals = nullptr;     // [slots, kv_heads]
+    std::int32_t* tile_victims = nullptr;  // [slots, tiles(rows, kv_heads)]
 
+    /// Tiles of one slot, with one more for every head, since its rows begin anywhere in a tile.
+    KVPOLICY_HOST_DEVICE static constexpr std::int64_t tiles(std::int64_t rows, std::int64_t heads) {
+        return rows / detail::place_tile + heads;
+    }
+    KVPOLICY_HOST_DEVICE constexpr std::int64_t first_tile(std::int64_t slot, std::int32_t head) const {
+        return slot * tiles(rows, this->kv_heads) + row_offset[head] / detail::place_tile + head;
+    }
     KVPOLICY_HOST_DEVICE constexpr std::int64_t first_row(std::int64_t slot, std::int32_t head) const {
         return slot * rows + row_offset[head];
     }

@@ -60,6 +60,9 @@ class attend_call {
         }
     }
 
+    /// Says where the rows of the first segment begin, by head: key_rows::first_row.
+    void past_begins(const std::int64_t* first_row) { call_.problem.rows.first_row = first_row; }
+
     /// Takes the parts of the workspace; with null only measures.
     std::size_t lay_out(void* memory) {
         workspace_parts parts(memory);

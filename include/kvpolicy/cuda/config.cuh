@@ -49,3 +49,13 @@
 
 /// namespace kvpolicy { inline namespace KVPOLICY_CUDA_NAMESPACE KVPOLICY_HIDDEN { ... } }
 #define KVPOLICY_CUDA_NAMESPACE KVPOLICY_DETAIL_JOIN(KVPOLICY_DETAIL_VERSION, KVPOLICY_DETAIL_CUDA_ARCHS)
+
+namespace kvpolicy {
+inline namespace KVPOLICY_CUDA_NAMESPACE KVPOLICY_HIDDEN {
+
+/// Stands for this build in the names of templates that are not in its namespace, members of a cache say: as a template argument
+/// that nobody gives.
+struct cuda_build {};
+
+}  // namespace KVPOLICY_HIDDEN
+}  // namespace kvpolicy

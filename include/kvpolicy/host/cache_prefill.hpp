@@ -412,6 +412,7 @@ template <class P, Storage T, template <class, class> class Ref>
 requires CacheRef<Ref<P, T>> std::size_t cache_workspace_bytes(const host& on, const Ref<P, T>& cache,
                                                                std::int32_t count, std::int32_t tokens) {
     namespace hb = host_backend;
+    hb::check_on_host(cache);
     detail::require(count >= 0, "count", count, "0 or more");
     detail::require(tokens >= 0, "tokens", tokens, "0 or more");
     if constexpr (P::observed) {
@@ -461,6 +462,7 @@ void prefill(const host& on, const Ref<P, T>& cache, const Batch& batch, input_r
              input_rows<T> v, output_rows<T> out, workspace_view workspace, std::uint32_t* status,
              const CacheExtras& extras) {
     namespace hb = host_backend;
+    hb::check_on_host(cache);
     const std::int32_t longest = hb::check_batch(batch, cache.slots, q.length, "the length of q");
     hb::check_cache_call(cache, batch, longest, q, k, v, out, extras);
     hb::check_longest(cache, batch);

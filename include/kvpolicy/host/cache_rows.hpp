@@ -33,6 +33,13 @@ plane_view<T> entry_plane(plane_view<T> all, const std::int32_t* cu_seqlens, std
     return all;
 }
 
+/// Refuses a layer whose memory the host cannot read.
+template <class Cache>
+void check_on_host(const Cache& cache) {
+    detail::require(!cache.on_device, "cache", "bound to a device's memory",
+                    "one bound to host memory, or a call with a cuda context");
+}
+
 /// visit(entry, head) or visit(entry, head, thread) for every head of the entries that bring tokens, on all threads.
 template <class Visit>
 void for_each_head(const host& on, std::int32_t kv_heads, const Batch& batch, Visit&& visit) {

@@ -54,6 +54,7 @@ void propose(const host& on, const Ref<P, T>& cache, const Batch& batch, input_r
     namespace hb = host_backend;
     static_assert(!P::observed,
                   "kvpolicy: propose takes a policy whose scores do not change with every query");
+    hb::check_on_host(cache);
     const std::int32_t longest =
         hb::check_batch(batch, cache.slots, cache.proposals, "the cache's proposals, CacheShape::proposals");
     hb::check_cache_call(cache, batch, longest, q, k, v, out, extras);
@@ -97,6 +98,7 @@ void commit(const host& on, const Ref<P, T>& cache, const Batch& batch, workspac
     namespace hb = host_backend;
     static_assert(!P::observed,
                   "kvpolicy: commit takes a policy whose scores do not change with every query");
+    hb::check_on_host(cache);
     const std::int32_t longest =
         hb::check_batch(batch, cache.slots, cache.proposals, "the cache's proposals, CacheShape::proposals");
     hb::check_proposed(cache, batch);

@@ -119,6 +119,7 @@ void step(const host& on, const Ref<P, T>& cache, const Batch& batch, input_rows
           input_rows<T> v, output_rows<T> out, workspace_view workspace, std::uint32_t* status,
           const CacheExtras& extras) {
     namespace hb = host_backend;
+    hb::check_on_host(cache);
     const std::int32_t longest =
         hb::check_batch(batch, cache.slots, 1, "a step takes one token; prefill takes chunks");
     detail::require(extras.cu_seqlens == nullptr, "extras.cu_seqlens", "given",
@@ -141,6 +142,7 @@ requires CacheRef<Ref<P, T>>
 void attend(const host& on, const Ref<P, T>& cache, const Batch& batch, input_rows<T> q, output_rows<T> out,
             plane_view<float> lse, workspace_view workspace) {
     namespace hb = host_backend;
+    hb::check_on_host(cache);
     const std::int32_t longest = hb::check_batch(batch, cache.slots, 1, "one query a sequence");
     hb::check_rows("q", q, batch.count, cache.kv_heads * cache.group, longest, cache.dim_k);
     hb::check_rows("out", out, batch.count, cache.kv_heads * cache.group, longest, cache.dim_v);
@@ -152,6 +154,7 @@ void attend(const host& on, const Ref<P, T>& cache, const Batch& batch, input_ro
 template <class P, Storage T, template <class, class> class Ref>
 requires CacheRef<Ref<P, T>>
 void export_heads(const host&, const Ref<P, T>& cache, const Batch& batch, const HeadPages& pages) {
+    host_backend::check_on_host(cache);
     host_backend::check_batch(batch, cache.slots, std::numeric_limits<std::int32_t>::max(), "any");
     const std::int64_t page_rows = cache.page_rows;
     std::int64_t needed = 0;

@@ -4,6 +4,7 @@
 #include <kvpolicy/caches/fixed_budget.hpp>
 #include <kvpolicy/host/cache_owner.hpp>
 
+#include <algorithm>
 #include <cstring>
 
 namespace kvpolicy {
@@ -38,6 +39,7 @@ void FixedBudgetCache<P, T>::plan() {
     typename base::layout memory;
     this->plan_common(memory);
     offsets_at_ = memory.take(row_offset_.size() * sizeof(std::int64_t));
+    refs_at_ = memory.take(static_cast<std::size_t>(this->shape_.layers) * sizeof(ref_type));
     for (std::int32_t layer = 0; layer < this->shape_.layers; ++layer) {
         const std::size_t rows = host_backend::product_of(this->shape_.slots, this->rows(layer));
         const std::size_t k_bytes = host_backend::product_of(rows, this->shape_.dim_k, sizeof(T));
@@ -52,6 +54,11 @@ void FixedBudgetCache<P, T>::plan() {
                                    rows / static_cast<std::size_t>(this->policy_.selection().page_rows()),
                                    2 * static_cast<std::size_t>(this->shape_.dim_k) * sizeof(T))
                              : 0);
+        const auto slots = static_cast<std::size_t>(this->shape_.slots);
+        plan.arrivals =
+            memory.take(slots * static_cast<std::size_t>(this->shape_.kv_heads) * sizeof(std::uint32_t));
+        plan.tile_victims = memory.take(host_backend::product_of(
+            slots, ref_type::tiles(this->rows(layer), this->shape_.kv_heads), sizeof(std::int32_t)));
         plan.common = this->plan_layer(memory, layer);
         plan_.push_back(plan);
         this->bytes_.keys_and_values += k_bytes + v_bytes;
@@ -84,6 +91,13 @@ FixedBudgetRef<P, T> FixedBudgetCache<P, T>::ref(std::int32_t layer) const {
     ref.position = this->template at<position_t>(plan.position);
     ref.score = this->template at<float>(plan.score);
     ref.bounds = P::has_selection ? this->template at<T>(plan.bounds) : nullptr;
+    for (std::int32_t head = 0; head < this->shape_.kv_heads; ++head) {
+        const HeadRule& rule = this->rule_of(layer, head);
+        ref.longest =
+            std::max(ref.longest, std::int64_t{rule.sinks} + rule.window + std::int64_t{rule.budget});
+    }
+    ref.arrivals = this->template at<std::uint32_t>(plan.arrivals);
+    ref.tile_victims = this->template at<std::int32_t>(plan.tile_victims);
     return ref;
 }
 

@@ -1,8 +1,19 @@
 // The kernels of attention for bf16 and head_dims up to 128, as an engine's own translation unit would instantiate them.
+// Chunks into a cache are here too, since they call the same kernels.
 #include <kvpolicy/cuda.cuh>
+#include <kvpolicy/kvpop.hpp>
 
 namespace kvpolicy {
 using Dims = head_dims<64, 128>;
+using Cache = FixedBudgetRef<Policy<Sink<>, Window<>, TopKBudget<>>, bf16>;
+template std::size_t cache_workspace_bytes<Dims>(const cuda&, const Cache&, std::int32_t, std::int32_t);
+template void prefill<Dims>(const cuda&, const Cache&, const Batch&, rows_view<const bf16>,
+                            rows_view<const bf16>, rows_view<const bf16>, rows_view<bf16>, workspace_view,
+                            std::uint32_t*, const CacheExtras&);
+template void propose<Dims>(const cuda&, const Cache&, const Batch&, rows_view<const bf16>,
+                            rows_view<const bf16>, rows_view<const bf16>, rows_view<bf16>, workspace_view,
+                            std::uint32_t*, const CacheExtras&);
+template void commit<Dims>(const cuda&, const Cache&, const Batch&, workspace_view, std::uint32_t*);
 template std::size_t attend_workspace_bytes<bf16, Dims>(const cuda&, const Attention&, rows_view<const bf16>,
                                                         const keys<bf16>&, const Sequences&,
                                                         const AttendOptions&);

@@ -117,8 +117,8 @@ class attend_block {
         const std::uint32_t at = swizzled(S::keys, row, chunk);
         const std::uint32_t k = shared_address(memory_.k[stage]) + at;
         const std::uint32_t v = shared_address(memory_.v[stage]) + at;
-        const head_rows from_k = head_rows::of(all.k, all.self_k, place.b, place.h);
-        const head_rows from_v = head_rows::of(all.v, all.self_v, place.b, place.h);
+        const head_rows from_k = head_rows::keys_of(all, place.b, place.h);
+        const head_rows from_v = head_rows::values_of(all, place.b, place.h);
         const std::uint32_t k_bytes = 8 * chunk < all.k.dim ? 16 : 0;
         const std::uint32_t v_bytes = 8 * chunk < all.v.dim ? 16 : 0;
 #pragma unroll

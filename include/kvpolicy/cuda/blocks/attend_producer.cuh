@@ -114,8 +114,8 @@ class attend_producer : attend_ring<S> {
                                  stream_memory<S::keys, S::General, Source>& stream_memory_) const {
         if (state.thread == 0) {  // the stream's first barrier shows it to the others
             const key_rows<T>& all = call_.problem.rows;
-            memory_->k = head_rows::of(all.k, all.self_k, place.b, place.h);
-            memory_->v = head_rows::of(all.v, all.self_v, place.b, place.h);
+            memory_->k = head_rows::keys_of(all, place.b, place.h);
+            memory_->v = head_rows::values_of(all, place.b, place.h);
         }
         row_stream<T, S::keys, S::General, Source> stream(call_, place, stream_memory_, state.thread, 1);
         tell_last(state);  // of the tile before: its last values were under way in the meantime

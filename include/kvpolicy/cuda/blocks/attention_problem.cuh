@@ -22,12 +22,19 @@ struct key_rows {
     rows_view<const T> v;       // [B, Hkv, past, Dv]
     rows_view<const T> self_k;  // [B, Hkv, S, Dk]; data null: one segment
     rows_view<const T> self_v;  // [B, Hkv, S, Dv]
+    // [B, Hkv], where a head's rows of the first segment begin, in rows from k.data and v.data; null: as strides say
+    const std::int64_t* first_row = nullptr;
 
+    /// Row 0 of a head of the first segment, `view` being k or v.
+    __device__ const T* past(const rows_view<const T>& view, std::int64_t b, std::int64_t h) const {
+        return first_row != nullptr ? view.data + first_row[b * view.heads + h] * view.row_stride
+                                    : view.row(b, h, 0);
+    }
     __device__ const T* key(std::int64_t b, std::int64_t h, std::int32_t row) const {
-        return row < k.length ? k.row(b, h, row) : self_k.row(b, h, row - k.length);
+        return row < k.length ? past(k, b, h) + row * k.row_stride : self_k.row(b, h, row - k.length);
     }
     __device__ const T* value(std::int64_t b, std::int64_t h, std::int32_t row) const {
-        return row < v.length ? v.row(b, h, row) : self_v.row(b, h, row - v.length);
+        return row < v.length ? past(v, b, h) + row * v.row_stride : self_v.row(b, h, row - v.length);
     }
 };
 

@@ -31,6 +31,13 @@ __device__ inline void load_matrices_transposed(std::uint32_t (&to)[4], std::uin
                  : "memory");
 }
 
+/// An 8 x 8 matrix of 16-bit elements, two of row lane / 4 in each lane, transposed: two of column lane / 4.
+__device__ inline std::uint32_t transpose_8x8(std::uint32_t rows) {
+    std::uint32_t columns;
+    asm volatile("movmatrix.sync.aligned.m8n8.trans.b16 %0, %1;" : "=r"(columns) : "r"(rows));
+    return columns;
+}
+
 /// sum += a b, a 16 x 16, b 16 x 8, fp32 sums. T is bf16 or fp16.
 template <class T>
 __device__ inline void mma_16x8x16(float (&sum)[4], const std::uint32_t (&a)[4], std::uint32_t b0,

@@ -41,10 +41,14 @@ struct head_rows {
     std::uint64_t past, self;
 
     template <class T>
-    __device__ static head_rows of(const rows_view<const T>& past, const rows_view<const T>& self,
-                                   std::int32_t b, std::int32_t h) {
-        return {reinterpret_cast<std::uint64_t>(past.row(b, h, 0)),
-                reinterpret_cast<std::uint64_t>(self.row(b, h, 0))};
+    __device__ static head_rows keys_of(const key_rows<T>& all, std::int32_t b, std::int32_t h) {
+        return {reinterpret_cast<std::uint64_t>(all.past(all.k, b, h)),
+                reinterpret_cast<std::uint64_t>(all.self_k.row(b, h, 0))};
+    }
+    template <class T>
+    __device__ static head_rows values_of(const key_rows<T>& all, std::int32_t b, std::int32_t h) {
+        return {reinterpret_cast<std::uint64_t>(all.past(all.v, b, h)),
+                reinterpret_cast<std::uint64_t>(all.self_v.row(b, h, 0))};
     }
     /// The row at an offset of key_offsets; an address for `none` too, which nobody reads.
     template <bool Two>

@@ -1,0 +1,74 @@
+#!/usr/bin/env python3
+"""What a PyTorch user does for the decode steps of benchmarks/caches.cu: attention alone, by cuDNN, of one query over B cached
+keys. Nobody appends, scores or evicts in it.
+
+A call goes through layers of several times the L2 cache in turn, as one graph; median_ms is the time of one layer. Prints
+one JSON object; --out writes it to a file too.
+"""
+import argparse
+import json
+import statistics
+
+import torch
+import torch.nn.functional as F
+from torch.nn.attention import SDPBackend, sdpa_kernel
+
+HEADS, GROUP, DIM = 8, 4, 128
+
+
+def time_decode(batch, length, backend, repetitions):
+    kv_bytes = 2 * batch * HEADS * length * DIM * 2
+    layers = int(min(36, max(4, 400e6 / kv_bytes)))
+    q = torch.randn(batch, HEADS * GROUP, 1, DIM, device="cuda", dtype=torch.bfloat16)
+    keys = [torch.randn(2, batch, HEADS, length, DIM, device="cuda", dtype=torch.bfloat16) for _ in range(layers)]
+
+    def all_layers():
+        with sdpa_kernel(backend):
+            return [F.scaled_dot_product_attention(q, kv[0], kv[1], enable_gqa=True) for kv in keys]
+
+    stream = torch.cuda.Stream()
+    with torch.cuda.stream(stream), torch.no_grad():
+        for _ in range(3):
+            all_layers()
+        stream.synchronize()
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph, stream=stream):
+            all_layers()
+        times = []
+        for _ in range(repetitions):
+            begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+            begin.record()
+            graph.replay()
+            end.record()
+            end.synchronize()
+            times.append(begin.elapsed_time(end) / layers)
+    return statistics.median(times), kv_bytes
+
+
+def main():
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--out", help="also write the JSON here")
+    parser.add_argument("--quick", action="store_true", help="fewer repetitions")
+    arguments = parser.parse_args()
+    rows = []
+    for name, backend in (("cuDNN", SDPBackend.CUDNN_ATTENTION), ("FlashAttention", SDPBackend.FLASH_ATTENTION)):
+        for length in (4096, 2048):
+            for batch in (1, 8, 32):
+                entry = {"name": f"{name} attention alone {length} x {batch}"}
+                try:
+                    median, kv_bytes = time_decode(batch, length, backend, 20 if arguments.quick else 60)
+                    entry |= {"median_ms": median, "gb_per_s": kv_bytes / median * 1e-6}
+                except Exception as error:  # one that this version of PyTorch cannot run does not cost the others
+                    entry |= {"median_ms": None, "error": f"{type(error).__name__}: {str(error)[:200]}"}
+                rows.append(entry)
+                torch.cuda.empty_cache()
+                text = json.dumps({"card": torch.cuda.get_device_name(), "torch": torch.__version__, "caches": "cold",
+                                   "rows": rows}, indent=1)
+                if arguments.out:
+                    with open(arguments.out, "w") as file:
+                        file.write(text + "\n")
+    print(text)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,319 @@
+// Decode steps of a FixedBudgetCache on CUDA, everything a step does: the append, the contest, attention, the rows. A call steps
+// all layers of a model once and advances, as one graph; its layers are caches of their own, together several times the L2
+// cache, so that every step finds cold rows without a flush whose write-back it would pay for. median_us is the time of one layer.
+//
+// Beside it stand the bytes that a step cannot avoid, those of keys and values in use, and the rate that they make.
+#include <kvpolicy/cuda.cuh>
+#include <kvpolicy/kvpop.hpp>
+#include <kvpolicy/scorers/linear.hpp>
+
+#include "cold.cuh"
+
+#include <algorithm>
+#include <cstddef>
+#include <cstdint>
+#include <cstdlib>
+#include <string>
+#include <type_traits>
+#include <vector>
+
+namespace kvp = kvpolicy;
+
+namespace {
+
+using namespace bench;
+using kvp::bf16;
+
+constexpr std::int32_t heads = 8, group = 4, sinks = 4, window = 256;
+
+/// Which scores come with the tokens.
+enum class Order { random, improving };
+
+__global__ void fill_rows(bf16* to, std::int64_t count, std::uint32_t seed) {
+    const std::int64_t i = std::int64_t{blockIdx.x} * blockDim.x + threadIdx.x;
+    if (i < count) {
+        to[i] = bf16(0.433f * hashed(static_cast<std::uint32_t>(i) + seed));
+    }
+}
+
+__global__ void fill_weights(float* to, std::int64_t count, float scale, std::uint32_t seed) {
+    const std::int64_t i = std::int64_t{blockIdx.x} * blockDim.x + threadIdx.x;
+    if (i < count) {
+        to[i] = scale * hashed(static_cast<std::uint32_t>(i) + seed);
+    }
+}
+
+/// A full layer, as a long sequence leaves it: rows at random, and the positions that the layout wants. `length` is its tokens.
+__global__ void fill_layer(bf16* k, bf16* v, kvp::position_t* position, float* score, std::int32_t rows,
+                           std::int32_t dim, kvp::position_t length) {
+    const std::int64_t row = blockIdx.x;  // of all slots and heads
+    const auto r = static_cast<std::int32_t>(row % rows);
+    for (auto i = static_cast<std::int32_t>(threadIdx.x); i < dim;
+         i += static_cast<std::int32_t>(blockDim.x)) {
+        const auto x = static_cast<std::uint32_t>(row * dim + i);
+        k[row * dim + i] = bf16(0.433f * hashed(x));
+        v[row * dim + i] = bf16(0.433f * hashed(x + 7u));
+    }
+    if (threadIdx.x == 0) {
+        const kvp::position_t oldest = length - window;  // of the window
+        const kvp::position_t turned = (r - sinks - (oldest - sinks) % window + window) % window;
+        position[row] = r < sinks ? r : r < sinks + window ? oldest + turned : r - window;
+        score[row] = hashed(static_cast<std::uint32_t>(row));
+    }
+}
+__global__ void fill_counters(std::int32_t* kept, kvp::position_t* length_of, std::int32_t batch,
+                              std::int32_t budget, kvp::position_t length) {
+    for (auto i = static_cast<std::int32_t>(threadIdx.x); i < batch * heads;
+         i += static_cast<std::int32_t>(blockDim.x)) {
+        kept[i] = budget;
+        if (i < batch) {
+            length_of[i] = length;
+        }
+    }
+}
+
+/// The next token's scores: even in [-4, 4), or always better than all before. Part of the graph, before the layers.
+__global__ void next_scores(float* to, std::int32_t count, const kvp::position_t* length, bool improving) {
+    const auto i = static_cast<std::int32_t>(blockIdx.x * blockDim.x + threadIdx.x);
+    if (i < count) {
+        const auto t = static_cast<std::uint32_t>(length[0]);
+        to[i] = improving ? static_cast<float>(t) : hashed(t * 8191u + static_cast<std::uint32_t>(i));
+    }
+}
+
+unsigned blocks_of(std::int64_t count) { return static_cast<unsigned>((count + 255) / 256); }
+
+struct Numbers {
+    buffer<bf16> memory;
+    Numbers(std::int64_t count, std::uint32_t seed) : memory(count) {
+        fill_rows<<<blocks_of(count), 256>>>(memory.data(), count, seed);
+        ok(cudaGetLastError());
+    }
+};
+
+template <class P>
+void decode(benchmark::State& state, const P& policy, std::int32_t batch, std::int32_t rows, std::int32_t dim,
+            Order order) {
+    using Dims = kvp::head_dims<64, 128>;
+    const double bytes = 2.0 * batch * heads * rows * dim * sizeof(bf16);
+    const auto layers = static_cast<std::int32_t>(std::clamp(400e6 / bytes, 4.0, 36.0));
+    kvp::FixedBudgetCache<P, bf16> cache({.layers = layers,
+                                          .slots = batch,
+                                          .query_heads = heads * group,
+                                          .kv_heads = heads,
+                                          .dim_k = dim,
+                                          .dim_v = dim},
+                                         policy);
+    const stream_of_calls calls;
+    const kvp::cuda on{calls.stream};
+    const buffer<unsigned char> memory(static_cast<std::int64_t>(cache.bytes().total()));
+    cache.bind(on, memory.data(), static_cast<std::size_t>(memory.count()));
+    const std::int64_t row = std::int64_t{batch} * heads * dim;
+    const Numbers q(row * group, 1), k(row, 2), v(row, 3);
+    const buffer<bf16> out(row * group);
+    const buffer<float> scores(std::int64_t{batch} * heads);
+    const std::size_t needed = kvp::step_workspace_bytes<Dims>(on, cache.ref(0), batch);
+    const buffer<unsigned char> workspace(static_cast<std::int64_t>(needed));
+    kvp::CacheExtras extras;
+    extras.scores = kvp::view_bhs<const float>(scores.data(), batch, heads, 1);
+    const auto token = [&] {
+        next_scores<<<blocks_of(scores.count()), 256, 0, calls.stream>>>(
+            scores.data(), static_cast<std::int32_t>(scores.count()), cache.ref(0).length,
+            order == Order::improving);
+        for (std::int32_t layer = 0; layer < layers; ++layer) {
+            kvp::step<Dims>(on, cache.ref(layer), {batch},
+                            kvp::view_bhsd<const bf16>(q.memory.data(), batch, heads * group, 1, dim),
+                            kvp::view_bhsd<const bf16>(k.memory.data(), batch, heads, 1, dim),
+                            kvp::view_bhsd<const bf16>(v.memory.data(), batch, heads, 1, dim),
+                            kvp::view_bhsd(out.data(), batch, heads * group, 1, dim),
+                            {workspace.data(), needed}, nullptr, extras);
+        }
+        cache.advance(on, {batch});
+    };
+    for (std::int32_t layer = 0; layer < layers; ++layer) {
+        const auto ref = cache.ref(layer);
+        fill_layer<<<static_cast<unsigned>(batch * heads * rows), 128, 0, calls.stream>>>(
+            ref.k, ref.v, ref.position, ref.score, rows, dim, 3 * rows);
+        fill_counters<<<1, 256, 0, calls.stream>>>(ref.kept, ref.length, batch, rows - sinks - window,
+                                                   3 * rows);
+        ok(cudaGetLastError());
+    }
+    token();  // loads the kernels
+    ok(cudaStreamSynchronize(calls.stream));
+    if (std::getenv("KVPOLICY_BENCH_PROFILE") != nullptr) {
+        for (auto _ : state) {
+            state.SetIterationTime(1e-9);
+        }
+        return;
+    }
+    cudaGraph_t graph = nullptr;
+    cudaGraphExec_t ready = nullptr;
+    ok(cudaStreamBeginCapture(calls.stream, cudaStreamCaptureModeThreadLocal));
+    token();
+    ok(cudaStreamEndCapture(calls.stream, &graph));
+    ok(cudaGraphInstantiate(&ready, graph, 0));
+    for (std::int32_t t = 0; t < 10; ++t) {
+        ok(cudaGraphLaunch(ready, calls.stream));
+    }
+    ok(cudaStreamSynchronize(calls.stream));
+    cudaEvent_t begin = nullptr, end = nullptr;
+    ok(cudaEventCreate(&begin));
+    ok(cudaEventCreate(&end));
+    std::vector<double> times;
+    for (auto _ : state) {
+        ok(cudaEventRecord(begin, calls.stream));
+        ok(cudaGraphLaunch(ready, calls.stream));
+        ok(cudaEventRecord(end, calls.stream));
+        ok(cudaEventSynchronize(end));
+        float ms = 0.0f;
+        ok(cudaEventElapsedTime(&ms, begin, end));
+        times.push_back(static_cast<double>(ms) / layers);
+        state.SetIterationTime(times.back() * 1e-3);
+    }
+    std::nth_element(times.begin(), times.begin() + static_cast<std::ptrdiff_t>(times.size() / 2),
+                     times.end());
+    const double median = times[times.size() / 2];
+    state.counters["median_ms"] = median;
+    state.counters["median_us"] = 1e3 * median;
+    state.counters["layers"] = layers;
+    state.counters["kv_bytes"] = bytes;
+    state.counters["gb_per_s"] = bytes / median * 1e-6;
+    state.counters["workspace_bytes"] = static_cast<double>(needed);
+    ok(cudaEventDestroy(begin));
+    ok(cudaEventDestroy(end));
+    ok(cudaGraphExecDestroy(ready));
+    ok(cudaGraphDestroy(graph));
+}
+
+using Given = kvp::Policy<kvp::Sink<>, kvp::Window<>, kvp::TopKBudget<>>;
+/// A prompt into an empty cache of 4096 rows: contests, attention over lists of live rows, copies.
+void prompt(benchmark::State& state, std::int32_t length, Order order) {
+    using Dims = kvp::head_dims<128>;
+    constexpr std::int32_t dim = 128;
+    const kvp::Policy<kvp::Sink<>, kvp::Window<>, kvp::TopKBudget<>> policy{
+        kvp::Sink<>{sinks}, kvp::Window<>{window}, kvp::TopKBudget<>{4096 - sinks - window}};
+    kvp::FixedBudgetCache<std::remove_const_t<decltype(policy)>, bf16> cache({.layers = 1,
+                                                                              .slots = 1,
+                                                                              .query_heads = heads * group,
+                                                                              .kv_heads = heads,
+                                                                              .dim_k = dim,
+                                                                              .dim_v = dim},
+                                                                             policy);
+    const stream_of_calls calls;
+    const kvp::cuda on{calls.stream};
+    const buffer<unsigned char> memory(static_cast<std::int64_t>(cache.bytes().total()));
+    cache.bind(on, memory.data(), static_cast<std::size_t>(memory.count()));
+    const std::int64_t row = std::int64_t{heads} * length * dim;
+    const Numbers q(row * group, 1), k(row, 2), v(row, 3);
+    const buffer<bf16> out(row * group);
+    std::vector<float> given(static_cast<std::size_t>(heads) * static_cast<std::size_t>(length));
+    for (std::size_t i = 0; i < given.size(); ++i) {
+        const auto t = static_cast<std::uint32_t>(i % static_cast<std::size_t>(length));
+        given[i] = order == Order::improving
+                       ? static_cast<float>(t)
+                       : static_cast<float>((t * 2654435761u + static_cast<std::uint32_t>(i)) >> 8);
+    }
+    const buffer<float> scores(static_cast<std::int64_t>(given.size()));
+    ok(cudaMemcpy(scores.data(), given.data(), given.size() * sizeof(float), cudaMemcpyHostToDevice));
+    const std::size_t needed = kvp::cache_workspace_bytes<Dims>(on, cache.ref(0), 1, length);
+    const buffer<unsigned char> workspace(static_cast<std::int64_t>(needed));
+    kvp::CacheExtras extras;
+    extras.scores = kvp::view_bhs<const float>(scores.data(), 1, heads, length);
+    measure(
+        state, calls.stream,
+        [&] {
+            cache.clear(on, 0);
+            kvp::prefill<Dims>(on, cache.ref(0), {.count = 1, .length = length},
+                               kvp::view_bhsd<const bf16>(q.memory.data(), 1, heads * group, length, dim),
+                               kvp::view_bhsd<const bf16>(k.memory.data(), 1, heads, length, dim),
+                               kvp::view_bhsd<const bf16>(v.memory.data(), 1, heads, length, dim),
+                               kvp::view_bhsd(out.data(), 1, heads * group, length, dim),
+                               {workspace.data(), needed}, nullptr, extras);
+        },
+        needed);
+}
+
+using Linear = kvp::Policy<kvp::Sink<>, kvp::Window<>, kvp::TopKBudget<>, kvp::LinearScorer<>>;
+using Memory = kvp::Policy<kvp::Sink<>, kvp::Window<>, kvp::TopKBudget<>, kvp::mLSTMScorer<>>;
+
+template <class P, class... Scorer>
+P policy_of(std::int32_t rows, const Scorer&... scorer) {
+    return P{kvp::Sink<>{sinks}, kvp::Window<>{window}, kvp::TopKBudget<>{rows - sinks - window}, scorer...};
+}
+
+/// A scorer with weights at random, which live as long as the program.
+template <class S>
+S scorer_of(std::int32_t dim) {
+    S scorer{};
+    scorer.heads = heads;
+    scorer.dim_k = scorer.dim_v = dim;
+    typename S::template parameters<float> weights{};
+    std::uint32_t seed = 100;
+    kvp::for_each_parameter(scorer, weights,
+                            [&](const char*, float*& array, std::size_t count, bool optional) {
+                                if (count == 0 || optional) {
+                                    return;
+                                }
+                                array = device<float>(static_cast<std::int64_t>(count));
+                                fill_weights<<<blocks_of(static_cast<std::int64_t>(count)), 256>>>(
+                                    array, static_cast<std::int64_t>(count), 0.05f, seed += 1000);
+                                ok(cudaGetLastError());
+                            });
+    ok(cudaDeviceSynchronize());
+    if constexpr (S::when == kvp::score_time::on_leaving) {
+        scorer.weights.w_q = weights.w_q;
+        scorer.weights.w_k = weights.w_k;
+        scorer.weights.w_v = weights.w_v;
+        scorer.weights.w_i = weights.w_i;
+        scorer.weights.w_f = weights.w_f;
+        scorer.weights.readout = weights.readout;
+    } else {
+        scorer.weights.weight = weights.weight;
+    }
+    return scorer;
+}
+
+void add_steps() {
+    for (const std::int32_t rows : {4096, 2048}) {
+        for (const std::int32_t batch : {1, 8, 32}) {
+            const std::string size = std::to_string(rows) + " x " + std::to_string(batch);
+            add("step/" + size, [=](benchmark::State& state) {
+                decode(state, policy_of<Given>(rows), batch, rows, 128, Order::random);
+            });
+            add("step, always replaced/" + size, [=](benchmark::State& state) {
+                decode(state, policy_of<Given>(rows), batch, rows, 128, Order::improving);
+            });
+            add("step, linear/" + size, [=](benchmark::State& state) {
+                decode(state, policy_of<Linear>(rows, scorer_of<kvp::LinearScorer<>>(128)), batch, rows, 128,
+                       Order::random);
+            });
+            add("step, mLSTM/" + size, [=](benchmark::State& state) {
+                decode(state, policy_of<Memory>(rows, scorer_of<kvp::mLSTMScorer<>>(128)), batch, rows, 128,
+                       Order::random);
+            });
+        }
+    }
+    add("step, d 64/4096 x 8",
+        [](benchmark::State& state) { decode(state, policy_of<Given>(4096), 8, 4096, 64, Order::random); });
+}
+
+void add_prompts() {
+    for (const std::int32_t length : {1 << 11, 1 << 13, 1 << 14}) {
+        const std::string size = std::to_string(length >> 10) + "k";
+        add(
+            "prefill/" + size, [=](benchmark::State& state) { prompt(state, length, Order::random); }, 9);
+        add(
+            "prefill, improving/" + size,
+            [=](benchmark::State& state) { prompt(state, length, Order::improving); }, 9);
+    }
+}
+
+}  // namespace
+
+int main(int argc, char** argv) {
+    add_steps();
+    add_prompts();
+    return run(
+        argc, argv,
+        "cold: steps go through layers of several times the L2 cache; 256 MB are written before a prefill");
+}

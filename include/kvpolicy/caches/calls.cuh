@@ -1,0 +1,84 @@
+// The calls of caches/calls.hpp on CUDA, for a FixedBudgetCache: declarations. kvpolicy/cuda.cuh has the bodies; include it
+// where they are instantiated.
+#pragma once
+
+#include <kvpolicy/attention/head_dims.cuh>
+#include <kvpolicy/caches/calls.hpp>
+#include <kvpolicy/core/cuda_context.hpp>
+#include <kvpolicy/cuda/config.cuh>
+
+#include <cstddef>
+#include <cstdint>
+
+namespace kvpolicy {
+inline namespace KVPOLICY_CUDA_NAMESPACE KVPOLICY_HIDDEN {
+
+// All calls below take the ref of a cache that was bound with a cuda context (FixedBudgetCache::bind). Tensors, planes, status,
+// scorer weights, and of `batch` the arrays slots and q_len are device memory. Work is enqueued on the context's stream; nothing
+// is allocated, nothing waited for. Grids depend on shapes and capacities, and whatever changes from step to step is read from
+// device memory when the work runs, so one captured graph serves all later steps.
+//
+// Policies: any that a FixedBudgetCache holds, but for selections and those that rank by attention. Scorers: given scores,
+// LinearScorer, MlpScorer, mLSTMScorer (others do not compile). Given the same scores, the same keys are kept as on the host; steps
+// put them in the same rows too.
+//
+// bf16 and fp16: head_dims that are multiples of 8 up to the largest of Dims, any group, fp32 sums; rows begin at multiples
+// of 16 bytes. float and double: plain kernels, to check others with.
+//
+// What a host would refuse but a device finds too late: a NaN score ranks last and sets status_nan_score; a token count that
+// the call does not take, or a slot that the cache does not have, counts as no token and sets status_bad_length. Slots named
+// twice are not detected. `status` [count], where given, is OR-ed into.
+//
+// Refused before anything is enqueued: shapes that disagree, a head_dim beyond Dims, rows that are not aligned, too little
+// workspace, cu_seqlens. Failing CUDA calls throw kvpolicy::cuda_error.
+
+/// Bytes of device workspace for all calls below with at most `count` entries of at most `tokens` tokens.
+template <class Dims = all_head_dims, class P, Storage T>
+std::size_t cache_workspace_bytes(const cuda& on, const FixedBudgetRef<P, T>& cache, std::int32_t count,
+                                  std::int32_t tokens);
+/// The same for step and attend alone: much less, and a program that only decodes then compiles no kernel of prefill.
+template <class Dims = all_head_dims, class P, Storage T>
+std::size_t step_workspace_bytes(const cuda& on, const FixedBudgetRef<P, T>& cache, std::int32_t count);
+
+/// One decode step of one layer (the host's step has the order, the shapes and what is overwritten), in one launch; a scorer
+/// with a hidden layer or a state has one more before it. Outputs equal the host's to rounding.
+template <class Dims = all_head_dims, class P, Storage T>
+void step(const cuda& on, const FixedBudgetRef<P, T>& cache, const Batch& batch, input_rows<T> q,
+          input_rows<T> k, input_rows<T> v, output_rows<T> out, workspace_view workspace,
+          std::uint32_t* status = nullptr, const CacheExtras& extras = {});
+
+/// A chunk of up to n tokens a sequence, as the host's prefill: what as many steps would keep. Entry i brings batch.q_len[i] tokens,
+/// or batch.length. q [count, Hq, n, Dk], k and v [count, Hkv, n, D], out [count, Hq, n, Dv]; n is the length of q. Contests run one
+/// after another, in one warp a head: a newcomer that wins costs about half a microsecond (with a decay step above 1 every newcomer
+/// looks at all places). An mLSTM absorbs token by token.
+template <class Dims = all_head_dims, class P, Storage T>
+void prefill(const cuda& on, const FixedBudgetRef<P, T>& cache, const Batch& batch, input_rows<T> q,
+             input_rows<T> k, input_rows<T> v, output_rows<T> out, workspace_view workspace,
+             std::uint32_t* status = nullptr, const CacheExtras& extras = {});
+
+/// As the host's propose; n is at most CacheShape::proposals.
+template <class Dims = all_head_dims, class P, Storage T>
+void propose(const cuda& on, const FixedBudgetRef<P, T>& cache, const Batch& batch, input_rows<T> q,
+             input_rows<T> k, input_rows<T> v, output_rows<T> out, workspace_view workspace,
+             std::uint32_t* status = nullptr, const CacheExtras& extras = {});
+
+/// As the host's commit. An entry of more tokens than were proposed, or proposed at another length, counts as one of no token
+/// (which forgets what was proposed) and sets status_bad_length.
+template <class Dims = all_head_dims, class P, Storage T>
+void commit(const cuda& on, const FixedBudgetRef<P, T>& cache, const Batch& batch, workspace_view workspace,
+            std::uint32_t* status = nullptr);
+
+/// Attention of q [count, Hq, 1, Dk] over the rows that the named slots hold now; changes nothing.
+template <class Dims = all_head_dims, class P, Storage T>
+void attend(const cuda& on, const FixedBudgetRef<P, T>& cache, const Batch& batch, input_rows<T> q,
+            output_rows<T> out, plane_view<float> lse, workspace_view workspace,
+            std::uint32_t* status = nullptr);
+
+/// Fills `pages`, device memory, as the host's export_heads does. Refuses a capacity below what the batch's slots could ever need,
+/// count * rows / page_rows. A slot that there is not has no pages.
+template <class P, Storage T>
+void export_heads(const cuda& on, const FixedBudgetRef<P, T>& cache, const Batch& batch,
+                  const HeadPages& pages);
+
+}  // namespace KVPOLICY_HIDDEN
+}  // namespace kvpolicy

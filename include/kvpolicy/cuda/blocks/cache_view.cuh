@@ -1,0 +1,178 @@
+// A layer of a FixedBudgetCache as kernels see it: the ref without its policy, so that policies of the same structure share
+// their kernels.
+#pragma once
+
+#include <kvpolicy/caches/places.hpp>
+#include <kvpolicy/caches/ref.hpp>
+#include <kvpolicy/core/view.hpp>
+#include <kvpolicy/cuda/blocks/warp.cuh>
+#include <kvpolicy/cuda/config.cuh>
+
+#include <cstdint>
+
+namespace kvpolicy {
+inline namespace KVPOLICY_CUDA_NAMESPACE KVPOLICY_HIDDEN {
+namespace cuda_backend {
+
+template <class T>
+struct cache_view {
+    const HeadRule* rules = nullptr;           // [kv_heads]
+    const std::int64_t* row_offset = nullptr;  // [kv_heads + 1]
+    position_t* length = nullptr;              // [slots]
+    std::int32_t* kept = nullptr;              // [slots, kv_heads]
+    std::int32_t* victim = nullptr;            // [slots, kv_heads]
+    std::int32_t* proposed = nullptr;          // [slots]
+    std::uint32_t* arrivals = nullptr;         // [slots, kv_heads]
+    std::int32_t* tile_victims = nullptr;      // [slots, tiles]
+    T* k = nullptr;                            // [slots, rows, dim_k]
+    T* v = nullptr;                            // [slots, rows, dim_v]
+    position_t* position = nullptr;            // [slots, rows]
+    float* score = nullptr;                    // [slots, rows]
+    float* state = nullptr;                    // [slots, kv_heads, state_size]
+    std::int64_t state_size = 0;
+    std::int64_t rows = 0;   // of one slot
+    std::int64_t tiles = 0;  // of one slot
+    std::int32_t slots = 0;
+    std::int32_t kv_heads = 0;
+    std::int32_t group = 1;
+    std::int32_t dim_k = 0;
+    std::int32_t dim_v = 0;
+    std::int32_t proposals = 0;
+    position_t rebase_limit = kvpolicy::rebase_limit;
+
+    template <class P>
+    __host__ __device__ explicit cache_view(const FixedBudgetRef<P, T>& ref)
+        : rules(ref.rules),
+          row_offset(ref.row_offset),
+          length(ref.length),
+          kept(ref.kept),
+          victim(ref.victim),
+          proposed(ref.proposed),
+          arrivals(ref.arrivals),
+          tile_victims(ref.tile_victims),
+          k(ref.k),
+          v(ref.v),
+          position(ref.position),
+          score(ref.score),
+          state(ref.state),
+          state_size(ref.state_size),
+          rows(ref.rows),
+          tiles(ref.tiles(ref.rows, ref.kv_heads)),
+          slots(ref.slots),
+          kv_heads(ref.kv_heads),
+          group(ref.group),
+          dim_k(ref.dim_k),
+          dim_v(ref.dim_v),
+          proposals(ref.proposals),
+          rebase_limit(ref.rebase_limit) {}
+};
+
+/// One head of one slot.
+template <class T>
+struct head_view {
+    HeadRule rule;
+    HeadRows layout;
+    std::int64_t index;  // slot * kv_heads + head
+    std::int64_t tile;   // its first tile of places
+    T* k;
+    T* v;
+    position_t* position;
+    float* score;
+
+    __device__ head_view(const cache_view<T>& cache, std::int32_t slot, std::int32_t head)
+        : rule(cache.rules[head]), layout{rule.sinks, rule.window} {
+        const std::int64_t offset = cache.row_offset[head], first = slot * cache.rows + offset;
+        index = std::int64_t{slot} * cache.kv_heads + head;
+        tile = slot * cache.tiles + offset / detail::place_tile + head;
+        k = cache.k + first * cache.dim_k;
+        v = cache.v + first * cache.dim_v;
+        position = cache.position + first;
+        score = cache.score + first;
+    }
+    /// Rows before the spare ones.
+    [[nodiscard]] __device__ std::int32_t capacity() const { return layout.place(rule.budget); }
+    [[nodiscard]] __device__ detail::head_places places(position_t rebase_limit) const {
+        return {rule, rebase_limit, score + layout.place(0), position + layout.place(0)};
+    }
+};
+
+/// The tokens of an entry of a call of at most `most` tokens, and its slot. What a host would refuse counts as no token.
+struct active_entry {
+    std::int32_t slot;
+    std::int32_t tokens;
+    bool bad;
+
+    template <class T>
+    __device__ active_entry(const cache_view<T>& cache, const Batch& batch, std::int32_t i, std::int32_t most)
+        : slot(batch.slot(i)), tokens(batch.tokens(i)) {
+        bad = tokens < 0 || tokens > most || slot < 0 || slot >= cache.slots;
+        if (bad) {
+            tokens = 0;
+        }
+    }
+};
+
+/// Where the tokens of a chunk are: in a call's tensors, or in the spare rows of a cache, where proposals wait.
+template <class T>
+struct chunk_tokens {
+    rows_view<const T> k{};  // [count, Hkv, most, Dk]
+    rows_view<const T> v{};  // [count, Hkv, most, Dv]
+    std::int32_t most = 1;
+    bool spare = false;
+
+    __device__ const T* key(const cache_view<T>& cache, const head_view<T>& head, std::int32_t i,
+                            std::int32_t h, std::int32_t j) const {
+        return spare ? head.k + std::int64_t{head.capacity() + j} * cache.dim_k : k.row(i, h, j);
+    }
+    __device__ const T* value(const cache_view<T>& cache, const head_view<T>& head, std::int32_t i,
+                              std::int32_t h, std::int32_t j) const {
+        return spare ? head.v + std::int64_t{head.capacity() + j} * cache.dim_v : v.row(i, h, j);
+    }
+};
+
+/// A warp as a group of detail's bodies.
+struct warp_group {
+    __device__ static std::int32_t rank() { return lane_id(); }
+    __device__ static std::int32_t size() { return 32; }
+    /// Values as integers of the same order, NaN first; the last of equal ones by position. Mostly the upper half decides.
+    __device__ static detail::ranked_place worst(const detail::ranked_place& mine) {
+        const bool there = mine.place >= 0;
+        const auto bits = static_cast<std::uint64_t>(__double_as_longlong(mine.value + 0.0));  // -0 is 0
+        constexpr std::uint64_t sign = std::uint64_t{1} << 63;
+        const std::uint64_t ordered = mine.value != mine.value ? 0 : (bits & sign) != 0 ? ~bits : bits | sign;
+        const std::uint64_t key = there ? ordered : ~std::uint64_t{0};
+        bool least = only_least(static_cast<std::uint32_t>(key >> 32), true);
+        unsigned votes = __ballot_sync(all_lanes, least);
+        if ((votes & (votes - 1)) != 0) {
+            const auto position = static_cast<std::uint64_t>(mine.position);
+            least = only_least(static_cast<std::uint32_t>(key), least);
+            least = only_least(~static_cast<std::uint32_t>(position >> 32), least);
+            least = only_least(~static_cast<std::uint32_t>(position), least);
+            votes = __ballot_sync(all_lanes, least);
+        }
+        const int lane = __ffs(static_cast<int>(votes)) - 1;
+        return {__shfl_sync(all_lanes, mine.value, lane),
+                static_cast<position_t>(__shfl_sync(all_lanes, static_cast<long long>(mine.position), lane)),
+                __shfl_sync(all_lanes, mine.place, lane)};
+    }
+    __device__ static std::int32_t first(bool is) {
+        const unsigned votes = __ballot_sync(all_lanes, is);
+        return votes == 0 ? 32 : __ffs(static_cast<int>(votes)) - 1;
+    }
+    __device__ static std::int32_t before(bool is) {
+        return __popc(__ballot_sync(all_lanes, is) & lanes_before(lane_id()));
+    }
+    __device__ static std::int32_t count(bool is) { return __popc(__ballot_sync(all_lanes, is)); }
+    __device__ static float from(std::int32_t rank, float mine) { return __shfl_sync(all_lanes, mine, rank); }
+    __device__ static void sync() { __syncwarp(); }
+
+  private:
+    /// Whether this lane is one of those that count and have the least number.
+    __device__ static bool only_least(std::uint32_t number, bool counts) {
+        return counts & (__reduce_min_sync(all_lanes, counts ? number : ~0u) == number);
+    }
+};
+
+}  // namespace cuda_backend
+}  // namespace KVPOLICY_HIDDEN
+}  // namespace kvpolicy

@@ -1,0 +1,105 @@
+// What the dispatches of a cache's calls share: which policies there are kernels for, and checks.
+#pragma once
+
+#include <kvpolicy/caches/calls.cuh>
+#include <kvpolicy/core/error.hpp>
+#include <kvpolicy/cuda/attend_call.cuh>
+#include <kvpolicy/cuda/blocks/cache_view.cuh>
+#include <kvpolicy/cuda/blocks/score_row.cuh>
+#include <kvpolicy/cuda/blocks/step_stream.cuh>
+#include <kvpolicy/cuda/config.cuh>
+#include <kvpolicy/cuda/dispatch.cuh>
+#include <kvpolicy/cuda/head_tiles.cuh>
+#include <kvpolicy/host/check.hpp>
+
+#include <algorithm>
+#include <cmath>
+#include <cstdint>
+#include <type_traits>
+
+namespace kvpolicy {
+inline namespace KVPOLICY_CUDA_NAMESPACE KVPOLICY_HIDDEN {
+namespace cuda_backend {
+
+/// The scorer that a policy asks: none where nothing is ranked.
+template <class P>
+using asked_scorer = std::conditional_t<P::ranked, typename P::scorer_type, GivenScores>;
+
+template <class P>
+inline constexpr bool scores_given = P::ranked&& P::scorer_type::when == score_time::given;
+
+template <class P>
+asked_scorer<P> scorer_of(const typename P::scorer_type& scorer) {
+    if constexpr (P::ranked) {
+        return scorer;
+    } else {
+        return {};
+    }
+}
+
+/// Refuses a layer whose memory the device cannot read.
+template <class P, class T>
+void check_on_device(const FixedBudgetRef<P, T>& cache) {
+    detail::require(cache.on_device, "cache", "bound to host memory",
+                    "one bound with a cuda context, or a call with a host context");
+}
+
+template <class P>
+constexpr void require_device_policy() {
+    static_assert(!P::observed,
+                  "kvpolicy: on CUDA a cache takes a policy whose scores do not come from attention (H2O, "
+                  "TOVA and SnapKV "
+                  "run on the host)");
+    static_assert(!P::has_selection, "kvpolicy: on CUDA a cache takes a policy without a selection part");
+    static_assert(
+        has_device_scorer<asked_scorer<P>>,
+        "kvpolicy: on CUDA a cache takes given scores, a LinearScorer, an MlpScorer or an mLSTMScorer");
+}
+
+/// What the host refuses, as far as no device memory must be read. `tokens` is the most of an entry.
+template <class P, class T>
+void check_cache_call(const FixedBudgetRef<P, T>& cache, const Batch& batch, std::int32_t tokens,
+                      const rows_view<const T>& q, const rows_view<T>& out, const plane_view<float>& lse) {
+    const std::int32_t query_heads = cache.kv_heads * cache.group;
+    check_on_device(cache);
+    detail::require(batch.count >= 0 && batch.count <= cache.slots, "batch.count", batch.count,
+                    [&] { return detail::text("0 to the cache's slots, ", cache.slots); });
+    detail::require(batch.q_len != nullptr || (batch.length >= 0 && batch.length <= tokens), "batch.length",
+                    batch.length, [&] { return detail::text("0 to ", tokens); });
+    host_backend::check_rows("q", q, batch.count, query_heads, tokens, cache.dim_k);
+    host_backend::check_rows("out", out, batch.count, query_heads, tokens, cache.dim_v);
+    host_backend::check_lse(lse, batch.count, query_heads, tokens);
+    check_aligned("q", q);
+    check_aligned("out", out);
+}
+
+/// The same for calls that bring keys.
+template <class P, class T>
+void check_cache_call(const FixedBudgetRef<P, T>& cache, const Batch& batch, std::int32_t tokens,
+                      const rows_view<const T>& q, const rows_view<const T>& k, const rows_view<const T>& v,
+                      const rows_view<T>& out, const CacheExtras& extras) {
+    require_device_policy<P>();
+    check_cache_call(cache, batch, tokens, q, out, extras.lse);
+    host_backend::check_rows("k", k, batch.count, cache.kv_heads, tokens, cache.dim_k);
+    host_backend::check_rows("v", v, batch.count, cache.kv_heads, tokens, cache.dim_v);
+    check_aligned("k", k);
+    check_aligned("v", v);
+    detail::require(extras.cu_seqlens == nullptr, "extras.cu_seqlens", "given",
+                    "null on CUDA: entries of different lengths have batch.q_len");
+    if constexpr (scores_given<P>) {
+        host_backend::check_plane("extras.scores", extras.scores, batch.count, cache.kv_heads, tokens);
+    }
+}
+
+inline stream_logits logits_of(const Attention& attention, std::int32_t dim_k) {
+    constexpr double log2_e = 1.44269504088896340736;
+    const double scale = attention.scale != 0.0f ? static_cast<double>(attention.scale)
+                                                 : 1.0 / std::sqrt(static_cast<double>(dim_k));
+    const double softcap = attention.softcap;
+    return softcap > 0.0 ? stream_logits{2.0 * log2_e * scale / softcap, softcap * log2_e}
+                         : stream_logits{scale * log2_e, 0.0};
+}
+
+}  // namespace cuda_backend
+}  // namespace KVPOLICY_HIDDEN
+}  // namespace kvpolicy

@@ -1,0 +1,251 @@
+// The dispatch of chunks into a cache: prefill, propose, commit.
+#pragma once
+
+#include <kvpolicy/cuda/attend.cuh>
+#include <kvpolicy/cuda/cache_call.cuh>
+#include <kvpolicy/cuda/cache_step.cuh>
+#include <kvpolicy/cuda/config.cuh>
+#include <kvpolicy/cuda/kernels/cache_chunk.cuh>
+#include <kvpolicy/cuda/kernels/cache_score.cuh>
+#include <kvpolicy/cuda/launch.cuh>
+
+#include <algorithm>
+#include <cstddef>
+#include <cstdint>
+
+namespace kvpolicy {
+inline namespace KVPOLICY_CUDA_NAMESPACE KVPOLICY_HIDDEN {
+namespace cuda_backend {
+
+/// A chunk of at most `tokens` tokens an entry.
+template <class P, class T, class Dims>
+class cache_chunk_call {
+    using Scorer = asked_scorer<P>;
+    static constexpr bool scored = scored_before<Scorer> || scores_by_warp<Scorer>;
+
+  public:
+    cache_chunk_call(const cuda& on, const FixedBudgetRef<P, T>& cache, std::int32_t count,
+                     std::int32_t tokens)
+        : on_(on),
+          device_(on),
+          ref_(cache),
+          call_{.cache = cache_view<T>(cache)},
+          gate_(cache.gate),
+          scorer_(scorer_of<P>(cache.scorer)) {
+        require_device_policy<P>();
+        call_.batch.count = count;
+        call_.tokens.most = tokens;
+        call_.on_leaving = Scorer::when == score_time::on_leaving;
+        call_.longest = static_cast<std::int32_t>(cache.longest);
+        call_.tiles = detail::tiles_of_places(call_.longest);
+        constexpr std::size_t most_shared = 96 * 1024;  // what every card has
+        call_.contest_in_shared = P::ranked && contest_bytes(call_.longest, call_.tiles) <= most_shared;
+        detail::require(heads() * std::max<std::int64_t>(tokens, 1) <= 0x7fffffff, "entries x heads x tokens",
+                        heads() * tokens, "below 2^31: split the batch");
+    }
+
+    /// Takes the parts of the workspace; with null only measures.
+    std::size_t lay_out(void* memory) {
+        workspace_parts parts(memory);
+        const std::int64_t rows = heads() * call_.longest, tokens = heads() * call_.tokens.most;
+        call_.taken = parts.take<std::int32_t>(call_.batch.count);
+        call_.first_row = parts.take<std::int64_t>(heads());
+        call_.position = parts.take<std::int32_t>(rows);
+        call_.past_expiry = parts.take<expiry_t>(rows);
+        call_.chunk_expiry = parts.take<expiry_t>(tokens);
+        call_.place_score = parts.take<float>(P::ranked ? rows : 0);
+        call_.place_position = parts.take<position_t>(P::ranked ? rows : 0);
+        call_.holder = parts.take<std::int32_t>(P::ranked ? rows : 0);
+        call_.record = parts.take<std::int32_t>(P::ranked ? heads() * call_.tiles : 0);
+        call_.kept = parts.take<std::int32_t>(heads());
+        computed_ = parts.take<float>(scored ? tokens : 0);
+        state_ = parts.take<float>(heads() * call_.cache.state_size);
+        attention_bytes_ = attention(nullptr, [](auto& attend) { return attend.lay_out(nullptr); });
+        attention_ = parts.take<unsigned char>(static_cast<std::int64_t>(attention_bytes_));
+        return parts.bytes();
+    }
+
+    void prefill(const Batch& batch, const rows_view<const T>& q, const rows_view<const T>& k,
+                 const rows_view<const T>& v, const rows_view<T>& out, workspace_view workspace,
+                 std::uint32_t* status, const CacheExtras& extras) {
+        begin(batch, workspace, status);
+        bring(k, v, extras);
+        decide(nullptr);
+        attend(q, out, extras.lse);
+        write();
+    }
+
+    void propose(const Batch& batch, const rows_view<const T>& q, const rows_view<const T>& k,
+                 const rows_view<const T>& v, const rows_view<T>& out, workspace_view workspace,
+                 std::uint32_t* status, const CacheExtras& extras) {
+        begin(batch, workspace, status);
+        bring(k, v, extras);
+        decide(state_);
+        attend(q, out, extras.lse);
+        launch("chunk_propose_kernel", chunk_propose_kernel<T>, heads() * chunk_pieces, chunk_threads, 0, on_,
+               call_);
+    }
+
+    void commit(const Batch& batch, workspace_view workspace, std::uint32_t* status) {
+        begin(batch, workspace, status);
+        call_.tokens.spare = true;
+        decide(nullptr);
+        write();
+    }
+
+  private:
+    [[nodiscard]] std::int64_t heads() const {
+        return std::int64_t{call_.batch.count} * call_.cache.kv_heads;
+    }
+
+    void begin(const Batch& batch, workspace_view workspace, std::uint32_t* status) {
+        check_workspace(workspace, lay_out(nullptr));
+        lay_out(workspace.data);
+        call_.batch = batch;
+        call_.status = status;
+    }
+    /// The tokens are a call's tensors.
+    void bring(const rows_view<const T>& k, const rows_view<const T>& v, const CacheExtras& extras) {
+        call_.tokens.k = k;
+        call_.tokens.v = v;
+        call_.tokens.k.length = call_.tokens.v.length = call_.tokens.most;
+        call_.scores = scores_given<P> ? extras.scores : plane_view<const float>{};
+    }
+
+    /// `state`: where advanced states go; null: the cache.
+    void decide([[maybe_unused]] float* state) {
+        launch("chunk_begin_kernel", chunk_begin_kernel<T>, call_.batch.count == 0 ? 0 : 1, chunk_threads, 0,
+               on_, call_);
+        call_.batch.q_len = call_.taken;
+        if constexpr (scored) {
+            call_.computed = computed_;
+            launch_scores(on_, score_launch<T, Scorer>{.cache = call_.cache,
+                                                       .batch = call_.batch,
+                                                       .tokens = call_.tokens,
+                                                       .scores = computed_,
+                                                       .state = state,
+                                                       .scorer = scorer_});
+        }
+        const std::size_t shared = call_.contest_in_shared ? contest_bytes(call_.longest, call_.tiles) : 0;
+        launch("chunk_decide_kernel", chunk_decide_kernel<T, typename P::gate_type>, heads(), chunk_threads,
+               shared, on_, call_, gate_);
+    }
+
+    void write() {
+        if constexpr (P::ranked) {
+            launch("chunk_places_kernel", chunk_places_kernel<T>, heads() * chunk_pieces, chunk_threads, 0,
+                   on_, call_);
+        }
+        launch("chunk_recent_kernel", chunk_recent_kernel<T>, heads() * chunk_pieces, chunk_threads, 0, on_,
+               call_);
+    }
+
+    /// Calls body(attend_call) for attention of the chunk over the cache's rows and itself; with null queries for its sizes only.
+    template <class Body>
+    auto attention(const rows_view<const T>* queries, const Body& body) {
+        const std::int32_t count = call_.batch.count, kv_heads = call_.cache.kv_heads,
+                           most = call_.tokens.most;
+        // Sizes alone never look at the tensors: rows of the cache stand for them.
+        const T* const any = call_.cache.k;
+        rows_view<const T> q = queries != nullptr
+                                   ? *queries
+                                   : view_bhsd(any, count, kv_heads * ref_.group, most, call_.cache.dim_k);
+        q.length = most;
+        keys<T> past, self;
+        past.k = {call_.cache.k, count, kv_heads, call_.longest, call_.cache.dim_k, 0, 0, call_.cache.dim_k};
+        past.v = {call_.cache.v, count, kv_heads, call_.longest, call_.cache.dim_v, 0, 0, call_.cache.dim_v};
+        past.position = view_bhs<const std::int32_t>(call_.position, count, kv_heads, call_.longest);
+        past.mask.expiry = view_bhs<const expiry_t>(call_.past_expiry, count, kv_heads, call_.longest);
+        self.k =
+            queries != nullptr ? call_.tokens.k : view_bhsd(any, count, kv_heads, most, call_.cache.dim_k);
+        self.v =
+            queries != nullptr ? call_.tokens.v : view_bhsd(any, count, kv_heads, most, call_.cache.dim_v);
+        self.mask.expiry = view_bhs<const expiry_t>(call_.chunk_expiry, count, kv_heads, most);
+        Sequences sequences;
+        sequences.batch = count;
+        sequences.length = most;
+        sequences.lengths = call_.taken;
+        if (queries == nullptr) {  // planes that are not there would be another call
+            const auto* const there = reinterpret_cast<const std::int32_t*>(any);
+            past.position.data = past.mask.expiry.data = self.mask.expiry.data = there;
+        }
+        attend_call<T, Dims> call(on_, ref_.attention, q, past, &self, sequences, AttendOptions{});
+        call.past_begins(call_.first_row);
+        return body(call);
+    }
+    void attend(const rows_view<const T>& q, const rows_view<T>& out, const plane_view<float>& lse) {
+        if (heads() * call_.tokens.most == 0) {
+            return;
+        }
+        rows_view<T> to = out;
+        to.length = call_.tokens.most;
+        attention(&q, [&](auto& call) { call.run(to, lse, {attention_, attention_bytes_}); });
+    }
+
+    const cuda& on_;
+    device_scope device_;
+    const FixedBudgetRef<P, T>& ref_;
+    chunk_launch<T> call_;
+    typename P::gate_type gate_;
+    Scorer scorer_;
+    float* computed_ = nullptr;
+    float* state_ = nullptr;
+    unsigned char* attention_ = nullptr;
+    std::size_t attention_bytes_ = 0;
+};
+
+/// The most tokens that an entry of a call may bring.
+inline std::int32_t most_tokens(const Batch& batch, std::int32_t length) {
+    return batch.q_len != nullptr ? length : std::min(length, std::max(batch.length, 0));
+}
+
+}  // namespace cuda_backend
+
+template <class Dims, class P, Storage T>
+std::size_t cache_workspace_bytes(const cuda& on, const FixedBudgetRef<P, T>& cache, std::int32_t count,
+                                  std::int32_t tokens) {
+    detail::require(tokens >= 0, "tokens", tokens, "0 or more");
+    const std::size_t step = step_workspace_bytes<Dims>(on, cache, count);
+    return std::max(step,
+                    cuda_backend::cache_chunk_call<P, T, Dims>(on, cache, count, tokens).lay_out(nullptr));
+}
+
+template <class Dims, class P, Storage T>
+void prefill(const cuda& on, const FixedBudgetRef<P, T>& cache, const Batch& batch, input_rows<T> q,
+             input_rows<T> k, input_rows<T> v, output_rows<T> out, workspace_view workspace,
+             std::uint32_t* status, const CacheExtras& extras) {
+    const std::int32_t tokens = cuda_backend::most_tokens(batch, q.length);
+    cuda_backend::check_cache_call(cache, batch, tokens, q, k, v, out, extras);
+    cuda_backend::cache_chunk_call<P, T, Dims>(on, cache, batch.count, tokens)
+        .prefill(batch, q, k, v, out, workspace, status, extras);
+}
+
+template <class Dims, class P, Storage T>
+void propose(const cuda& on, const FixedBudgetRef<P, T>& cache, const Batch& batch, input_rows<T> q,
+             input_rows<T> k, input_rows<T> v, output_rows<T> out, workspace_view workspace,
+             std::uint32_t* status, const CacheExtras& extras) {
+    const std::int32_t tokens = cuda_backend::most_tokens(batch, q.length);
+    detail::require(tokens <= cache.proposals, "q.length", tokens, [&] {
+        return detail::text("at most the cache's proposals, ", cache.proposals, " (CacheShape::proposals)");
+    });
+    cuda_backend::check_cache_call(cache, batch, tokens, q, k, v, out, extras);
+    cuda_backend::cache_chunk_call<P, T, Dims>(on, cache, batch.count, tokens)
+        .propose(batch, q, k, v, out, workspace, status, extras);
+}
+
+template <class Dims, class P, Storage T>
+void commit(const cuda& on, const FixedBudgetRef<P, T>& cache, const Batch& batch, workspace_view workspace,
+            std::uint32_t* status) {
+    cuda_backend::check_on_device(cache);
+    detail::require(batch.count >= 0 && batch.count <= cache.slots, "batch.count", batch.count,
+                    [&] { return detail::text("0 to the cache's slots, ", cache.slots); });
+    detail::require(batch.q_len != nullptr || (batch.length >= 0 && batch.length <= cache.proposals),
+                    "batch.length", batch.length,
+                    [&] { return detail::text("0 to the cache's proposals, ", cache.proposals); });
+    cuda_backend::cache_chunk_call<P, T, Dims>(on, cache, batch.count,
+                                               cuda_backend::most_tokens(batch, cache.proposals))
+        .commit(batch, workspace, status);
+}
+
+}  // namespace KVPOLICY_HIDDEN
+}  // namespace kvpolicy

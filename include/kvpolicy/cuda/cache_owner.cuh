@@ -1,0 +1,255 @@
+// What the owner of a FixedBudgetCache does on a device, and the export of its pages.
+#pragma once
+
+#include <kvpolicy/caches/fixed_budget.hpp>
+#include <kvpolicy/cuda/cache_call.cuh>
+#include <kvpolicy/cuda/config.cuh>
+#include <kvpolicy/cuda/kernels/cache_slots.cuh>
+#include <kvpolicy/cuda/launch.cuh>
+
+#include <algorithm>
+#include <cstddef>
+#include <cstdint>
+#include <limits>
+#include <vector>
+
+namespace kvpolicy {
+
+template <AnyPolicy P, Storage T>
+template <class Build>
+void FixedBudgetCache<P, T>::require_device_slot(std::int32_t slot, const char* name) const {
+    this->require_memory(true);
+    detail::require(slot >= 0 && slot < this->shape_.slots, name, slot,
+                    [&] { return detail::text("0 to ", this->shape_.slots - 1); });
+}
+
+template <AnyPolicy P, Storage T>
+template <class Build>
+void FixedBudgetCache<P, T>::bind(const cuda& on, void* buffer, std::size_t buffer_bytes) {
+    namespace cb = cuda_backend;
+    cb::require_device_policy<P>();
+    detail::require(buffer != nullptr, "buffer", "null", "device memory of bytes().total()");
+    detail::require(buffer_bytes >= this->bytes_.total(), "buffer_bytes", buffer_bytes,
+                    [&] { return detail::text("at least bytes().total() = ", this->bytes_.total()); });
+    const cb::device_scope device(on);
+    this->memory_ = host_backend::aligned(buffer);
+    this->on_device_ = true;
+    std::vector<ref_type> refs;
+    for (std::int32_t layer = 0; layer < this->shape_.layers; ++layer) {
+        refs.push_back(ref(layer));
+    }
+    const auto copy = [&](std::size_t to, const void* from, std::size_t bytes) {
+        cb::check(cudaMemcpyAsync(this->memory_ + to, from, bytes, cudaMemcpyHostToDevice, on.stream),
+                  "cudaMemcpyAsync");
+    };
+    copy(this->rules_at_, this->rules_.data(), this->rules_.size() * sizeof(HeadRule));
+    copy(offsets_at_, row_offset_.data(), row_offset_.size() * sizeof(std::int64_t));
+    copy(refs_at_, refs.data(), refs.size() * sizeof(ref_type));
+    const std::int64_t heads = std::int64_t{this->shape_.layers} * this->shape_.slots * this->shape_.kv_heads;
+    cb::launch("clear_slots_kernel", cb::clear_slots_kernel<P, T>, heads, cb::slot_threads, 0, on,
+               this->template at<const ref_type>(refs_at_), this->shape_.kv_heads, 0, this->shape_.slots);
+    cb::check(cudaStreamSynchronize(on.stream), "cudaStreamSynchronize");  // `refs` may go
+}
+
+template <AnyPolicy P, Storage T>
+template <class Build>
+void FixedBudgetCache<P, T>::clear(const cuda& on, std::int32_t slot) {
+    namespace cb = cuda_backend;
+    this->template require_device_slot<Build>(slot, "slot");
+    const cb::device_scope device(on);
+    cb::launch("clear_slots_kernel", cb::clear_slots_kernel<P, T>,
+               std::int64_t{this->shape_.layers} * this->shape_.kv_heads, cb::slot_threads, 0, on,
+               this->template at<const ref_type>(refs_at_), this->shape_.kv_heads, slot, 1);
+}
+
+template <AnyPolicy P, Storage T>
+template <class Build>
+void FixedBudgetCache<P, T>::advance(const cuda& on, const Batch& batch, std::uint32_t* status) {
+    namespace cb = cuda_backend;
+    this->require_memory(true);
+    detail::require(batch.count >= 0 && batch.count <= this->shape_.slots, "batch.count", batch.count,
+                    [&] { return detail::text("0 to the cache's slots, ", this->shape_.slots); });
+    const cb::device_scope device(on);
+    cb::launch("advance_kernel", cb::advance_kernel<position_t>, batch.count == 0 ? 0 : 1, cb::slot_threads,
+               0, on, this->template at<position_t>(this->length_at_), this->shape_.slots, batch, status);
+}
+
+inline namespace KVPOLICY_CUDA_NAMESPACE KVPOLICY_HIDDEN {
+namespace cuda_backend {
+
+/// The moves of fork and reorder, in all layers.
+template <class P, class T>
+void move_slots(const cuda& on, const FixedBudgetRef<P, T>* refs, const CacheShape& shape,
+                const slot_moves& moves, std::uint32_t* status) {
+    if (moves.count == 0) {
+        return;
+    }
+    const device_scope device(on);
+    constexpr std::size_t scratch = 64 * 1024;
+    const auto run = [&]<class Word>(Word) {
+        const std::size_t a_thread = static_cast<std::size_t>(moves.count) * sizeof(Word);
+        const int threads = a_thread * slot_threads <= scratch ? slot_threads : 32;
+        const std::size_t shared = moves_bytes + a_thread * static_cast<std::size_t>(threads);
+        constexpr std::int32_t pieces = 16;  // blocks that share the rows of a head
+        launch("move_rows_kernel", move_rows_kernel<Word, P, T>,
+               std::int64_t{shape.layers} * shape.kv_heads * pieces, threads, shared, on, refs, moves,
+               pieces);
+        launch("move_counters_kernel", move_counters_kernel<P, T>, shape.layers, threads, shared, on, refs,
+               moves, status);
+    };
+    if (static_cast<std::size_t>(moves.count) * sizeof(uint4) * 32 <= scratch) {
+        run(uint4{});
+    } else {
+        run(std::uint32_t{});
+    }
+}
+
+}  // namespace cuda_backend
+}  // namespace KVPOLICY_HIDDEN
+
+template <AnyPolicy P, Storage T>
+template <class Build>
+void FixedBudgetCache<P, T>::fork(const cuda& on, std::int32_t from, std::int32_t to) {
+    this->template require_device_slot<Build>(from, "from");
+    this->template require_device_slot<Build>(to, "to");
+    if (from != to) {
+        cuda_backend::move_slots<P, T>(on, this->template at<const ref_type>(refs_at_), this->shape_,
+                                       {nullptr, 1, from, to}, nullptr);
+    }
+}
+
+template <AnyPolicy P, Storage T>
+template <class Build>
+void FixedBudgetCache<P, T>::reorder(const cuda& on, const std::int32_t* sources, std::int32_t count,
+                                     std::uint32_t* status) {
+    this->require_memory(true);
+    const std::int32_t most = std::min(this->shape_.slots, cuda_backend::most_reordered);
+    detail::require(count >= 0 && count <= most, "count", count,
+                    [&] { return detail::text("0 to ", most, ", the cache's slots and at most 512"); });
+    detail::require(sources != nullptr || count == 0, "sources", "null", "device memory of count slots");
+    cuda_backend::move_slots<P, T>(on, this->template at<const ref_type>(refs_at_), this->shape_,
+                                   {sources, count, 0, 0}, status);
+}
+
+/// A cache of the same kind with one slot, in host memory.
+template <AnyPolicy P, Storage T>
+template <class Build>
+FixedBudgetCache<P, T> FixedBudgetCache<P, T>::one_slot(std::vector<unsigned char>& memory) const {
+    CacheShape shape = this->shape_;
+    shape.slots = 1;
+    FixedBudgetCache copy(shape, this->policy_, this->scorers_, this->attention_);
+    copy.rebase_limit(this->rebase_limit_);
+    memory.resize(copy.bytes().total());
+    copy.bind(host{1}, memory.data(), memory.size());
+    return copy;
+}
+
+/// Calls copy(array of slot `slot`, array of other's slot 0, bytes) for all that a slot consists of.
+template <AnyPolicy P, Storage T>
+template <class Build, class Copy>
+void FixedBudgetCache<P, T>::for_each_slice(const FixedBudgetCache& other, std::int32_t slot,
+                                            const Copy& copy) const {
+    for (std::int32_t layer = 0; layer < this->shape_.layers; ++layer) {
+        const ref_type a = ref(layer), b = other.ref(layer);
+        const auto slice = [&](auto* mine, auto* theirs, std::int64_t each) {
+            copy(mine + slot * each, theirs, static_cast<std::size_t>(each) * sizeof *mine);
+        };
+        slice(a.k, b.k, a.rows * a.dim_k);
+        slice(a.v, b.v, a.rows * a.dim_v);
+        slice(a.position, b.position, a.rows);
+        slice(a.score, b.score, a.rows);
+        slice(a.kept, b.kept, a.kv_heads);
+        slice(a.victim, b.victim, a.kv_heads);
+        slice(a.state, b.state, a.kv_heads * a.state_size);
+        slice(a.proposed, b.proposed, 1);
+        if (layer == 0) {
+            slice(a.length, b.length, 1);
+        }
+    }
+}
+
+template <AnyPolicy P, Storage T>
+template <class Build>
+std::size_t FixedBudgetCache<P, T>::snapshot_bytes(const cuda& on, std::int32_t slot) const {
+    this->template require_device_slot<Build>(slot, "slot");
+    // Rows in use depend on lengths and counters alone.
+    namespace cb = cuda_backend;
+    const cb::device_scope device(on);
+    std::vector<unsigned char> memory;
+    const FixedBudgetCache copy = one_slot<Build>(memory);
+    const auto fetch = [&](auto* to, const auto* from, std::int64_t count) {
+        cb::check(cudaMemcpyAsync(to, from, static_cast<std::size_t>(count) * sizeof *to,
+                                  cudaMemcpyDeviceToHost, on.stream),
+                  "cudaMemcpyAsync");
+    };
+    for (std::int32_t layer = 0; layer < this->shape_.layers; ++layer) {
+        const ref_type a = ref(layer), b = copy.ref(layer);
+        fetch(b.kept, a.kept + std::int64_t{slot} * a.kv_heads, a.kv_heads);
+        fetch(b.length, a.length + slot, 1);
+    }
+    cb::check(cudaStreamSynchronize(on.stream), "cudaStreamSynchronize");
+    return copy.snapshot_bytes(0);
+}
+
+template <AnyPolicy P, Storage T>
+template <class Build>
+std::size_t FixedBudgetCache<P, T>::snapshot(const cuda& on, std::int32_t slot, void* buffer,
+                                             std::size_t buffer_bytes) const {
+    namespace cb = cuda_backend;
+    this->template require_device_slot<Build>(slot, "slot");
+    const cb::device_scope device(on);
+    std::vector<unsigned char> memory;
+    const FixedBudgetCache copy = one_slot<Build>(memory);
+    this->template for_each_slice<Build>(copy, slot, [&](const void* mine, void* theirs, std::size_t bytes) {
+        cb::check(cudaMemcpyAsync(theirs, mine, bytes, cudaMemcpyDeviceToHost, on.stream), "cudaMemcpyAsync");
+    });
+    cb::check(cudaStreamSynchronize(on.stream), "cudaStreamSynchronize");
+    return copy.snapshot(host{1}, 0, buffer, buffer_bytes);
+}
+
+template <AnyPolicy P, Storage T>
+template <class Build>
+void FixedBudgetCache<P, T>::restore(const cuda& on, std::int32_t slot, const void* blob,
+                                     std::size_t blob_bytes) {
+    namespace cb = cuda_backend;
+    this->template require_device_slot<Build>(slot, "slot");
+    const cb::device_scope device(on);
+    std::vector<unsigned char> memory;
+    FixedBudgetCache copy = one_slot<Build>(memory);
+    copy.restore(host{1}, 0, blob, blob_bytes);
+    this->template for_each_slice<Build>(copy, slot, [&](void* mine, const void* theirs, std::size_t bytes) {
+        cb::check(cudaMemcpyAsync(mine, theirs, bytes, cudaMemcpyHostToDevice, on.stream), "cudaMemcpyAsync");
+    });
+    cb::check(cudaStreamSynchronize(on.stream), "cudaStreamSynchronize");  // `memory` may go
+}
+
+inline namespace KVPOLICY_CUDA_NAMESPACE KVPOLICY_HIDDEN {
+
+template <class P, Storage T>
+void export_heads(const cuda& on, const FixedBudgetRef<P, T>& cache, const Batch& batch,
+                  const HeadPages& pages) {
+    namespace cb = cuda_backend;
+    cb::check_on_device(cache);
+    detail::require(batch.count >= 0 && batch.count <= cache.slots, "batch.count", batch.count,
+                    [&] { return detail::text("0 to the cache's slots, ", cache.slots); });
+    const std::int64_t most = batch.count * (cache.rows / cache.page_rows);
+    detail::require(pages.indices_capacity >= most, "pages.indices_capacity", pages.indices_capacity, [&] {
+        return detail::text("at least ", most, ", the pages that the batch's slots can have");
+    });
+    detail::require(pages.indptr != nullptr, "pages.indptr", "null", "an array of batch.count * Hkv + 1");
+    detail::require(pages.indices != nullptr || most == 0, "pages.indices", "null",
+                    "an array of indices_capacity");
+    detail::require(pages.last_page_rows != nullptr || batch.count == 0, "pages.last_page_rows", "null",
+                    "an array of batch.count * Hkv");
+    detail::require(cache.page_count() <= std::numeric_limits<std::int32_t>::max(), "pages of the layer",
+                    cache.page_count(), "below 2^31, as indices are 32 bits");
+    const cb::device_scope device(on);
+    const cb::cache_view<T> view(cache);
+    cb::launch("count_pages_kernel", cb::count_pages_kernel<T>, 1, cb::slot_threads, 0, on, view, batch,
+               cache.page_rows, pages);
+    cb::launch("fill_pages_kernel", cb::fill_pages_kernel<T>, std::int64_t{batch.count} * cache.kv_heads,
+               cb::slot_threads, 0, on, view, batch, cache.page_rows, pages);
+}
+
+}  // namespace KVPOLICY_HIDDEN
+}  // namespace kvpolicy

@@ -1,0 +1,178 @@
+// The dispatch of a cache's step and of attention over it: sizes, workspace, launches.
+#pragma once
+
+#include <kvpolicy/cuda/cache_call.cuh>
+#include <kvpolicy/cuda/config.cuh>
+#include <kvpolicy/cuda/kernels/cache_score.cuh>
+#include <kvpolicy/cuda/kernels/cache_step.cuh>
+#include <kvpolicy/cuda/launch.cuh>
+
+#include <algorithm>
+#include <cstddef>
+#include <cstdint>
+
+namespace kvpolicy {
+inline namespace KVPOLICY_CUDA_NAMESPACE KVPOLICY_HIDDEN {
+namespace cuda_backend {
+
+/// Into how many blocks the rows of a head are cut: `heads` blocks of up to `rows` rows are there without cutting, and
+/// `resident` fit on the card. What counts is the time of the fullest place, and what a block costs however few its rows are.
+inline std::int32_t step_splits(std::int64_t heads, std::int64_t rows, std::int64_t resident, int warps) {
+    constexpr std::int64_t most = 32, cost_of_a_block = 96;  // in rows
+    const std::int64_t useful = rows / (std::int64_t{stream_tile} * warps);
+    std::int32_t best = 1;
+    std::int64_t least = 0;
+    for (std::int64_t splits = 1; splits <= std::clamp<std::int64_t>(useful, 1, most); ++splits) {
+        const std::int64_t rounds = (heads * splits + resident - 1) / resident;
+        const std::int64_t cost = rounds * ((rows + splits - 1) / splits + cost_of_a_block);
+        if (splits == 1 || cost < least) {
+            best = static_cast<std::int32_t>(splits);
+            least = cost;
+        }
+    }
+    return best;
+}
+
+/// A step, or attention alone, with kernels of these sizes.
+template <class Rows, class P>
+class cache_step_call {
+    using T = typename Rows::T;
+    using Gate = typename P::gate_type;
+    using Scorer = asked_scorer<P>;
+    using Launch = step_launch<Rows, Gate, Scorer>;
+    static constexpr auto kernel = cache_step_kernel<Rows, Gate, Scorer>;
+
+  public:
+    cache_step_call(const cuda& on, const device_scope& device, const FixedBudgetRef<P, T>& cache,
+                    std::int32_t count)
+        : on_(on),
+          call_{.cache = cache_view<T>(cache), .gate = cache.gate, .scorer = scorer_of<P>(cache.scorer)} {
+        call_.batch.count = count;
+        call_.width = Rows::width(cache.dim_v);
+        call_.logits = logits_of(cache.attention, cache.dim_k);
+        call_.parts = (cache.group + Rows::heads - 1) / Rows::heads;
+        shared_ = static_cast<std::size_t>(Rows::warps) * Rows::shared_bytes(cache.dim_v);
+        allow_shared("cache_step_kernel", reinterpret_cast<const void*>(kernel), shared_);
+        int fit = 0;
+        check(cudaOccupancyMaxActiveBlocksPerMultiprocessor(&fit, kernel, Rows::threads, shared_),
+              "cache_step_kernel");
+        const std::int64_t resident =
+            std::int64_t{std::max(fit, 1)} * device.attribute(cudaDevAttrMultiProcessorCount);
+        call_.splits = step_splits(std::max<std::int64_t>(heads() * call_.parts, 1), cache.longest, resident,
+                                   Rows::warps);
+    }
+
+    /// Takes the parts of the workspace; with null only measures.
+    std::size_t lay_out(void* memory) {
+        workspace_parts parts(memory);
+        call_.notes = parts.take<step_note>(heads());
+        computed_ = parts.take<float>(scored_before<Scorer> ? heads() : 0);
+        const std::int64_t states =
+            call_.splits * call_.parts == 1 ? 0 : heads() * call_.parts * call_.splits;
+        call_.states =
+            parts.take<typename Rows::Compute>(states * stream_state<Rows::heads>::size(call_.width));
+        return parts.bytes();
+    }
+
+    void step(const Batch& batch, const rows_view<const T>& q, const rows_view<const T>& k,
+              const rows_view<const T>& v, const rows_view<T>& out, workspace_view workspace,
+              std::uint32_t* status, const CacheExtras& extras) {
+        check_workspace(workspace, lay_out(nullptr));
+        lay_out(workspace.data);
+        call_.batch = batch;
+        call_.q = q;
+        call_.k = k;
+        call_.v = v;
+        call_.out = out;
+        call_.lse = extras.lse;
+        call_.scores = scores_given<P> ? extras.scores : plane_view<const float>{};
+        call_.status = status;
+        if constexpr (scored_before<Scorer>) {
+            call_.computed = computed_;
+            launch_scores(on_, score_launch<T, Scorer>{.cache = call_.cache,
+                                                       .batch = batch,
+                                                       .tokens = {.k = k, .v = v},
+                                                       .scores = computed_,
+                                                       .scorer = call_.scorer});
+        }
+        run();
+    }
+
+    void attend(const Batch& batch, const rows_view<const T>& q, const rows_view<T>& out,
+                const plane_view<float>& lse, workspace_view workspace, std::uint32_t* status) {
+        check_workspace(workspace, lay_out(nullptr));
+        lay_out(workspace.data);
+        call_.batch = batch;
+        call_.q = q;
+        call_.out = out;
+        call_.lse = lse;
+        call_.status = status;
+        call_.writes = false;
+        run();
+    }
+
+  private:
+    [[nodiscard]] std::int64_t heads() const {
+        return std::int64_t{call_.batch.count} * call_.cache.kv_heads;
+    }
+    void run() const {
+        launch("cache_step_kernel", kernel, heads() * call_.parts * call_.splits, Rows::threads, shared_, on_,
+               call_);
+    }
+
+    const cuda& on_;
+    Launch call_;
+    float* computed_ = nullptr;
+    std::size_t shared_ = 0;
+};
+
+/// Calls body(call) with the cache_step_call that serves the cache.
+template <class Dims, class P, class T, class Body>
+void with_step_call(const cuda& on, const FixedBudgetRef<P, T>& cache, std::int32_t count, const Body& body) {
+    require_device_policy<P>();
+    const device_scope device(on);
+    if constexpr (is_half<T>) {
+        const std::int32_t dim = std::max(cache.dim_k, cache.dim_v);
+        const int tile = fitting_tile(Dims{}, dim);
+        detail::require(tile != 0, "head_dim", dim, "at most the largest of the call's head_dims, and 256");
+        with_tile(Dims{}, tile, [&](auto of) {
+            cache_step_call<tensor_rows<T, decltype(of)::value>, P> call(on, device, cache, count);
+            body(call);
+        });
+    } else {
+        cache_step_call<plain_rows<T>, P> call(on, device, cache, count);
+        body(call);
+    }
+}
+
+}  // namespace cuda_backend
+
+template <class Dims, class P, Storage T>
+std::size_t step_workspace_bytes(const cuda& on, const FixedBudgetRef<P, T>& cache, std::int32_t count) {
+    detail::require(count >= 0 && count <= cache.slots, "count", count,
+                    [&] { return detail::text("0 to the cache's slots, ", cache.slots); });
+    std::size_t bytes = 0;
+    cuda_backend::with_step_call<Dims>(on, cache, count, [&](auto& call) { bytes = call.lay_out(nullptr); });
+    return bytes;
+}
+
+template <class Dims, class P, Storage T>
+void step(const cuda& on, const FixedBudgetRef<P, T>& cache, const Batch& batch, input_rows<T> q,
+          input_rows<T> k, input_rows<T> v, output_rows<T> out, workspace_view workspace,
+          std::uint32_t* status, const CacheExtras& extras) {
+    cuda_backend::check_cache_call(cache, batch, 1, q, k, v, out, extras);
+    cuda_backend::with_step_call<Dims>(on, cache, batch.count, [&](auto& call) {
+        call.step(batch, q, k, v, out, workspace, status, extras);
+    });
+}
+
+template <class Dims, class P, Storage T>
+void attend(const cuda& on, const FixedBudgetRef<P, T>& cache, const Batch& batch, input_rows<T> q,
+            output_rows<T> out, plane_view<float> lse, workspace_view workspace, std::uint32_t* status) {
+    cuda_backend::check_cache_call(cache, batch, 1, q, out, lse);
+    cuda_backend::with_step_call<Dims>(
+        on, cache, batch.count, [&](auto& call) { call.attend(batch, q, out, lse, workspace, status); });
+}
+
+}  // namespace KVPOLICY_HIDDEN
+}  // namespace kvpolicy

@@ -1,0 +1,307 @@
+// A chunk of tokens into a cache on a device: who leaves and who stays, and, after attention, the rows.
+//
+// The contests of a head run in one warp, on copies in the workspace; they give attention the lifetimes of all rows, and the
+// kernels at the end the key of every place. A surviving row stays where it is, so only newcomers are copied: to places
+// first, since they may come from the ring, then to the ring.
+#pragma once
+
+#include <kvpolicy/caches/places.hpp>
+#include <kvpolicy/core/status.hpp>
+#include <kvpolicy/cuda/blocks/cache_view.cuh>
+#include <kvpolicy/cuda/blocks/score_row.cuh>
+#include <kvpolicy/cuda/config.cuh>
+#include <kvpolicy/cuda/launch.cuh>
+
+#include <cstddef>
+#include <cstdint>
+#include <type_traits>
+
+namespace kvpolicy {
+inline namespace KVPOLICY_CUDA_NAMESPACE KVPOLICY_HIDDEN {
+namespace cuda_backend {
+
+inline constexpr int chunk_threads = 128;
+inline constexpr std::int32_t chunk_pieces = 8;  // blocks that share the copies of a head
+
+/// What the kernels of a chunk share.
+template <class T>
+struct chunk_launch {
+    cache_view<T> cache;
+    Batch batch{};  // q_len: `taken`, once chunk_begin_kernel has run
+    chunk_tokens<T> tokens{};
+    plane_view<const float> scores{};  // of the new tokens, where they come with them
+    const float* computed = nullptr;   // [count, Hkv, most]: see score_launch; null: none
+    bool on_leaving = false;           // `computed` are those of the keys that leave
+    std::uint32_t* status = nullptr;   // [count]
+    std::int32_t longest = 0;          // the most rows of a head
+    std::int32_t tiles = 0;            // of its places
+    bool contest_in_shared = false;    // places and records fit into shared memory
+    // Made by chunk_begin_kernel and chunk_decide_kernel.
+    std::int32_t* taken = nullptr;         // [count]: tokens that count
+    std::int64_t* first_row = nullptr;     // [count, Hkv]
+    std::int32_t* position = nullptr;      // [count, Hkv, longest], from the chunk's first token on
+    expiry_t* past_expiry = nullptr;       // [count, Hkv, longest]
+    expiry_t* chunk_expiry = nullptr;      // [count, Hkv, most]
+    float* place_score = nullptr;          // [count, Hkv, longest]
+    position_t* place_position = nullptr;  // [count, Hkv, longest]
+    std::int32_t* holder = nullptr;        // [count, Hkv, longest]: see detail::chunk_places
+    std::int32_t* record = nullptr;        // [count, Hkv, tiles]
+    std::int32_t* kept = nullptr;          // [count, Hkv]: places in use after the chunk
+};
+
+/// Shared memory of a head's contests: positions, scores, records.
+inline std::size_t contest_bytes(std::int64_t places, std::int64_t tiles) {
+    return static_cast<std::size_t>(places) * (sizeof(position_t) + sizeof(float)) +
+           static_cast<std::size_t>(tiles) * sizeof(std::int32_t);
+}
+
+/// One head of an entry.
+template <class T>
+struct chunk_head {
+    std::int32_t pair, entry, head;
+    active_entry active;
+    head_view<T> rows;
+    position_t base;
+
+    __device__ chunk_head(const chunk_launch<T>& call, std::int32_t number)
+        : pair(number),
+          entry(number / call.cache.kv_heads),
+          head(number % call.cache.kv_heads),
+          active(call.cache, call.batch, entry, call.tokens.most),
+          rows(call.cache, active.bad ? 0 : active.slot, head),
+          base(active.bad ? 0 : call.cache.length[active.slot]) {}
+
+    /// The score of token j, as its row will keep it.
+    __device__ float score(const chunk_launch<T>& call, std::int32_t j) const {
+        float score = 0.0f;
+        if (call.computed != nullptr) {
+            score = call.on_leaving ? 0.0f : call.computed[std::int64_t{pair} * call.tokens.most + j];
+        } else if (call.tokens.spare) {
+            score = rows.score[rows.capacity() + j];
+        } else if (call.scores) {
+            score = call.scores.head(entry, head)[j];
+        }
+        const bool counts = base + j >= rows.rule.sinks;
+        return counts ? score : call.computed == nullptr && score == score ? score : 0.0f;
+    }
+    /// The score of the key that leaves the window when token j comes.
+    __device__ float leaving_score(const chunk_launch<T>& call, std::int32_t j) const {
+        const position_t u = base + j - rows.rule.window;
+        if (call.on_leaving && call.computed != nullptr) {
+            return call.computed[std::int64_t{pair} * call.tokens.most + j];
+        }
+        return u < base ? rows.score[rows.layout.recent(u)]
+                        : score(call, static_cast<std::int32_t>(u - base));
+    }
+    /// The name of key u, which leaves the window: see detail::chunk_places.
+    __device__ std::int32_t name(position_t u) const {
+        return u < base ? rows.layout.recent(u) : rows.capacity() + static_cast<std::int32_t>(u - base);
+    }
+};
+
+/// Which entries take how many tokens: at most `most`; from the spare rows, at most as many as were proposed here. One block.
+template <class T>
+__global__ void __launch_bounds__(chunk_threads)
+    chunk_begin_kernel(const __grid_constant__ chunk_launch<T> call) {
+    for (auto i = static_cast<std::int32_t>(threadIdx.x); i < call.batch.count; i += chunk_threads) {
+        active_entry active(call.cache, call.batch, i, call.tokens.most);
+        if (call.tokens.spare && active.tokens != 0) {
+            const head_view<T> head(call.cache, active.slot, 0);
+            active.bad = active.tokens > call.cache.proposed[active.slot] ||
+                         head.position[head.capacity()] != call.cache.length[active.slot];
+        }
+        call.taken[i] = active.bad ? 0 : active.tokens;
+        if (active.bad && call.status != nullptr) {
+            atomicOr(call.status + i, static_cast<std::uint32_t>(status_bad_length));
+        }
+    }
+}
+
+/// Lifetimes of all rows and tokens, and the contests. A block a head.
+template <class T, class Gate>
+__global__ void __launch_bounds__(chunk_threads)
+    chunk_decide_kernel(const __grid_constant__ chunk_launch<T> call, const Gate gate) {
+    const chunk_head<T> at(call, static_cast<std::int32_t>(blockIdx.x));
+    const auto thread = static_cast<std::int32_t>(threadIdx.x);
+    const HeadRule& rule = at.rows.rule;
+    const std::int32_t tokens = at.active.tokens;
+    const std::int64_t plane = std::int64_t{at.pair} * call.longest;
+    const std::int32_t kept = tokens != 0 ? call.cache.kept[at.rows.index] : 0;
+    const std::int32_t used = tokens != 0 ? at.rows.layout.used(at.base, kept) : 0;
+    constexpr expiry_t dead = -never - 1;
+    for (std::int32_t r = thread; r < call.longest; r += chunk_threads) {
+        std::int32_t position = 0;
+        expiry_t expiry = dead;
+        if (r < used) {
+            // What lies further back than 31 bits reach is just as visible there.
+            const position_t t = at.rows.position[r], distance = t - at.base, least = -(position_t{1} << 30);
+            position = static_cast<std::int32_t>(distance > least ? distance : least);
+            const bool recent = r >= rule.sinks && r < at.rows.layout.place(0);
+            const position_t leaves = distance + rule.window;
+            expiry = recent && leaves < never ? static_cast<expiry_t>(leaves) : never;
+        }
+        call.position[plane + r] = position;
+        call.past_expiry[plane + r] = expiry;
+    }
+    for (std::int32_t j = thread; j < tokens; j += chunk_threads) {
+        const std::int64_t leaves = std::int64_t{j} + rule.window;
+        call.chunk_expiry[std::int64_t{at.pair} * call.tokens.most + j] =
+            at.base + j < rule.sinks || leaves > never ? never : static_cast<expiry_t>(leaves);
+        const float score = at.score(call, j);
+        const bool leaver = at.base + j - rule.window >= rule.sinks;
+        const float of_leaver = call.on_leaving && leaver ? at.leaving_score(call, j) : 0.0f;
+        if (call.status != nullptr && (score != score || of_leaver != of_leaver)) {
+            atomicOr(call.status + at.entry, static_cast<std::uint32_t>(status_nan_score));
+        }
+    }
+    const detail::head_places places = at.rows.places(call.cache.rebase_limit);
+    float* const of_score = call.place_score + plane;
+    position_t* const of_position = call.place_position + plane;
+    detail::chunk_places chunk{{rule, call.cache.rebase_limit, of_score, of_position},
+                               call.holder + plane,
+                               call.record + std::int64_t{at.pair} * call.tiles,
+                               call.past_expiry + plane,
+                               call.chunk_expiry + std::int64_t{at.pair} * call.tokens.most};
+    if (call.contest_in_shared) {
+        chunk.of.position = reinterpret_cast<position_t*>(dynamic_shared());
+        chunk.of.score = reinterpret_cast<float*>(chunk.of.position + call.longest);
+        chunk.record = reinterpret_cast<std::int32_t*>(chunk.of.score + call.longest);
+    }
+    for (std::int32_t p = thread; p < kept; p += chunk_threads) {
+        chunk.of.score[p] = places.score[p];
+        chunk.of.position[p] = places.position[p];
+        call.holder[plane + p] = at.rows.layout.place(p);
+    }
+    if (thread == 0) {
+        call.first_row[at.pair] =
+            (at.active.bad ? 0 : at.active.slot * call.cache.rows) + call.cache.row_offset[at.head];
+    }
+    __syncthreads();
+    if (warp_id() == 0) {
+        const std::int32_t after = detail::contest_chunk(
+            warp_group{}, chunk, gate, at.base, tokens, kept,
+            [&](std::int32_t j) { return at.leaving_score(call, j); },
+            [&](position_t u) { return at.name(u); }, at.rows.capacity());
+        if (lane_id() == 0) {
+            call.kept[at.pair] = after;
+        }
+    }
+    if (call.contest_in_shared) {
+        __syncthreads();
+        const std::int32_t after = call.kept[at.pair];
+        for (std::int32_t p = thread; p < after; p += chunk_threads) {
+            of_score[p] = chunk.of.score[p];
+            of_position[p] = chunk.of.position[p];
+        }
+    }
+}
+
+/// Copies a row of keys or values, by a warp.
+template <class T>
+__device__ void copy_row(const T* from, T* to, std::int32_t dim) {
+    using Piece = std::conditional_t<sizeof(T) == 2, uint4, T>;
+    constexpr int each = sizeof(Piece) / sizeof(T);
+    for (std::int32_t i = lane_id(); i < dim / each; i += 32) {
+        reinterpret_cast<Piece*>(to)[i] = reinterpret_cast<const Piece*>(from)[i];
+    }
+}
+
+/// Writes token j of a chunk to a row, by a warp.
+template <class T>
+__device__ void put_token(const chunk_launch<T>& call, const chunk_head<T>& at, std::int32_t j,
+                          std::int64_t row) {
+    const cache_view<T>& cache = call.cache;
+    copy_row(call.tokens.key(cache, at.rows, at.entry, at.head, j), at.rows.k + row * cache.dim_k,
+             cache.dim_k);
+    copy_row(call.tokens.value(cache, at.rows, at.entry, at.head, j), at.rows.v + row * cache.dim_v,
+             cache.dim_v);
+    if (lane_id() == 0) {
+        at.rows.position[row] = at.base + j;
+        at.rows.score[row] = at.score(call, j);
+    }
+}
+
+/// Newcomers to long-range places. chunk_pieces blocks a head, a warp a place.
+template <class T>
+__global__ void __launch_bounds__(chunk_threads)
+    chunk_places_kernel(const __grid_constant__ chunk_launch<T> call) {
+    const chunk_head<T> at(call, static_cast<std::int32_t>(blockIdx.x) / chunk_pieces);
+    if (at.active.tokens == 0) {
+        return;
+    }
+    constexpr std::int32_t warps = chunk_threads / 32;
+    const std::int32_t piece = static_cast<std::int32_t>(blockIdx.x) % chunk_pieces;
+    const std::int64_t plane = std::int64_t{at.pair} * call.longest;
+    const std::int32_t kept = call.kept[at.pair], capacity = at.rows.capacity();
+    const cache_view<T>& cache = call.cache;
+    for (std::int32_t p = piece * warps + warp_id(); p < kept; p += chunk_pieces * warps) {
+        const std::int32_t holder = call.holder[plane + p];
+        const std::int64_t row = at.rows.layout.place(p);
+        if (holder == row) {
+            continue;  // it held its place already
+        }
+        const bool of_ring = holder < capacity;
+        const std::int32_t j = holder - capacity;
+        copy_row(of_ring ? at.rows.k + std::int64_t{holder} * cache.dim_k
+                         : call.tokens.key(cache, at.rows, at.entry, at.head, j),
+                 at.rows.k + row * cache.dim_k, cache.dim_k);
+        copy_row(of_ring ? at.rows.v + std::int64_t{holder} * cache.dim_v
+                         : call.tokens.value(cache, at.rows, at.entry, at.head, j),
+                 at.rows.v + row * cache.dim_v, cache.dim_v);
+        if (lane_id() == 0) {
+            at.rows.position[row] = call.place_position[plane + p];
+            at.rows.score[row] = call.place_score[plane + p];
+        }
+    }
+}
+
+/// Sinks, ring and counters, after the places. chunk_pieces blocks a head, a warp a token.
+template <class T>
+__global__ void __launch_bounds__(chunk_threads)
+    chunk_recent_kernel(const __grid_constant__ chunk_launch<T> call) {
+    const chunk_head<T> at(call, static_cast<std::int32_t>(blockIdx.x) / chunk_pieces);
+    const std::int32_t piece = static_cast<std::int32_t>(blockIdx.x) % chunk_pieces;
+    const std::int32_t tokens = at.active.tokens;
+    const cache_view<T>& cache = call.cache;
+    if (piece == 0 && threadIdx.x == 0 && !at.active.bad) {
+        if (tokens != 0) {
+            cache.kept[at.rows.index] = call.kept[at.pair];
+            cache.victim[at.rows.index] = -1;
+        }
+        // No tokens: a commit forgets what was proposed, a prefill leaves the slot alone.
+        if (at.head == 0 && (tokens != 0 || call.tokens.spare)) {
+            cache.proposed[at.active.slot] = 0;
+        }
+    }
+    constexpr std::int32_t warps = chunk_threads / 32;
+    for (std::int32_t j = piece * warps + warp_id(); j < tokens; j += chunk_pieces * warps) {
+        const position_t t = at.base + j;
+        if (t >= at.rows.rule.sinks && j + std::int64_t{at.rows.rule.window} < tokens) {
+            continue;  // it has left the window
+        }
+        const std::int64_t row = at.rows.layout.recent(t);
+        put_token(call, at, j, row);
+    }
+}
+
+/// Proposed tokens into the spare rows. chunk_pieces blocks a head, a warp a token.
+template <class T>
+__global__ void __launch_bounds__(chunk_threads)
+    chunk_propose_kernel(const __grid_constant__ chunk_launch<T> call) {
+    const chunk_head<T> at(call, static_cast<std::int32_t>(blockIdx.x) / chunk_pieces);
+    const std::int32_t piece = static_cast<std::int32_t>(blockIdx.x) % chunk_pieces;
+    const std::int32_t tokens = at.active.tokens;
+    const cache_view<T>& cache = call.cache;
+    if (piece == 0 && at.head == 0 && threadIdx.x == 0 && tokens != 0) {
+        cache.proposed[at.active.slot] = tokens;
+    }
+    constexpr std::int32_t warps = chunk_threads / 32;
+    for (std::int32_t j = piece * warps + warp_id(); j < tokens; j += chunk_pieces * warps) {
+        const std::int64_t row = std::int64_t{at.rows.capacity()} + j;
+        put_token(call, at, j, row);
+    }
+}
+
+}  // namespace cuda_backend
+}  // namespace KVPOLICY_HIDDEN
+}  // namespace kvpolicy

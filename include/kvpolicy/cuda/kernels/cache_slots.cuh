@@ -1,0 +1,240 @@
+// Slots of a cache on a device: emptied, advanced, copied; and its pages.
+#pragma once
+
+#include <kvpolicy/caches/calls.hpp>
+#include <kvpolicy/core/status.hpp>
+#include <kvpolicy/cuda/blocks/cache_view.cuh>
+#include <kvpolicy/cuda/blocks/warp.cuh>
+#include <kvpolicy/cuda/config.cuh>
+#include <kvpolicy/cuda/launch.cuh>
+
+#include <cmath>
+#include <cstdint>
+
+namespace kvpolicy {
+inline namespace KVPOLICY_CUDA_NAMESPACE KVPOLICY_HIDDEN {
+namespace cuda_backend {
+
+inline constexpr int slot_threads = 128;
+inline constexpr std::int32_t most_reordered = 512;
+
+/// Empties `count` slots from `first` on: a block a head of a slot of a layer.
+template <class P, class T>
+__global__ void __launch_bounds__(slot_threads)
+    clear_slots_kernel(const FixedBudgetRef<P, T>* const refs, const std::int32_t kv_heads,
+                       const std::int32_t first, const std::int32_t count) {
+    const auto head = static_cast<std::int32_t>(blockIdx.x) % kv_heads;
+    const std::int32_t rest = static_cast<std::int32_t>(blockIdx.x) / kv_heads;
+    const std::int32_t slot = first + rest % count, layer = rest / count;
+    const FixedBudgetRef<P, T>& cache = refs[layer];
+    const std::int64_t index = cache.head_index(slot, head);
+    float* const state = cache.state + index * cache.state_size;
+    for (std::int64_t i = threadIdx.x; i < cache.state_size; i += slot_threads) {
+        // The only scorer with a state is the mLSTM, whose stabiliser is -inf at first, in the last number but one.
+        state[i] = i == cache.state_size - 2 ? -INFINITY : 0.0f;
+    }
+    if (threadIdx.x != 0) {
+        return;
+    }
+    cache.kept[index] = 0;
+    cache.victim[index] = -1;
+    cache.arrivals[index] = 0;
+    if (head == 0) {
+        cache.proposed[slot] = 0;
+        if (layer == 0) {
+            cache.length[slot] = 0;
+        }
+    }
+}
+
+/// One block.
+template <class Length>
+__global__ void __launch_bounds__(slot_threads)
+    advance_kernel(Length* const length, const std::int32_t slots, const Batch batch,
+                   std::uint32_t* const status) {
+    for (auto i = static_cast<std::int32_t>(threadIdx.x); i < batch.count; i += slot_threads) {
+        const std::int32_t slot = batch.slot(i), tokens = batch.tokens(i);
+        if (slot < 0 || slot >= slots || tokens < 0) {
+            if (status != nullptr) {
+                atomicOr(status + i, static_cast<std::uint32_t>(status_bad_length));
+            }
+        } else {
+            length[slot] += tokens;
+        }
+    }
+}
+
+/// Which slots become what others were: slot i what sources[i] was for i < count, or with null sources slot `to` what
+/// slot `from` was.
+struct slot_moves {
+    const std::int32_t* sources = nullptr;
+    std::int32_t count = 1;
+    std::int32_t from = 0;
+    std::int32_t to = 0;
+
+    __device__ std::int32_t target(std::int32_t i) const { return sources != nullptr ? i : to; }
+    /// A source that there is not leaves the slot as it is.
+    __device__ std::int32_t source(std::int32_t i, std::int32_t slots) const {
+        const std::int32_t slot = sources != nullptr ? sources[i] : from;
+        return slot >= 0 && slot < slots ? slot : target(i);
+    }
+};
+
+/// A move as a block sees it, in shared memory.
+struct slot_move {
+    std::int32_t from, to;  // alike: nothing to do
+    std::int32_t used;      // rows of `from`
+};
+
+/// Moves words x = first, first + stride, ... of an array: at(slot) is a slot's, count(move) how many of them move. All slots'
+/// words are read before any is written, each by the thread that writes it, so that no thread waits for another.
+template <class Word, class At, class Count>
+__device__ void move_words(const slot_move* moves, std::int32_t number, void* scratch, std::int64_t first,
+                           std::int64_t stride, std::int64_t most, const At& at, const Count& count) {
+    const auto threads = static_cast<std::int32_t>(blockDim.x);
+    Word* const mine = static_cast<Word*>(scratch) + threadIdx.x;
+    for (std::int64_t x = first; x < most; x += stride) {
+#pragma unroll 4
+        for (std::int32_t i = 0; i < number; ++i) {
+            if (moves[i].from != moves[i].to && x < count(moves[i])) {
+                mine[i * threads] = reinterpret_cast<const Word*>(at(moves[i].from))[x];
+            }
+        }
+        for (std::int32_t i = 0; i < number; ++i) {
+            if (moves[i].from != moves[i].to && x < count(moves[i])) {
+                reinterpret_cast<Word*>(at(moves[i].to))[x] = mine[i * threads];
+            }
+        }
+    }
+}
+
+/// Room for the moves, before a word for every thread and move.
+inline constexpr std::size_t moves_bytes = most_reordered * sizeof(slot_move);
+static_assert(moves_bytes % 16 == 0);
+
+/// Rows, positions, scores and states: `pieces` blocks a head of a layer.
+template <class Word, class P, class T>
+__global__ void __launch_bounds__(slot_threads)
+    move_rows_kernel(const FixedBudgetRef<P, T>* const refs, const slot_moves moves,
+                     const std::int32_t pieces) {
+    auto* const all = reinterpret_cast<slot_move*>(dynamic_shared());
+    void* const scratch = dynamic_shared() + moves_bytes;
+    const std::int32_t piece = static_cast<std::int32_t>(blockIdx.x) % pieces;
+    const std::int32_t rest = static_cast<std::int32_t>(blockIdx.x) / pieces;
+    const std::int32_t kv_heads = refs[0].kv_heads, head = rest % kv_heads;
+    const FixedBudgetRef<P, T> cache = refs[rest / kv_heads];
+    for (auto i = static_cast<std::int32_t>(threadIdx.x); i < moves.count;
+         i += static_cast<std::int32_t>(blockDim.x)) {
+        const std::int32_t from = moves.source(i, cache.slots);
+        all[i] = {from, moves.target(i), cache.used(from, head)};
+    }
+    __syncthreads();
+    const std::int64_t first = std::int64_t{piece} * blockDim.x + threadIdx.x;
+    const std::int64_t stride = std::int64_t{pieces} * blockDim.x;
+    const auto rows = [&]<class Unit>(Unit, auto* array, std::int64_t each) {
+        const std::int64_t words =
+            each * static_cast<std::int64_t>(sizeof *array) / static_cast<std::int64_t>(sizeof(Unit));
+        move_words<Unit>(
+            all, moves.count, scratch, first, stride, cache.capacity(head) * words,
+            [&](std::int32_t slot) { return array + cache.first_row(slot, head) * each; },
+            [&](const slot_move& move) { return move.used * words; });
+    };
+    rows(Word{}, cache.k, cache.dim_k);
+    rows(Word{}, cache.v, cache.dim_v);
+    rows(std::uint32_t{}, cache.position, 1);
+    rows(std::uint32_t{}, cache.score, 1);
+    move_words<std::uint32_t>(
+        all, moves.count, scratch, first, stride, cache.state_size,
+        [&](std::int32_t slot) { return cache.state + cache.head_index(slot, head) * cache.state_size; },
+        [&](const slot_move&) { return cache.state_size; });
+}
+
+/// Counters, after the rows: a block a layer.
+template <class P, class T>
+__global__ void __launch_bounds__(slot_threads)
+    move_counters_kernel(const FixedBudgetRef<P, T>* const refs, const slot_moves moves,
+                         std::uint32_t* const status) {
+    auto* const all = reinterpret_cast<slot_move*>(dynamic_shared());
+    void* const scratch = dynamic_shared() + moves_bytes;
+    const FixedBudgetRef<P, T>& cache = refs[blockIdx.x];
+    const auto thread = static_cast<std::int32_t>(threadIdx.x),
+               threads = static_cast<std::int32_t>(blockDim.x);
+    for (std::int32_t i = thread; i < moves.count; i += threads) {
+        all[i] = {moves.source(i, cache.slots), moves.target(i), 0};
+        for (std::int32_t head = 0; head < cache.kv_heads; ++head) {
+            cache.victim[cache.head_index(all[i].to, head)] = -1;
+        }
+        cache.proposed[all[i].to] = 0;
+        const bool bad = moves.sources != nullptr && moves.sources[i] != all[i].from;
+        if (bad && status != nullptr && blockIdx.x == 0) {
+            atomicOr(status, static_cast<std::uint32_t>(status_bad_length));
+        }
+    }
+    __syncthreads();
+    move_words<std::uint32_t>(
+        all, moves.count, scratch, thread, threads, cache.kv_heads,
+        [&](std::int32_t slot) { return cache.kept + cache.head_index(slot, 0); },
+        [&](const slot_move&) { return std::int64_t{cache.kv_heads}; });
+    if (blockIdx.x == 0) {
+        move_words<std::uint32_t>(
+            all, moves.count, scratch, thread, threads, 2,
+            [&](std::int32_t slot) { return cache.length + slot; },
+            [](const slot_move&) { return std::int64_t{2}; });
+    }
+}
+
+/// Counts the pages of all heads of a batch: indptr and last_page_rows. One block.
+template <class T>
+__global__ void __launch_bounds__(slot_threads)
+    count_pages_kernel(const __grid_constant__ cache_view<T> cache, const Batch batch,
+                       const std::int32_t page_rows, const HeadPages pages) {
+    __shared__ int totals[2][slot_threads / 32];
+    const std::int32_t heads = batch.count * cache.kv_heads;
+    int before = 0;
+    for (std::int32_t first = 0, turn = 0; first < heads; first += slot_threads, turn ^= 1) {
+        const std::int32_t x = first + static_cast<std::int32_t>(threadIdx.x);
+        std::int32_t used = 0;
+        if (x < heads) {
+            const std::int32_t slot = batch.slot(x / cache.kv_heads);
+            if (slot >= 0 && slot < cache.slots) {
+                const head_view<T> head(cache, slot, x % cache.kv_heads);
+                used = head.layout.used(cache.length[slot], cache.kept[head.index]);
+            }
+        }
+        const int mine = (used + page_rows - 1) / page_rows, through = warp_inclusive_sum(mine);
+        if (lane_id() == 31) {
+            totals[turn][warp_id()] = through;
+        }
+        __syncthreads();  // two arrays in turn: nobody writes one that others still read
+        const block_sum of_block = sum_of_warps<slot_threads / 32>(totals[turn]);
+        if (x < heads) {
+            pages.indptr[x + 1] = before + of_block.before + through;
+            pages.last_page_rows[x] = used == 0 ? 0 : (used - 1) % page_rows + 1;
+        }
+        before += of_block.total;
+    }
+    if (threadIdx.x == 0) {
+        pages.indptr[0] = 0;
+    }
+}
+
+/// Writes the pages of a head: a block a head.
+template <class T>
+__global__ void __launch_bounds__(slot_threads)
+    fill_pages_kernel(const __grid_constant__ cache_view<T> cache, const Batch batch,
+                      const std::int32_t page_rows, const HeadPages pages) {
+    const auto x = static_cast<std::int32_t>(blockIdx.x);
+    const std::int32_t slot = batch.slot(x / cache.kv_heads);
+    const std::int32_t begin = pages.indptr[x], count = pages.indptr[x + 1] - begin;
+    if (count == 0) {
+        return;
+    }
+    const std::int64_t first = (slot * cache.rows + cache.row_offset[x % cache.kv_heads]) / page_rows;
+    for (auto page = static_cast<std::int32_t>(threadIdx.x); page < count; page += slot_threads) {
+        pages.indices[begin + page] = static_cast<std::int32_t>(first + page);
+    }
+}
+
+}  // namespace cuda_backend
+}  // namespace KVPOLICY_HIDDEN
+}  // namespace kvpolicy

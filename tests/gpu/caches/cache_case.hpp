@@ -1,0 +1,318 @@
+// A cache on a device beside one on the host that is given the same tokens: every call compares outputs, rows and counters.
+#pragma once
+
+#include <kvpolicy/caches/fixed_budget.hpp>
+#include <kvpolicy/cuda.cuh>
+
+#include "../../support/bound_cache.hpp"
+#include "../support/device.hpp"
+
+#include <doctest/doctest.h>
+
+#include <algorithm>
+#include <cmath>
+#include <cstdint>
+#include <limits>
+#include <random>
+#include <string>
+#include <type_traits>
+#include <vector>
+
+namespace test {
+
+/// Half the distance of neighbours near 1.
+template <class T>
+constexpr double unit_roundoff() {
+    return std::is_same_v<T, kvpolicy::bf16>   ? 0x1p-9
+           : std::is_same_v<T, kvpolicy::fp16> ? 0x1p-12
+           : std::is_same_v<T, float>          ? 0x1p-24
+                                               : 0x1p-53;
+}
+
+/// Outputs are means of values. A 16-bit path rounds every weight and the output, the host the output: three roundings of at most
+/// `largest`; fast exponentials are off by 2^-20 more. Sums of n terms in fp32 or fp64 are off by sqrt(n) units, n being a few thousand at most.
+template <class T>
+double tolerance(double largest) {
+    return sizeof(T) == 2 ? (3.0 * unit_roundoff<T>() + 0x1p-18) * largest
+                          : 256.0 * unit_roundoff<T>() * largest;
+}
+
+/// One call's tensors on the host.
+template <class T>
+struct CallTensors {
+    Tensor<T> q, k, v;
+    Plane<float> scores;
+
+    CallTensors(const kvpolicy::CacheShape& shape, std::int32_t count, std::int32_t length, Scores kind,
+                std::mt19937& generator)
+        : q(count, shape.query_heads, length, shape.dim_k),
+          k(count, shape.kv_heads, length, shape.dim_k),
+          v(count, shape.kv_heads, length, shape.dim_v),
+          scores(count, shape.kv_heads, length) {
+        q.fill_normal(generator);
+        k.fill_normal(generator);
+        v.fill_normal(generator);
+        fill_scores(scores, kind, generator);
+    }
+};
+
+enum class Mode { step, prefill, propose };
+
+template <class P, class T, class Dims = kvpolicy::all_head_dims>
+class BothCaches {
+  public:
+    kvpolicy::CacheShape shape;
+    kvpolicy::host on{1};
+    kvpolicy::cuda device{};
+    BoundCache<P, T> oracle;
+    kvpolicy::FixedBudgetCache<P, T> cache;
+    Device<unsigned char> memory;
+
+    /// `scorers` and `device_scorers`: the same weights in host and in device memory.
+    explicit BothCaches(const kvpolicy::CacheShape& of, const P& policy = P{},
+                        const typename P::scorer_type* scorers = nullptr,
+                        const typename P::scorer_type* device_scorers = nullptr,
+                        const kvpolicy::Attention& attention = {},
+                        kvpolicy::position_t rebase_limit = kvpolicy::rebase_limit)
+        : shape(of),
+          oracle(on, of, policy, scorers, attention, rebase_limit),
+          cache(of, policy, device_scorers, attention),
+          memory(cache.bytes().total()) {
+        ok(cudaMemset(memory.data(), 0xff, memory.bytes()));  // NaN in every row that nobody wrote
+        cache.rebase_limit(rebase_limit);
+        cache.bind(device, memory.data(), memory.size());
+    }
+
+    /// Gives the tokens to both, all layers alike, and advances; `commit` of proposed ones.
+    void call(Mode mode, const std::vector<std::int32_t>& slots, const std::vector<std::int32_t>& q_len,
+              const CallTensors<T>& in, const std::vector<std::int32_t>& accepted = {}) {
+        const auto count = static_cast<std::int32_t>(slots.size());
+        const std::int32_t length = in.q.length;
+        const kvpolicy::Batch batch{count, slots.data(), q_len.data(), length};
+        const Device<std::int32_t> device_slots(slots), device_len(q_len);
+        const kvpolicy::Batch device_batch{count, device_slots.data(), device_len.data(), length};
+        const Device<T> q(in.q.data), k(in.k.data), v(in.v.data);
+        const Device<float> scores(in.scores.data);
+        const std::int32_t heads = shape.kv_heads, query_heads = shape.query_heads;
+        const auto q_view = kvpolicy::view_bhsd<const T>(q.data(), count, query_heads, length, shape.dim_k);
+        const auto k_view = kvpolicy::view_bhsd<const T>(k.data(), count, heads, length, shape.dim_k);
+        const auto v_view = kvpolicy::view_bhsd<const T>(v.data(), count, heads, length, shape.dim_v);
+        const std::vector<std::uint32_t> no_status(slots.size(), 0);
+        for (std::int32_t layer = 0; layer < shape.layers; ++layer) {
+            Tensor<T> wanted(count, query_heads, length, shape.dim_v);
+            wanted.fill(7.0f);
+            Plane<float> wanted_lse(count, query_heads, length, 7.0f);
+            const Device<T> out(wanted.data);
+            const Device<float> lse(wanted_lse.data);
+            const Device<std::uint32_t> status(no_status);
+            kvpolicy::CacheExtras extras, device_extras;
+            extras.lse = wanted_lse.view();
+            device_extras.lse = kvpolicy::view_bhs(lse.data(), count, query_heads, length);
+            if constexpr (P::ranked) {
+                if constexpr (P::scorer_type::when == kvpolicy::score_time::given) {
+                    extras.scores = in.scores.view();
+                    device_extras.scores =
+                        kvpolicy::view_bhs<const float>(scores.data(), count, heads, length);
+                }
+            }
+            const auto ref = cache.ref(layer);
+            const Device<unsigned char> workspace(
+                mode == Mode::step ? kvpolicy::step_workspace_bytes<Dims>(device, ref, count)
+                                   : kvpolicy::cache_workspace_bytes<Dims>(device, ref, count, length));
+            const auto out_view = kvpolicy::view_bhsd(out.data(), count, query_heads, length, shape.dim_v);
+            Workspace host_workspace(
+                kvpolicy::cache_workspace_bytes(on, oracle.cache.ref(layer), count, length));
+            if (mode == Mode::step) {
+                kvpolicy::step<Dims>(device, ref, device_batch, q_view, k_view, v_view, out_view, workspace,
+                                     status.data(), device_extras);
+                kvpolicy::step(on, oracle.cache.ref(layer), batch, in.q.view(), in.k.view(), in.v.view(),
+                               wanted.view(), host_workspace, nullptr, extras);
+            } else if (mode == Mode::prefill) {
+                kvpolicy::prefill<Dims>(device, ref, device_batch, q_view, k_view, v_view, out_view,
+                                        workspace, status.data(), device_extras);
+                kvpolicy::prefill(on, oracle.cache.ref(layer), batch, in.q.view(), in.k.view(), in.v.view(),
+                                  wanted.view(), host_workspace, nullptr, extras);
+            } else {
+                kvpolicy::propose<Dims>(device, ref, device_batch, q_view, k_view, v_view, out_view,
+                                        workspace, status.data(), device_extras);
+                kvpolicy::propose(on, oracle.cache.ref(layer), batch, in.q.view(), in.k.view(), in.v.view(),
+                                  wanted.view(), host_workspace, extras);
+                const kvpolicy::Batch some{count, slots.data(), accepted.data(), shape.proposals};
+                const Device<std::int32_t> device_accepted(accepted);
+                const kvpolicy::Batch device_some{count, device_slots.data(), device_accepted.data(),
+                                                  shape.proposals};
+                const Device<unsigned char> more(
+                    kvpolicy::cache_workspace_bytes<Dims>(device, ref, count, shape.proposals));
+                kvpolicy::commit<Dims>(device, ref, device_some, more, status.data());
+                Workspace host_more(
+                    kvpolicy::cache_workspace_bytes(on, oracle.cache.ref(layer), count, shape.proposals));
+                kvpolicy::commit(on, oracle.cache.ref(layer), some, host_more);
+            }
+            CHECK(status.read() == no_status);
+            compare(out.read(), wanted, lse.read(), wanted_lse, q_len, in.v);
+        }
+        const std::vector<std::int32_t>& moved = mode == Mode::propose ? accepted : q_len;
+        const Device<std::int32_t> device_moved(moved);
+        oracle.cache.advance(on, {count, slots.data(), moved.data(), length});
+        cache.advance(device, {count, device_slots.data(), device_moved.data(), length});
+    }
+
+    /// Whether both hold the same keys, values, positions and scores in the same rows, and the same counters, byte for byte.
+    void same_rows(const std::string& when) const {
+        for (std::int32_t layer = 0; layer < shape.layers; ++layer) {
+            for (std::int32_t slot = 0; slot < shape.slots; ++slot) {
+                const bool same = content(layer, slot) == without_state(layer, slot);
+                CAPTURE(when);
+                CAPTURE(layer);
+                CAPTURE(slot);
+                CHECK(same);
+            }
+        }
+    }
+
+    /// What BoundCache::content is, read from the device, but for the scorer's state.
+    [[nodiscard]] std::vector<unsigned char> content(std::int32_t layer, std::int32_t slot) const {
+        const auto ref = cache.ref(layer);
+        std::vector<unsigned char> bytes;
+        const auto add = [&](const auto* data, std::int64_t first, std::int64_t count) {
+            const auto values = fetch(data + first, count);
+            const auto* from = reinterpret_cast<const unsigned char*>(values.data());
+            bytes.insert(bytes.end(), from, from + values.size() * sizeof values[0]);
+        };
+        const auto host_ref = oracle.cache.ref(layer);
+        const auto length = fetch(ref.length + slot, 1)[0];
+        const auto kept = fetch(ref.kept + std::int64_t{slot} * shape.kv_heads, shape.kv_heads);
+        for (std::int32_t head = 0; head < shape.kv_heads; ++head) {
+            const std::int64_t first = host_ref.first_row(slot, head);
+            const std::int64_t used =
+                host_ref.layout(head).used(length, kept[static_cast<std::size_t>(head)]);
+            add(ref.k, first * ref.dim_k, used * ref.dim_k);
+            add(ref.v, first * ref.dim_v, used * ref.dim_v);
+            add(ref.position, first, used);
+            add(ref.score, first, used);
+        }
+        add(ref.kept, std::int64_t{slot} * shape.kv_heads, shape.kv_heads);
+        add(ref.length, slot, 1);
+        return bytes;
+    }
+
+    template <class Value>
+    static auto fetch(const Value* from, std::int64_t count) {
+        std::vector<std::remove_const_t<Value>> values(static_cast<std::size_t>(count));
+        ok(cudaDeviceSynchronize());
+        ok(cudaMemcpy(values.data(), from, values.size() * sizeof(Value), cudaMemcpyDeviceToHost));
+        return values;
+    }
+
+  private:
+    [[nodiscard]] std::vector<unsigned char> without_state(std::int32_t layer, std::int32_t slot) const {
+        std::vector<unsigned char> bytes = oracle.content(layer, slot);
+        const auto ref = oracle.cache.ref(layer);
+        const auto end = bytes.end() - static_cast<std::ptrdiff_t>(sizeof(kvpolicy::position_t));
+        bytes.erase(
+            end - static_cast<std::ptrdiff_t>(ref.kv_heads * ref.state_size * std::int64_t{sizeof(float)}),
+            end);
+        return bytes;
+    }
+
+    /// Outputs of tokens that count are near, the others untouched.
+    void compare(const std::vector<T>& out, const Tensor<T>& wanted, const std::vector<float>& lse,
+                 const Plane<float>& wanted_lse, const std::vector<std::int32_t>& q_len,
+                 const Tensor<T>& v) const {
+        double largest = largest_;
+        for (const T& x : v.data) {
+            largest = std::max(largest, std::abs(static_cast<double>(static_cast<float>(x))));
+        }
+        largest_ = largest;  // values of earlier calls are attended to as well
+        const double limit = tolerance<T>(largest);
+        double worst = 0.0, worst_lse = 0.0;
+        std::size_t at = 0;
+        for (std::int32_t i = 0; i < wanted.batch; ++i) {
+            for (std::int32_t h = 0; h < wanted.heads; ++h) {
+                for (std::int32_t t = 0; t < wanted.length; ++t) {
+                    const bool counts = t < q_len[static_cast<std::size_t>(i)];
+                    const std::size_t row = at / static_cast<std::size_t>(wanted.dim);
+                    const double l = lse[row], m = wanted_lse.data[row];
+                    const double off = l == m ? 0.0 : std::abs(l - m);
+                    worst_lse = off <= worst_lse ? worst_lse : counts ? off : 1e30;  // NaN is the worst
+                    for (std::int32_t d = 0; d < wanted.dim; ++d, ++at) {
+                        const double a = static_cast<double>(static_cast<float>(out[at]));
+                        const double b = static_cast<double>(static_cast<float>(wanted.data[at]));
+                        const double gap = a == b ? 0.0 : std::abs(a - b);
+                        worst = gap <= worst ? worst : counts ? gap : 1e30;
+                    }
+                }
+            }
+        }
+        CHECK(worst <= limit);
+        // A logit is a sum of dim products of fp32; products of 16-bit numbers are exact.
+        CHECK(worst_lse <= (sizeof(T) == 2 ? 1e-3 : 1e-4));
+    }
+
+    mutable double largest_ = 0.0;
+};
+
+/// Random calls on random slots: steps, chunks, proposals, forks, reorders, snapshots, clears.
+template <class Dims = kvpolicy::all_head_dims, class P, class T>
+void random_life(BothCaches<P, T, Dims>& both, Scores kind, std::int32_t calls, std::mt19937& generator) {
+    CAPTURE(name(kind));
+    const kvpolicy::CacheShape& shape = both.shape;
+    const auto pick = [&](std::int32_t below) {
+        return static_cast<std::int32_t>(generator() % static_cast<std::uint32_t>(below));
+    };
+    for (std::int32_t turn = 0; turn < calls; ++turn) {
+        const std::int32_t what = pick(24);
+        const std::int32_t a = pick(shape.slots), b = pick(shape.slots);
+        std::string done;
+        if (what == 0) {
+            both.oracle.cache.fork(both.on, a, b);
+            both.cache.fork(both.device, a, b);
+            done = "fork";
+        } else if (what == 1) {
+            std::vector<std::int32_t> sources(static_cast<std::size_t>(1 + pick(shape.slots)));
+            for (std::int32_t& source : sources) {
+                source = pick(shape.slots);
+            }
+            const auto count = static_cast<std::int32_t>(sources.size());
+            both.oracle.cache.reorder(both.on, sources.data(), count);
+            const Device<std::int32_t> of_device(sources);
+            both.cache.reorder(both.device, of_device.data(), count);
+            done = "reorder";
+        } else if (what == 2) {
+            std::vector<unsigned char> blob(both.cache.snapshot_bytes(both.device, a));
+            CHECK(blob.size() == both.oracle.cache.snapshot_bytes(a));
+            both.cache.snapshot(both.device, a, blob.data(), blob.size());
+            both.cache.restore(both.device, b, blob.data(), blob.size());
+            both.oracle.cache.restore(both.on, b, blob.data(), blob.size());
+            done = "snapshot";
+        } else if (what == 3) {
+            both.oracle.cache.clear(both.on, a);
+            both.cache.clear(both.device, a);
+            done = "clear";
+        } else {
+            std::vector<std::int32_t> slots(static_cast<std::size_t>(shape.slots));
+            for (std::size_t i = 0; i < slots.size(); ++i) {
+                slots[i] = static_cast<std::int32_t>(i);
+            }
+            std::shuffle(slots.begin(), slots.end(), generator);
+            slots.resize(static_cast<std::size_t>(1 + pick(shape.slots)));
+            const Mode mode = what < 14                           ? Mode::step
+                              : what < 20 || shape.proposals == 0 ? Mode::prefill
+                                                                  : Mode::propose;
+            const std::int32_t most = mode == Mode::step      ? 1
+                                      : mode == Mode::propose ? shape.proposals
+                                                              : 1 + pick(90);
+            std::vector<std::int32_t> q_len, accepted;
+            for (std::size_t i = 0; i < slots.size(); ++i) {
+                q_len.push_back(pick(most + 1));
+                accepted.push_back(pick(q_len.back() + 1));
+            }
+            const CallTensors<T> in(shape, static_cast<std::int32_t>(slots.size()), most, kind, generator);
+            both.call(mode, slots, q_len, in, accepted);
+            done = mode == Mode::step ? "step" : mode == Mode::prefill ? "prefill" : "propose and commit";
+        }
+        both.same_rows(done + " at turn " + std::to_string(turn));
+    }
+}
+
+}  // namespace test

@@ -1,0 +1,323 @@
+// The decisions that kernels run, on a group of one thread and on groups of several in step, against the host's cache: the
+// same keys in the same rows after every step, whatever the scores, and the same keys after every chunk.
+#include <kvpolicy/caches/places.hpp>
+#include <kvpolicy/policies/decay.hpp>
+#include <kvpolicy/policies/sink.hpp>
+#include <kvpolicy/policies/threshold_gate.hpp>
+#include <kvpolicy/policies/topk_budget.hpp>
+#include <kvpolicy/policies/window.hpp>
+
+#include "support/bound_cache.hpp"
+
+#include <doctest/doctest.h>
+
+#include <algorithm>
+#include <barrier>
+#include <cstdint>
+#include <random>
+#include <thread>
+#include <vector>
+
+using namespace kvpolicy;
+
+namespace {
+
+/// What the threads of a group exchange.
+struct Exchange {
+    explicit Exchange(std::int32_t threads)
+        : meet(threads),
+          worst(static_cast<std::size_t>(threads)),
+          number(worst.size()),
+          is(worst.size(), 0) {}
+    std::barrier<> meet;
+    std::vector<detail::ranked_place> worst;
+    std::vector<float> number;
+    std::vector<char> is;
+};
+
+/// One thread of a group: every call is made by all of them, as a warp's are.
+class LaneGroup {
+    Exchange& all_;
+    std::int32_t rank_;
+
+    template <class Value, class Take>
+    auto exchange(std::vector<Value>& of, const Value& mine, Take&& take) const {
+        of[static_cast<std::size_t>(rank_)] = mine;
+        sync();
+        const auto result = take(of);
+        sync();
+        return result;
+    }
+
+  public:
+    LaneGroup(Exchange& all, std::int32_t rank) : all_(all), rank_(rank) {}
+    [[nodiscard]] std::int32_t rank() const { return rank_; }
+    [[nodiscard]] std::int32_t size() const { return static_cast<std::int32_t>(all_.worst.size()); }
+    [[nodiscard]] detail::ranked_place worst(const detail::ranked_place& mine) const {
+        return exchange(all_.worst, mine, [](const auto& of) {
+            return *std::min_element(of.begin(), of.end(),
+                                     [](const auto& a, const auto& b) { return detail::gives_way(a, b); });
+        });
+    }
+    [[nodiscard]] std::int32_t first(bool is) const {
+        return exchange(all_.is, static_cast<char>(is), [](const auto& of) {
+            return static_cast<std::int32_t>(std::find(of.begin(), of.end(), 1) - of.begin());
+        });
+    }
+    [[nodiscard]] std::int32_t before(bool is) const {
+        return exchange(all_.is, static_cast<char>(is), [&](const auto& of) {
+            return static_cast<std::int32_t>(std::count(of.begin(), of.begin() + rank_, 1));
+        });
+    }
+    [[nodiscard]] std::int32_t count(bool is) const {
+        return exchange(all_.is, static_cast<char>(is), [](const auto& of) {
+            return static_cast<std::int32_t>(std::count(of.begin(), of.end(), 1));
+        });
+    }
+    [[nodiscard]] float from(std::int32_t rank, float mine) const {
+        return exchange(all_.number, mine,
+                        [&](const auto& of) { return of[static_cast<std::size_t>(rank)]; });
+    }
+    void sync() const { all_.meet.arrive_and_wait(); }
+};
+
+/// Runs body(group) on `threads` threads in step.
+template <class Body>
+void on_group(std::int32_t threads, const Body& body) {
+    if (threads == 1) {
+        body(detail::lone_group{});
+        return;
+    }
+    Exchange all(threads);
+    std::vector<std::thread> others;
+    for (std::int32_t rank = 1; rank < threads; ++rank) {
+        others.emplace_back([&, rank] { body(LaneGroup(all, rank)); });
+    }
+    body(LaneGroup(all, 0));
+    for (std::thread& other : others) {
+        other.join();
+    }
+}
+
+/// One head of a cache as kernels keep it, without keys and values.
+template <class P>
+struct Emulated {
+    HeadRule rule;
+    typename P::gate_type gate;
+    position_t limit;
+    position_t length = 0;
+    std::int32_t kept = 0, victim = -1;
+    std::vector<float> score;
+    std::vector<position_t> position;
+    std::vector<std::int32_t> record;
+
+    Emulated(const P& policy, position_t rebase_limit)
+        : rule(policy.rule(0, 0)),
+          gate(policy.gate()),
+          limit(rebase_limit),
+          score(capacity(), std::numeric_limits<float>::quiet_NaN()),
+          position(capacity(), -1),
+          record(static_cast<std::size_t>(detail::tiles_of_places(rule.budget)), -9) {}
+
+    [[nodiscard]] std::size_t capacity() const {
+        return static_cast<std::size_t>(std::int64_t{rule.sinks} + rule.window + rule.budget);
+    }
+    [[nodiscard]] HeadRows layout() const { return {rule.sinks, rule.window}; }
+    [[nodiscard]] detail::head_places places() {
+        return {rule, limit, score.data() + layout().place(0), position.data() + layout().place(0)};
+    }
+
+    void step(std::int32_t threads, float newcomer) {
+        const position_t q = length++, u = q - rule.window;
+        const float of_u = u >= rule.sinks ? score[static_cast<std::size_t>(layout().recent(u))] : 0.0f;
+        detail::step_decision step = detail::begin_step(rule, gate, limit, q, kept, victim, of_u);
+        const detail::head_places all = places();
+        std::int32_t next = -2;
+        on_group(threads, [&](const auto& group) {
+            detail::step_decision mine = step;  // as every warp of a kernel does it
+            const detail::ranked_place u_ranked = all.rank(of_u, u, -1, q);
+            if (mine.full) {
+                const detail::ranked_place worst =
+                    mine.known >= 0 ? all.at(mine.known, q)
+                                    : detail::worst_of_tiles(group, all, record.data(), 0, 1, kept, q);
+                detail::settle_step(mine, rule, u_ranked, worst);
+            }
+            group.sync();
+            const std::int32_t found = detail::next_victim(group, all, record.data(), mine, u_ranked, q);
+            group.sync();
+            if (group.rank() == 0) {
+                next = found;
+                step = mine;
+            }
+        });
+        // What attention reads: every row in use after the step, and the newcomer instead of the hole.
+        const std::int32_t used_after = layout().used(q + 1, step.kept);
+        const bool appended = step.hole == step.used;
+        CHECK(used_after == step.used + (appended ? 1 : 0));
+        CHECK(step.hole <= step.used);
+        if (step.promoted >= 0) {
+            score[static_cast<std::size_t>(step.promoted)] = of_u;
+            position[static_cast<std::size_t>(step.promoted)] = u;
+        }
+        score[static_cast<std::size_t>(step.newest)] = newcomer;
+        position[static_cast<std::size_t>(step.newest)] = q;
+        kept = step.kept;
+        victim = next;
+    }
+
+    void chunk(std::int32_t threads, const std::vector<float>& scores) {
+        const auto tokens = static_cast<std::int32_t>(scores.size());
+        const auto rows = static_cast<std::int32_t>(capacity());
+        const std::int32_t used = layout().used(length, kept);
+        std::vector<float> place_score(score.begin() + layout().place(0), score.end());
+        std::vector<position_t> place_position(position.begin() + layout().place(0), position.end());
+        std::vector<std::int32_t> holder(place_score.size());
+        for (std::size_t p = 0; p < holder.size(); ++p) {
+            holder[p] = layout().place(static_cast<std::int32_t>(p));
+        }
+        std::vector<expiry_t> past(capacity(), std::numeric_limits<expiry_t>::min()), own(scores.size());
+        for (std::int32_t r = 0; r < used; ++r) {
+            const bool recent = r >= rule.sinks && r < rule.sinks + rule.window;
+            past[static_cast<std::size_t>(r)] =
+                recent ? static_cast<expiry_t>(position[static_cast<std::size_t>(r)] + rule.window - length)
+                       : never;
+        }
+        for (std::int32_t j = 0; j < tokens; ++j) {
+            own[static_cast<std::size_t>(j)] = length + j < rule.sinks ? never : j + rule.window;
+        }
+        const detail::chunk_places plan{{rule, limit, place_score.data(), place_position.data()},
+                                        holder.data(),
+                                        record.data(),
+                                        past.data(),
+                                        own.data()};
+        const auto name = [&](position_t u) {
+            return u < length ? layout().recent(u) : rows + static_cast<std::int32_t>(u - length);
+        };
+        const auto score_at = [&](std::int32_t j) {
+            const position_t u = length + j - rule.window;
+            return u < length ? score[static_cast<std::size_t>(layout().recent(u))]
+                              : scores[static_cast<std::size_t>(u - length)];
+        };
+        std::int32_t after = 0;
+        on_group(threads, [&](const auto& group) {
+            const std::int32_t found =
+                detail::contest_chunk(group, plan, gate, length, tokens, kept, score_at, name, rows);
+            if (group.rank() == 0) {
+                after = found;
+            }
+        });
+        // Visible after the chunk: whatever has not expired by then.
+        std::vector<position_t> alive;
+        for (std::int32_t r = 0; r < used; ++r) {
+            if (past[static_cast<std::size_t>(r)] > tokens - 1) {
+                alive.push_back(position[static_cast<std::size_t>(r)]);
+            }
+        }
+        for (std::int32_t j = 0; j < tokens; ++j) {
+            if (own[static_cast<std::size_t>(j)] > tokens - 1) {
+                alive.push_back(length + j);
+            }
+        }
+        std::copy(place_score.begin(), place_score.end(), score.begin() + layout().place(0));
+        std::copy(place_position.begin(), place_position.end(), position.begin() + layout().place(0));
+        for (std::int32_t j = 0; j < tokens; ++j) {
+            if (length + j < rule.sinks || j > tokens - 1 - rule.window) {
+                const auto row = static_cast<std::size_t>(layout().recent(length + j));
+                score[row] = scores[static_cast<std::size_t>(j)];
+                position[row] = length + j;
+            }
+        }
+        kept = after;
+        length += tokens;
+        victim = -1;
+        std::sort(alive.begin(), alive.end());
+        CHECK(alive == sorted());
+    }
+
+    [[nodiscard]] std::vector<position_t> held() const {
+        return {position.begin(), position.begin() + layout().used(length, kept)};
+    }
+    [[nodiscard]] std::vector<position_t> sorted() const {
+        std::vector<position_t> all = held();
+        std::sort(all.begin(), all.end());
+        return all;
+    }
+};
+
+/// Steps and chunks in turn, beside the host's cache.
+template <class P>
+void check(const P& policy, test::Scores kind, std::int32_t length, std::int32_t threads, bool chunks,
+           position_t limit = rebase_limit) {
+    CAPTURE(test::name(kind));
+    CAPTURE(threads);
+    CAPTURE(length);
+    std::mt19937 generator(static_cast<unsigned>(length + threads));
+    const host on{1};
+    test::BoundCache<P, float> oracle(
+        on, {.layers = 1, .slots = 1, .query_heads = 1, .kv_heads = 1, .dim_k = 8, .dim_v = 8}, policy,
+        nullptr, {}, limit);
+    Emulated<P> emulated(policy, limit);
+    const test::Tensor<float> rows(1, 1, length, 8);
+    test::Tensor<float> out(1, 1, length, 8);
+    test::Plane<float> scores(1, 1, length);
+    test::fill_scores(scores, kind, generator);
+    bool same = true;
+    for (std::int32_t at = 0; at < length && same;) {
+        const bool stepping = !chunks || generator() % 3 == 0;
+        const auto longest = static_cast<std::uint32_t>(generator() % 2 == 0 ? 7 : 2 * length / 3);
+        const std::int32_t count =
+            stepping ? 1 : std::min(length - at, 1 + static_cast<std::int32_t>(generator() % longest));
+        const Batch batch{.count = 1, .length = count};
+        CacheExtras extras;
+        if constexpr (P::ranked) {
+            extras.scores = std::as_const(scores).tokens(at, count);
+        }
+        test::call<P, float>(on, oracle, 0, batch, rows.tokens(at, count), rows.tokens(at, count),
+                             rows.tokens(at, count), out.tokens(at, count), extras, stepping);
+        oracle.cache.advance(on, batch);
+        if (stepping) {
+            emulated.step(threads, P::ranked ? scores.at(0, 0, at) : 0.0f);
+        } else {
+            std::vector<float> given(static_cast<std::size_t>(count), 0.0f);
+            for (std::int32_t j = 0; P::ranked && j < count; ++j) {
+                given[static_cast<std::size_t>(j)] = scores.at(0, 0, at + j);
+            }
+            emulated.chunk(threads, given);
+        }
+        at += count;
+        // Steps put every key in the row that the host gives it; so do chunks.
+        same = emulated.held() == oracle.positions(0, 0, 0);
+        CAPTURE(at);
+        CHECK(same);
+    }
+}
+
+}  // namespace
+
+TEST_CASE("kernels' decisions are the host's: steps, chunks, every order of scores") {
+    const auto one_or_three = [](auto policy, position_t limit = rebase_limit) {
+        for (const test::Scores kind : test::all_scores) {
+            check(policy, kind, 500, 1, false, limit);
+            check(policy, kind, 700, 1, true, limit);
+        }
+        check(policy, test::Scores::random, 150, 3, true, limit);
+        check(policy, test::Scores::few_values, 150, 3, true, limit);
+        check(policy, test::Scores::improving, 150, 3, true, limit);
+    };
+    SUBCASE("budget over several tiles") { one_or_three(Policy<Sink<4>, Window<8>, TopKBudget<150>>{}); }
+    SUBCASE("a budget of one, a window of one") { one_or_three(Policy<Window<1>, TopKBudget<1>>{}); }
+    SUBCASE("no budget") { one_or_three(Policy<Sink<2>, Window<5>>{}); }
+    SUBCASE("decay, rebased often") {
+        one_or_three(Policy<Sink<1>, Window<3>, TopKBudget<70>, Decay<1>>{Sink<1>{}, Window<3>{},
+                                                                          TopKBudget<70>{}, Decay<1>{-0.03f}},
+                     7);
+    }
+    SUBCASE("decay by steps of 5") {
+        one_or_three(Policy<Sink<1>, Window<3>, TopKBudget<20>, Decay<5>>{Sink<1>{}, Window<3>{},
+                                                                          TopKBudget<20>{}, Decay<5>{-0.2f}});
+    }
+    SUBCASE("a capped gate") {
+        one_or_three(Policy<Sink<2>, Window<4>, ThresholdGate<above>, TopKBudget<66>>{
+            Sink<2>{}, Window<4>{}, ThresholdGate<above>{-0.5f}, TopKBudget<66>{}});
+    }
+}
