@@ -9,3 +9,5 @@
 #include <kvpolicy/cuda/future_mass.cuh>
 #include <kvpolicy/cuda/log_bias.cuh>
 #include <kvpolicy/cuda/metrics.cuh>
+#include <kvpolicy/cuda/score_backward.cuh>
+#include <kvpolicy/cuda/score_sequence.cuh>

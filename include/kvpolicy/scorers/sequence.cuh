@@ -1,0 +1,66 @@
+// Scores and gradients of whole sequences on CUDA: declarations. kvpolicy/cuda.cuh has the bodies; include it where they are
+// instantiated.
+#pragma once
+
+#include <kvpolicy/core/cuda_context.hpp>
+#include <kvpolicy/core/types.hpp>
+#include <kvpolicy/core/view.hpp>
+#include <kvpolicy/cuda/config.cuh>
+#include <kvpolicy/scorers/score_backward.hpp>
+#include <kvpolicy/scorers/sequence.hpp>
+
+#include <cstddef>
+#include <cstdint>
+#include <type_traits>
+
+namespace kvpolicy {
+inline namespace KVPOLICY_CUDA_NAMESPACE KVPOLICY_HIDDEN {
+
+// Rows, planes, weights, gradients, states, status, a Rope's frequencies, and the arrays of `sequences` are device memory; the
+// scorer itself is host memory, read during the call. Work is enqueued on the context's stream; nothing is allocated, nothing
+// waited for, and grids depend on shapes alone, so that a captured graph serves later lengths and weights.
+//
+// For the library's LinearScorer, BasicMlpScorer of keys and values (Silu or GeluErf), and mLSTMScorer (Softmax or Hedgehog).
+// bf16 and fp16 rows: widths that are multiples of 8, aligned to 16 bytes; matrix products on tensor cores with fp32 sums, of
+// weights and hidden numbers rounded to 16 bits (an mLSTM's features, values and states to bf16, whatever T is); linear scorers and
+// gates in fp32. float rows: plain sums in fp32, to check the others with. An mLSTM has up to 128 features and 128 values.
+
+/// Bytes of device workspace that score_sequence needs for a call with the same arguments. An MLP wants its weights in T; an mLSTM
+/// 4 d bytes a token and head for each of queries and keys of width d, 2 d_v for values, and 2 d_qk d_v for every 64 tokens.
+template <Scorer S, class K, class V>
+std::size_t score_sequence_workspace_bytes(
+    const cuda& on, const S& scorer, rows_view<K> k, rows_view<V> v, const Sequences& sequences,
+    const BasicScoreOptions<compute_t<std::remove_const_t<K>>>& options = {});
+
+/// As the host's score_sequence: the same entries of `scores` are written, to 16-bit rounding (fp32 to rounding) the same numbers,
+/// and options.states are the same arrays. options.how: fastest, or chunkwise for an mLSTM. A NaN or infinity in a key or value makes its
+/// own score NaN, and those of the tokens read after it was absorbed.
+///
+/// `status` [B], where given, is OR-ed into: status_bad_length for a length or start that cannot be, and edges that do not rise
+/// from 0 to the length (such a sequence counts as empty). Refuses, before anything is enqueued, what the host refuses as far
+/// as no device memory must be read, widths and alignment as above, and form::recurrent of an mLSTM.
+template <Scorer S, class K, class V>
+void score_sequence(const cuda& on, const S& scorer, rows_view<K> k, rows_view<V> v,
+                    const Sequences& sequences, std::int32_t delay,
+                    plane_view<compute_t<std::remove_const_t<K>>> scores, workspace_view workspace,
+                    const BasicScoreOptions<compute_t<std::remove_const_t<K>>>& options = {},
+                    std::uint32_t* status = nullptr);
+
+/// Bytes of device workspace that score_sequence_backward needs.
+template <Scorer S, Storage T>
+std::size_t backward_workspace_bytes(const cuda& on, const S& scorer, const ScoreBackward<T>& call);
+
+/// As the host's score_sequence_backward (scorers/backward.hpp): gradients of parameters are added to, call.d_k and call.d_v are
+/// overwritten for the lengths, null arrays are left out. The same bits in every run: sums over tokens are made in parts whose order
+/// depends on shapes alone. Hidden numbers' gradients are rounded to 16 bits before they are multiplied.
+///
+/// `status` [B], where given, is OR-ed into: status_bad_length as above, status_not_finite for a NaN or infinity in k, v or
+/// d_scores, which the host refuses; gradients then mean nothing. Refuses the rest of what the host refuses as far as no device
+/// memory must be read; sequences.starts of an mLSTM.
+template <Scorer S, Storage T>
+void score_sequence_backward(const cuda& on, const S& scorer, const ScoreBackward<T>& call,
+                             typename S::template parameters<compute_t<T>> gradients,
+                             workspace_view workspace, std::uint32_t* status = nullptr);
+
+}  // namespace KVPOLICY_HIDDEN
+}  // namespace kvpolicy
