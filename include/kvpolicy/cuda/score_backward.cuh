@@ -87,12 +87,36 @@ void mlp_backward(const cuda& on, const S& scorer, const ScoreBackward<T>& call,
     }
 }
 
-template <class S, class T>
+/// mLSTMScorer, or with no memory only its workspace.
+template <class Widths, class T, class S>
+void mlstm_backward(const cuda& on, const S& scorer, const ScoreBackward<T>& call,
+                    const mLSTMParameters<float>& gradients, workspace_parts& parts, bool measure,
+                    std::uint32_t* status) {
+    check_mlstm<Widths, T>(scorer, true);
+    mlstm_call<Widths, T, is_hedgehog<S>> mlstm(scorer, call.k, call.v, call.sequences, call.delay,
+                                                &gradients, parts);
+    if (measure || mlstm.call.chunks() == 0) {
+        return;
+    }
+    mlstm.call.streams.rows = std::min(mlstm.call.streams.rows, call.d_scores.length);
+    mlstm.problem.d_scores = call.d_scores;
+    mlstm.project(on, status);
+    mlstm.states(on);
+    mlstm.tokens_backward(on);
+    mlstm.weights_backward(on, gradients);
+    if (call.d_k.data != nullptr) {
+        mlstm.inputs_backward(on, call);
+    }
+}
+
+template <class Widths, class S, class T>
 void run_backward(const cuda& on, const S& scorer, const ScoreBackward<T>& call,
                   typename S::template parameters<float> gradients, workspace_parts& parts, bool measure,
                   std::uint32_t* status) {
     if constexpr (is_linear<S>) {
         linear_backward<T>(on, scorer, call, gradients, parts, measure, status);
+    } else if constexpr (is_mlstm<S>) {
+        mlstm_backward<Widths, T>(on, scorer, call, gradients, parts, measure, status);
     } else {
         mlp_backward<T>(on, scorer, call, gradients, parts, measure, status);
     }
@@ -100,25 +124,25 @@ void run_backward(const cuda& on, const S& scorer, const ScoreBackward<T>& call,
 
 }  // namespace cuda_backend
 
-template <Scorer S, Storage T>
+template <class Widths, Scorer S, Storage T>
 std::size_t backward_workspace_bytes(const cuda& on, const S& scorer, const ScoreBackward<T>& call) {
     cuda_backend::check_scorer_types<S, T>();
     cuda_backend::workspace_parts parts(nullptr);
-    cuda_backend::run_backward(on, scorer, call, {}, parts, true, nullptr);
+    cuda_backend::run_backward<Widths>(on, scorer, call, {}, parts, true, nullptr);
     return parts.bytes();
 }
 
-template <Scorer S, Storage T>
+template <class Widths, Scorer S, Storage T>
 void score_sequence_backward(const cuda& on, const S& scorer, const ScoreBackward<T>& call,
                              typename S::template parameters<compute_t<T>> gradients,
                              workspace_view workspace, std::uint32_t* status) {
     namespace cb = cuda_backend;
     cb::check_scorer_types<S, T>();
     cb::check_backward_call(scorer, call);
-    cb::check_workspace(workspace, backward_workspace_bytes(on, scorer, call));
+    cb::check_workspace(workspace, backward_workspace_bytes<Widths>(on, scorer, call));
     const cb::device_scope device(on);
     cb::workspace_parts parts(workspace.data);
-    cb::run_backward(on, scorer, call, gradients, parts, false, status);
+    cb::run_backward<Widths>(on, scorer, call, gradients, parts, false, status);
 }
 
 }  // namespace KVPOLICY_HIDDEN

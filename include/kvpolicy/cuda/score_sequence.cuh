@@ -4,6 +4,7 @@
 #include <kvpolicy/cuda/config.cuh>
 #include <kvpolicy/cuda/kernels/mlp_scorer.cuh>
 #include <kvpolicy/cuda/launch.cuh>
+#include <kvpolicy/cuda/mlstm_call.cuh>
 #include <kvpolicy/cuda/scorer_call.cuh>
 #include <kvpolicy/host/scorers/backward.hpp>
 #include <kvpolicy/scorers/backward.hpp>
@@ -71,7 +72,7 @@ void check_sequence_call(const S& scorer, rows_view<const T> k, rows_view<const 
 
 }  // namespace cuda_backend
 
-template <Scorer S, class K, class V>
+template <class Widths, Scorer S, class K, class V>
 std::size_t score_sequence_workspace_bytes(
     const cuda&, const S& scorer, rows_view<K> k, rows_view<V> v, const Sequences& sequences,
     const BasicScoreOptions<compute_t<std::remove_const_t<K>>>& options) {
@@ -82,13 +83,16 @@ std::size_t score_sequence_workspace_bytes(
     static_cast<void>(options);
     if constexpr (cb::is_linear<S>) {
         const cb::scorer_call<T> call(k, v, sequences, 0, parts);
+    } else if constexpr (cb::is_mlstm<S>) {
+        cb::check_mlstm<Widths, T>(scorer, false);
+        const cb::mlstm_call<Widths, T, cb::is_hedgehog<S>> call(scorer, k, v, sequences, 0, nullptr, parts);
     } else {
         const cb::mlp_call<T> call(scorer, k, v, sequences, nullptr, parts);
     }
     return parts.bytes();
 }
 
-template <Scorer S, class K, class V>
+template <class Widths, Scorer S, class K, class V>
 void score_sequence(const cuda& on, const S& scorer, rows_view<K> k, rows_view<V> v,
                     const Sequences& sequences, std::int32_t delay,
                     plane_view<compute_t<std::remove_const_t<K>>> scores, workspace_view workspace,
@@ -100,7 +104,8 @@ void score_sequence(const cuda& on, const S& scorer, rows_view<K> k, rows_view<V
                   "kvpolicy: score_sequence needs k and v of one type");
     cb::check_scorer_types<S, T>();
     cb::check_sequence_call<T>(scorer, k, v, sequences, delay, scores, options);
-    cb::check_workspace(workspace, score_sequence_workspace_bytes(on, scorer, k, v, sequences, options));
+    cb::check_workspace(workspace,
+                        score_sequence_workspace_bytes<Widths>(on, scorer, k, v, sequences, options));
     const cb::device_scope device(on);
     cb::workspace_parts parts(workspace.data);
     if constexpr (cb::is_linear<S>) {
@@ -109,6 +114,14 @@ void score_sequence(const cuda& on, const S& scorer, rows_view<K> k, rows_view<V
         call.begin(on, status);
         cb::launch("linear_kernel", cb::linear_kernel<T>, call.chunks(), 256, 0, on, call.streams,
                    call.source, scorer.weights.weight, scorer.weights.bias, scores);
+    } else if constexpr (cb::is_mlstm<S>) {
+        cb::mlstm_call<Widths, T, cb::is_hedgehog<S>> mlstm(scorer, k, v, sequences, delay, nullptr, parts);
+        mlstm.call.streams.rows = std::min(mlstm.call.streams.rows, scores.length);
+        mlstm.problem.scores = scores;
+        mlstm.problem.states = options.states;
+        mlstm.project(on, status);
+        mlstm.states(on);
+        mlstm.read(on);
     } else {
         cb::mlp_call<T> mlp(scorer, k, v, sequences, nullptr, parts);
         mlp.call.streams.rows = std::min(mlp.call.streams.rows, scores.length);

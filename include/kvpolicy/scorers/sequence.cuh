@@ -14,6 +14,16 @@
 #include <type_traits>
 
 namespace kvpolicy {
+
+/// Which kernels of an mLSTM a call is compiled for: d_qk up to Features, d_v up to Values, padded to them. 64 and 64, 128 and 64, or
+/// 128 and 128; all_mlstm_widths takes the smallest that fits, and as much time to compile as the three.
+template <std::int32_t Features, std::int32_t Values>
+struct mlstm_widths {
+    static_assert((Features == 64 || Features == 128) && (Values == 64 || Values == Features),
+                  "kvpolicy: mlstm_widths are <64, 64>, <128, 64> and <128, 128>");
+};
+struct all_mlstm_widths {};
+
 inline namespace KVPOLICY_CUDA_NAMESPACE KVPOLICY_HIDDEN {
 
 // Rows, planes, weights, gradients, states, status, a Rope's frequencies, and the arrays of `sequences` are device memory; the
@@ -27,7 +37,7 @@ inline namespace KVPOLICY_CUDA_NAMESPACE KVPOLICY_HIDDEN {
 
 /// Bytes of device workspace that score_sequence needs for a call with the same arguments. An MLP wants its weights in T; an mLSTM
 /// 4 d bytes a token and head for each of queries and keys of width d, 2 d_v for values, and 2 d_qk d_v for every 64 tokens.
-template <Scorer S, class K, class V>
+template <class Widths = all_mlstm_widths, Scorer S, class K, class V>
 std::size_t score_sequence_workspace_bytes(
     const cuda& on, const S& scorer, rows_view<K> k, rows_view<V> v, const Sequences& sequences,
     const BasicScoreOptions<compute_t<std::remove_const_t<K>>>& options = {});
@@ -39,7 +49,7 @@ std::size_t score_sequence_workspace_bytes(
 /// `status` [B], where given, is OR-ed into: status_bad_length for a length or start that cannot be, and edges that do not rise
 /// from 0 to the length (such a sequence counts as empty). Refuses, before anything is enqueued, what the host refuses as far
 /// as no device memory must be read, widths and alignment as above, and form::recurrent of an mLSTM.
-template <Scorer S, class K, class V>
+template <class Widths = all_mlstm_widths, Scorer S, class K, class V>
 void score_sequence(const cuda& on, const S& scorer, rows_view<K> k, rows_view<V> v,
                     const Sequences& sequences, std::int32_t delay,
                     plane_view<compute_t<std::remove_const_t<K>>> scores, workspace_view workspace,
@@ -47,7 +57,7 @@ void score_sequence(const cuda& on, const S& scorer, rows_view<K> k, rows_view<V
                     std::uint32_t* status = nullptr);
 
 /// Bytes of device workspace that score_sequence_backward needs.
-template <Scorer S, Storage T>
+template <class Widths = all_mlstm_widths, Scorer S, Storage T>
 std::size_t backward_workspace_bytes(const cuda& on, const S& scorer, const ScoreBackward<T>& call);
 
 /// As the host's score_sequence_backward (scorers/backward.hpp): gradients of parameters are added to, call.d_k and call.d_v are
@@ -57,7 +67,7 @@ std::size_t backward_workspace_bytes(const cuda& on, const S& scorer, const Scor
 /// `status` [B], where given, is OR-ed into: status_bad_length as above, status_not_finite for a NaN or infinity in k, v or
 /// d_scores, which the host refuses; gradients then mean nothing. Refuses the rest of what the host refuses as far as no device
 /// memory must be read; sequences.starts of an mLSTM.
-template <Scorer S, Storage T>
+template <class Widths = all_mlstm_widths, Scorer S, Storage T>
 void score_sequence_backward(const cuda& on, const S& scorer, const ScoreBackward<T>& call,
                              typename S::template parameters<compute_t<T>> gradients,
                              workspace_view workspace, std::uint32_t* status = nullptr);

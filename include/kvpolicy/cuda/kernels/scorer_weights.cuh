@@ -15,13 +15,13 @@ inline namespace KVPOLICY_CUDA_NAMESPACE KVPOLICY_HIDDEN {
 namespace cuda_backend {
 
 /// Rows of a stacked matrix that come from one array [heads, count, X], and that array's gradient. Without weights the rows are
-/// unit vectors: row i picks number unit + i of the input.
+/// unit vectors: row i picks number unit + i of the input; or 0, where unit is below 0.
 struct weight_rows {
     const float* weights = nullptr;
     float* gradient = nullptr;
     std::int32_t at = 0;
     std::int32_t count = 0;
-    std::int32_t unit = 0;
+    std::int32_t unit = -1;
 };
 
 /// A stacked matrix of `rows` rows, a multiple of 64; rows of no part are 0.
@@ -32,12 +32,14 @@ struct weight_stack {
     std::int32_t rows = 0;
 
     /// Adds a part; returns where its rows begin, a multiple of 8.
-    std::int32_t add(const float* weights, float* gradient, std::int32_t count, std::int32_t unit = 0) {
+    std::int32_t add(const float* weights, float* gradient, std::int32_t count, std::int32_t unit = -1) {
         const std::int32_t at = parts == 0 ? 0 : (part[parts - 1].at + part[parts - 1].count + 7) / 8 * 8;
         part[parts++] = {weights, gradient, at, count, unit};
-        rows = (at + count + 63) / 64 * 64;
+        hold(at + count);
         return at;
     }
+    /// Makes room for so many rows, since products are computed for whole tiles of them.
+    void hold(std::int32_t count) { rows = rows > count ? rows : (count + 63) / 64 * 64; }
 };
 
 /// to[h][n][c] = weight, 0 where there is none; [heads, stack.rows, padded], columns from `size` on are 0.
@@ -58,9 +60,9 @@ __global__ void __launch_bounds__(256)
             if (r < 0 || r >= part.count || c >= size) {
                 continue;
             }
-            weight = part.weights != nullptr ? part.weights[(h * part.count + r) * size + c]
-                     : c == part.unit + r    ? 1.0f
-                                             : 0.0f;
+            weight = part.weights != nullptr                ? part.weights[(h * part.count + r) * size + c]
+                     : part.unit >= 0 && c == part.unit + r ? 1.0f
+                                                            : 0.0f;
         }
         to[i] = static_cast<T>(weight);
     }
