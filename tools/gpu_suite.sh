@@ -58,3 +58,18 @@ soft gates/16k           | 0.741x | 0.87x | cuDNN dense forward + backward 16k
 future mass/16k          | 2.1  | 1.7  | FlexAttention future mass 16k
 future mass/32k          | 8.2  | 6.8  | FlexAttention future mass 32k
 "
+
+# ---- scorers ---------------------------------------------------------------------------------------------------------
+
+profiled[scorers]='(mlstm|mlstm without projections|mlp)/16k x 8/'
+sanitized[scorers]="
+gpu.scorers.mlp         | $all_checks | linear*,write gates
+gpu.scorers.conv        | $all_checks | dropout*
+gpu.scorers.mlstm_bf16  | $all_checks | odd*,states*
+"
+targets[scorers]="
+mlstm without projections/16k x 8/forward                      | 0.25 | 0.18 |
+mlstm without projections/16k x 8/forward + backward           | 0.8  | 0.6  |
+mlstm without projections/batch 8, 16k x 8/forward             | 0.9  | 0.7  |
+mlstm without projections/batch 8, 16k x 8/forward + backward  | 2.8  | 2.2  |
+"

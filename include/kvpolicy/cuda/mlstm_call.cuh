@@ -151,7 +151,7 @@ struct mlstm_call {
             launch("mlstm_add_kernel", mlstm_add_kernel<T, F, V, false>, call.chunks(), 256,
                    mlstm_add_memory<E, F, V>(nullptr).bytes, on, problem);
             launch("mlstm_frames_kernel", mlstm_frames_kernel<T>, planes(), 32, 0, on, problem);
-            launch("mlstm_scan_kernel", mlstm_scan_kernel<T, F, V, false>, planes() * (F * V / 2048 + 1), 256,
+            launch("mlstm_scan_kernel", mlstm_scan_kernel<T, F, V, false>, planes() * (F * V / 1024 + 1), 128,
                    0, on, problem);
         });
     }
@@ -173,8 +173,8 @@ struct mlstm_call {
                        128, mlstm_read_memory<E, F, V, true>(nullptr).bytes, on, problem);
                 launch("mlstm_add_kernel", mlstm_add_kernel<T, F, V, true>, call.chunks(), 256,
                        mlstm_add_memory<E, F, V>(nullptr).bytes, on, problem);
-                launch("mlstm_scan_kernel", mlstm_scan_kernel<T, F, V, true>, planes() * (F * V / 2048 + 1),
-                       256, 0, on, problem);
+                launch("mlstm_scan_kernel", mlstm_scan_kernel<T, F, V, true>, planes() * (F * V / 1024 + 1),
+                       128, 0, on, problem);
                 launch("mlstm_tokens_backward_kernel", mlstm_tokens_backward_kernel<T, F, V>, call.chunks(),
                        128, mlstm_tokens_memory<E, F, V>(nullptr).bytes, on, problem);
             }

@@ -7,6 +7,7 @@
 #include <kvpolicy/cuda/scorer_call.cuh>
 #include <kvpolicy/scorers/sequence.cuh>
 
+#include <algorithm>
 #include <cstddef>
 #include <cstdint>
 
@@ -109,6 +110,19 @@ void mlstm_backward(const cuda& on, const S& scorer, const ScoreBackward<T>& cal
     }
 }
 
+/// ConvScorer, or with no memory only its workspace.
+template <class T, class S>
+void conv_backward(const cuda& on, const S& scorer, const ScoreBackward<T>& call,
+                   const ConvParameters<float>& gradients, workspace_parts& parts, bool measure,
+                   std::uint32_t* status) {
+    conv_backward_call<T> conv(scorer, call, parts);
+    if (measure || conv.conv.call.chunks() == 0) {
+        return;
+    }
+    conv.conv.call.streams.rows = std::min(conv.conv.call.streams.rows, call.d_scores.length);
+    conv.run(on, gradients, call, status);
+}
+
 template <class Widths, class S, class T>
 void run_backward(const cuda& on, const S& scorer, const ScoreBackward<T>& call,
                   typename S::template parameters<float> gradients, workspace_parts& parts, bool measure,
@@ -117,6 +131,8 @@ void run_backward(const cuda& on, const S& scorer, const ScoreBackward<T>& call,
         linear_backward<T>(on, scorer, call, gradients, parts, measure, status);
     } else if constexpr (is_mlstm<S>) {
         mlstm_backward<Widths, T>(on, scorer, call, gradients, parts, measure, status);
+    } else if constexpr (is_conv<S>) {
+        conv_backward<T>(on, scorer, call, gradients, parts, measure, status);
     } else {
         mlp_backward<T>(on, scorer, call, gradients, parts, measure, status);
     }

@@ -2,6 +2,7 @@
 #pragma once
 
 #include <kvpolicy/cuda/config.cuh>
+#include <kvpolicy/cuda/conv_call.cuh>
 #include <kvpolicy/cuda/kernels/mlp_scorer.cuh>
 #include <kvpolicy/cuda/launch.cuh>
 #include <kvpolicy/cuda/mlstm_call.cuh>
@@ -75,17 +76,18 @@ void check_sequence_call(const S& scorer, rows_view<const T> k, rows_view<const 
 template <class Widths, Scorer S, class K, class V>
 std::size_t score_sequence_workspace_bytes(
     const cuda&, const S& scorer, rows_view<K> k, rows_view<V> v, const Sequences& sequences,
-    const BasicScoreOptions<compute_t<std::remove_const_t<K>>>& options) {
+    [[maybe_unused]] const BasicScoreOptions<compute_t<std::remove_const_t<K>>>& options) {
     namespace cb = cuda_backend;
     using T = std::remove_const_t<K>;
     cb::check_scorer_types<S, T>();
     cb::workspace_parts parts(nullptr);
-    static_cast<void>(options);
     if constexpr (cb::is_linear<S>) {
         const cb::scorer_call<T> call(k, v, sequences, 0, parts);
     } else if constexpr (cb::is_mlstm<S>) {
         cb::check_mlstm<Widths, T>(scorer, false);
         const cb::mlstm_call<Widths, T, cb::is_hedgehog<S>> call(scorer, k, v, sequences, 0, nullptr, parts);
+    } else if constexpr (cb::is_conv<S>) {
+        const cb::conv_call<T> call(scorer, k, v, sequences, 0, options.dropout, parts);
     } else {
         const cb::mlp_call<T> call(scorer, k, v, sequences, nullptr, parts);
     }
@@ -122,6 +124,12 @@ void score_sequence(const cuda& on, const S& scorer, rows_view<K> k, rows_view<V
         mlstm.project(on, status);
         mlstm.states(on);
         mlstm.read(on);
+    } else if constexpr (cb::is_conv<S>) {
+        cb::conv_call<T> conv(scorer, k, v, sequences, delay, options.dropout, parts);
+        conv.call.streams.rows = std::min(conv.call.streams.rows, scores.length);
+        conv.problem.scores = scores;
+        conv.begin(on, status);
+        conv.score(on);
     } else {
         cb::mlp_call<T> mlp(scorer, k, v, sequences, nullptr, parts);
         mlp.call.streams.rows = std::min(mlp.call.streams.rows, scores.length);

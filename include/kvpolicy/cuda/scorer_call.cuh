@@ -10,6 +10,7 @@
 #include <kvpolicy/cuda/kernels/scorer_weights.cuh>
 #include <kvpolicy/cuda/launch.cuh>
 #include <kvpolicy/host/scorers/sequence.hpp>
+#include <kvpolicy/scorers/conv.hpp>
 #include <kvpolicy/scorers/linear.hpp>
 #include <kvpolicy/scorers/mlp.hpp>
 #include <kvpolicy/scorers/mlstm.hpp>
@@ -42,12 +43,17 @@ template <std::int32_t D, class Feature, class Values>
 inline constexpr bool is_mlstm<mLSTMScorer<D, Feature, Values>> =
     std::is_same_v<Feature, Softmax> || std::is_same_v<Feature, Hedgehog>;
 
+template <class S>
+inline constexpr bool is_conv = false;
+template <std::int32_t D>
+inline constexpr bool is_conv<ConvScorer<D>> = true;
+
 template <class S, class T>
 constexpr void check_scorer_types() {
     static_assert(
-        is_linear<S> || is_mlp<S> || is_mlstm<S>,
+        is_linear<S> || is_mlp<S> || is_mlstm<S> || is_conv<S>,
         "kvpolicy: on CUDA, sequences are scored by LinearScorer, MlpScorer, WriteGateScorer and other "
-        "BasicMlpScorers of keys and values, and mLSTMScorer");
+        "BasicMlpScorers of keys and values, mLSTMScorer and ConvScorer");
     static_assert(!std::is_same_v<T, double>,
                   "kvpolicy: on CUDA, scorers take rows of bf16, fp16 or float; double is the host's");
 }
@@ -130,15 +136,19 @@ struct scorer_call {
         } else if constexpr (std::is_same_v<Input, WriteGateInput>) {
             source.input = scorer_input::write_gate;
             source.epsilon = input.norm.epsilon;
-            source.layout = input.rope.layout;
-            source.rotated = input.rope.rotated(source.k.dim);
-            source.frequencies = input.rope.frequencies;
-            base = input.rope.base;
-            if (source.frequencies == nullptr) {
-                frequencies = parts.take<float>(source.rotated / 2);
-                source.frequencies = frequencies;
-            }
+            set_rope(input.rope, parts);
             set_size(2 * source.k.dim);
+        }
+    }
+
+    void set_rope(const Rope& rope, workspace_parts& parts) {
+        source.layout = rope.layout;
+        source.rotated = rope.rotated(source.k.dim);
+        source.frequencies = rope.frequencies;
+        base = rope.base;
+        if (source.frequencies == nullptr && source.rotated > 0) {
+            frequencies = parts.take<float>(source.rotated / 2);
+            source.frequencies = frequencies;
         }
     }
 

@@ -30,13 +30,14 @@ inline namespace KVPOLICY_CUDA_NAMESPACE KVPOLICY_HIDDEN {
 // scorer itself is host memory, read during the call. Work is enqueued on the context's stream; nothing is allocated, nothing
 // waited for, and grids depend on shapes alone, so that a captured graph serves later lengths and weights.
 //
-// For the library's LinearScorer, BasicMlpScorer of keys and values (Silu or GeluErf), and mLSTMScorer (Softmax or Hedgehog).
+// For the library's LinearScorer, BasicMlpScorer of keys and values (Silu or GeluErf), mLSTMScorer (Softmax or Hedgehog) and ConvScorer.
 // bf16 and fp16 rows: widths that are multiples of 8, aligned to 16 bytes; matrix products on tensor cores with fp32 sums, of
 // weights and hidden numbers rounded to 16 bits (an mLSTM's features, values and states to bf16, whatever T is); linear scorers and
-// gates in fp32. float rows: plain sums in fp32, to check the others with. An mLSTM has up to 128 features and 128 values.
+// gates in fp32. float rows: plain sums in fp32, to check the others with. An mLSTM has up to 128 features and
+// 128 values (64 for gradients with float rows).
 
-/// Bytes of device workspace that score_sequence needs for a call with the same arguments. An MLP wants its weights in T; an mLSTM
-/// 4 d bytes a token and head for each of queries and keys of width d, 2 d_v for values, and 2 d_qk d_v for every 64 tokens.
+/// Bytes of device workspace that score_sequence needs for a call with the same arguments. Weights in T; an mLSTM also, with F and V
+/// its compiled widths, about 4 F + 2 V bytes a token and head, and 2 F V for every 64 tokens (twice that for float rows).
 template <class Widths = all_mlstm_widths, Scorer S, class K, class V>
 std::size_t score_sequence_workspace_bytes(
     const cuda& on, const S& scorer, rows_view<K> k, rows_view<V> v, const Sequences& sequences,
@@ -66,7 +67,7 @@ std::size_t backward_workspace_bytes(const cuda& on, const S& scorer, const Scor
 ///
 /// `status` [B], where given, is OR-ed into: status_bad_length as above, status_not_finite for a NaN or infinity in k, v or
 /// d_scores, which the host refuses; gradients then mean nothing. Refuses the rest of what the host refuses as far as no device
-/// memory must be read; sequences.starts of an mLSTM.
+/// memory must be read; sequences.starts of an mLSTM or a convolution.
 template <class Widths = all_mlstm_widths, Scorer S, Storage T>
 void score_sequence_backward(const cuda& on, const S& scorer, const ScoreBackward<T>& call,
                              typename S::template parameters<compute_t<T>> gradients,

@@ -37,4 +37,9 @@ template void score_sequence_backward<mlstm_widths<128, 64>>(const cuda&, const 
 template void score_sequence<mlstm_widths<64, 64>>(const cuda&, const mLSTMScorer<64>&, Rows, Rows,
                                                    const Sequences&, std::int32_t, plane_view<float>,
                                                    workspace_view, const ScoreOptions&, std::uint32_t*);
+
+template void score_sequence(const cuda&, const ConvScorer<128>&, Rows, Rows, const Sequences&, std::int32_t,
+                             plane_view<float>, workspace_view, const ScoreOptions&, std::uint32_t*);
+template void score_sequence_backward(const cuda&, const ConvScorer<128>&, const ScoreBackward<bf16>&,
+                                      ConvParameters<float>, workspace_view, std::uint32_t*);
 }  // namespace kvpolicy

@@ -46,6 +46,7 @@ struct Case {
     bool interleaved = false;  // [batch, length, heads, dim], with a gap after every row
     double spread = 1.0;
     unsigned seed = 1;
+    Dropout dropout;
     bool with_inputs = true;  // gradients of keys and values are wanted
     std::function<void(std::vector<double>& k, std::vector<double>& v)> edit;  // [B][H][S][D]
 
@@ -265,6 +266,7 @@ void check_scores(const Case& c, const Weights<S>& weights, Tolerance allowed,
     const auto size = static_cast<std::size_t>(c.plane());
     std::vector<double> wanted(size, untouched), wanted_states;
     BasicScoreOptions<double> options;
+    options.dropout = c.dropout;
     if (states != nullptr) {
         wanted_states = *states;
         options.states = wanted_states.data();
@@ -281,6 +283,7 @@ void check_scores(const Case& c, const Weights<S>& weights, Tolerance allowed,
     const Device<float> scores(std::vector<float>(size, static_cast<float>(untouched)));
     const Device<std::uint32_t> status(std::vector<std::uint32_t>(static_cast<std::size_t>(c.batch), 0u));
     ScoreOptions device_options;
+    device_options.dropout = c.dropout;
     const Device<float> device_states(states != nullptr ? std::vector<float>(states->begin(), states->end())
                                                         : std::vector<float>());
     if (states != nullptr) {
@@ -333,6 +336,7 @@ void check_gradients(const Case& c, const Weights<S>& weights, Tolerance allowed
         call.d_k = view_bhsd(d_k.data(), c.batch, c.heads, c.all_rows(), c.dim_k);
         call.d_v = view_bhsd(d_v.data(), c.batch, c.heads, c.all_rows(), c.dim_v);
     }
+    call.dropout = c.dropout;
     const S host_scorer = weights.on_host();
     std::vector<std::byte> memory(backward_workspace_bytes(oracle(), host_scorer, call));
     score_sequence_backward(oracle(), host_scorer, call, host_gradients, {memory.data(), memory.size()});
@@ -346,6 +350,7 @@ void check_gradients(const Case& c, const Weights<S>& weights, Tolerance allowed
     ScoreBackward<T> device_call{k.view, v.view, c.sequences(lengths.data(), starts.data(), edges.data()),
                                  c.delay,
                                  view_bhs<const float>(d_scores.data(), c.batch, c.heads, c.all_rows())};
+    device_call.dropout = c.dropout;
     if (c.with_inputs) {
         device_call.d_k = to_k.view;
         device_call.d_v = to_v.view;

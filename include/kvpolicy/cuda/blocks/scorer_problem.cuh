@@ -22,8 +22,8 @@ inline constexpr int scorer_chunk = 64;
 struct scorer_span {
     std::int32_t b, h, plane, slot;
     std::int32_t begin, from, end, first, count;
+    std::int32_t segment;
 
-    __device__ bool opens() const { return first == from; }
     /// Where rows of the chunk stand in arrays [planes, slots * scorer_chunk].
     __device__ std::int64_t row(std::int32_t slots) const {
         return (std::int64_t{plane} * slots + slot) * scorer_chunk;
@@ -71,6 +71,7 @@ struct scorer_streams {
         s.h = plane % heads;
         const std::int32_t n = length_of(s.b);
         std::int32_t before = slot;
+        s.segment = 0;
         if (edges == nullptr) {
             s.begin = 0;
             s.from = start_of(s.b);
@@ -85,6 +86,7 @@ struct scorer_streams {
                     high = middle - 1;
                 }
             }
+            s.segment = low;
             s.begin = edges[low] < n ? edges[low] : n;
             s.from = s.begin;
             s.end = edges[low + 1] < n ? edges[low + 1] : n;
@@ -102,6 +104,7 @@ enum class scorer_input : std::uint8_t {
     key_value,   ///< [k; v]
     normalized,  ///< [RMSNorm(k); RMSNorm(v)]
     write_gate,  ///< [RMSNorm(k before RoPE); RMSNorm(k)]
+    turned,      ///< [k before RoPE; v]
 };
 
 /// The inputs of all tokens: gathered from the views, never stored as a whole.
@@ -151,6 +154,9 @@ struct scorer_source {
             const auto get = [&](std::int32_t i) { return static_cast<float>(key[i]); };
             return scale_k * (c < k.dim ? turned(c, t - s.begin, -1.0f, get) : get(c - k.dim));
         }
+        if (input == scorer_input::turned && c < k.dim) {
+            return turned(c, t - s.begin, -1.0f, [&](std::int32_t i) { return static_cast<float>(key[i]); });
+        }
         return c < k.dim ? static_cast<float>(key[c]) * scale_k
                          : static_cast<float>(v.row(s.b, s.h, t)[c - k.dim]) * scale_v;
     }
@@ -161,7 +167,8 @@ struct scorer_source {
         const int warps = static_cast<int>(blockDim.x) / 32;
         for (int r = warp_id(); r < scorer_chunk; r += warps) {
             float of_k = 1.0f, of_v = 1.0f;
-            if (input != scorer_input::key_value && r >= low && r < high) {
+            if ((input == scorer_input::normalized || input == scorer_input::write_gate) && r >= low &&
+                r < high) {
                 of_k = inverse_norm(k.row(s.b, s.h, first + r), k.dim);
                 if (input == scorer_input::normalized) {
                     of_v = inverse_norm(v.row(s.b, s.h, first + r), v.dim);

@@ -106,7 +106,7 @@ __device__ inline unsigned char* aligned_dynamic_shared() {
 /// acc[i][j] += a[m0 + 16 i ..][..] b[..][n0 + 8 j ..] over `Depth`, for one warp; as tile_product, for either kind of tile.
 template <int MI, int NI, int Depth, bool TransA, bool TransB, class T>
 __device__ inline void add_product(float (&acc)[MI][NI][4], const shared_tile<T>& a, int m0,
-                                   const shared_tile<T>& b, int n0) {
+                                   const shared_tile<T>& b, int n0, int b_from = 0) {
     if constexpr (shared_tile<T>::plain) {
         const int lane = lane_id();
         for (int i = 0; i < MI; ++i) {
@@ -115,7 +115,8 @@ __device__ inline void add_product(float (&acc)[MI][NI][4], const shared_tile<T>
                     const int m = m0 + 16 * i + lane / 4 + 8 * (e / 2), n = n0 + 8 * j + lane % 4 * 2 + e % 2;
                     float sum = 0.0f;
                     for (int k = 0; k < Depth; ++k) {
-                        sum += (TransA ? a.get(k, m) : a.get(m, k)) * (TransB ? b.get(k, n) : b.get(n, k));
+                        sum += (TransA ? a.get(k, m) : a.get(m, k)) *
+                               (TransB ? b.get(b_from + k, n) : b.get(n, k));
                     }
                     acc[i][j][e] += sum;
                 }
@@ -123,7 +124,7 @@ __device__ inline void add_product(float (&acc)[MI][NI][4], const shared_tile<T>
         }
     } else {
         tile_product<T, MI, NI, Depth, TransA, TransB>(acc, shared_address(a.data), a.rows, m0,
-                                                       shared_address(b.data), b.rows, n0);
+                                                       shared_address(b.data), b.rows, n0, b_from);
     }
 }
 

@@ -13,10 +13,10 @@ inline namespace KVPOLICY_CUDA_NAMESPACE KVPOLICY_HIDDEN {
 namespace cuda_backend {
 
 /// acc[i][j] += a[m0 + 16 i ..][..] b[..][n0 + 8 j ..] over `Depth`, for one warp. A is stored [m][k], transposed [k][m]; B [n][k],
-/// transposed [k][n]; a_rows and b_rows are the stored rows of their matrices.
+/// transposed [k][n], from its row b_from on; a_rows and b_rows are the stored rows of their matrices.
 template <class T, int MI, int NI, int Depth, bool TransA, bool TransB>
 __device__ inline void tile_product(float (&acc)[MI][NI][4], std::uint32_t a, int a_rows, int m0,
-                                    std::uint32_t b, int b_rows, int n0) {
+                                    std::uint32_t b, int b_rows, int n0, int b_from = 0) {
     static_assert(NI % 2 == 0);
     int lane = lane_id();
     asm volatile(""
@@ -39,7 +39,8 @@ __device__ inline void tile_product(float (&acc)[MI][NI][4], std::uint32_t a, in
             const int n = n0 + 8 * j;
             std::uint32_t fb[4];
             if constexpr (TransB) {
-                load_matrices_transposed(fb, b + swizzled(b_rows, k + eighth * 8 + line, n / 8 + half));
+                load_matrices_transposed(fb,
+                                         b + swizzled(b_rows, b_from + k + eighth * 8 + line, n / 8 + half));
             } else {
                 load_matrices(fb, b + swizzled(b_rows, n + half * 8 + line, k / 8 + eighth));
             }

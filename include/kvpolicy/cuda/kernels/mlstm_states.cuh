@@ -160,64 +160,107 @@ __global__ void __launch_bounds__(32) mlstm_frames_kernel(const mlstm_problem<T>
     }
 }
 
+/// A chunk's part in a scan.
+struct mlstm_step {
+    float keep, add;
+    bool there, adds, fresh;
+};
+
+/// The scan of N neighbouring elements of a plane's states by one thread; all threads of a block go together. What chunks add is
+/// loaded `ahead` chunks before it is needed. Returns whether there was a chunk.
+template <int N, bool Backward, class E>
+__device__ inline bool scan_chunks(const mlstm_frame* frames, std::int32_t slots, mlstm_step* steps,
+                                   bool active, E* memory, std::int64_t stride, float (&running)[N]) {
+    constexpr int ahead = 8, tile = 64;
+    struct alignas(N * sizeof(E)) group {
+        E of[N];
+    };
+    bool any = false;
+    for (std::int32_t base = 0; base < slots; base += tile) {
+        __syncthreads();
+        const std::int32_t mine = base + static_cast<std::int32_t>(threadIdx.x);
+        if (threadIdx.x < tile && mine < slots) {
+            const mlstm_frame& frame = frames[Backward ? slots - 1 - mine : mine];
+            const bool there = frame.count > 0;
+            steps[threadIdx.x] = {frame.keep, Backward ? 1.0f : frame.add, there,
+                                  Backward ? there && frame.reads < scorer_chunk : there, frame.fresh != 0};
+        }
+        __syncthreads();
+        for (int first = 0; active && first < tile && base + first < slots; first += ahead) {
+            group delta[ahead];
+#pragma unroll
+            for (int n = 0; n < ahead; ++n) {
+                const std::int32_t at = base + first + n;
+                const std::int32_t slot = Backward ? slots - 1 - at : at;
+#pragma unroll
+                for (int e = 0; e < N; ++e) {
+                    delta[n].of[e] = static_cast<E>(0.0f);
+                }
+                if (at < slots && steps[first + n].adds) {
+                    delta[n] = *reinterpret_cast<const group*>(memory + slot * stride);
+                }
+            }
+#pragma unroll
+            for (int n = 0; n < ahead; ++n) {
+                const std::int32_t at = base + first + n;
+                const std::int32_t slot = Backward ? slots - 1 - at : at;
+                if (at >= slots || !steps[first + n].there) {
+                    continue;
+                }
+                any = true;
+                const mlstm_step step = steps[first + n];
+                group out;
+#pragma unroll
+                for (int e = 0; e < N; ++e) {
+                    // Streams begin without a state, and nothing goes back beyond their first token.
+                    const float before = !Backward && step.fresh ? 0.0f : running[e];
+                    out.of[e] = static_cast<E>(before);
+                    running[e] = step.keep * before + step.add * static_cast<float>(delta[n].of[e]);
+                    if (Backward && step.fresh) {
+                        running[e] = 0.0f;
+                    }
+                }
+                *reinterpret_cast<group*>(memory + slot * stride) = out;
+            }
+        }
+    }
+    return any;
+}
+
 /// Turns what chunks add into the states before them; backwards into those after them. A thread has eight neighbouring
-/// elements of a plane's state (the last block of a plane: one of its sums), and loads ahead of the chain.
+/// elements of a plane's state; in a plane's last block one of its sums. Continued sequences take up and leave the caller's
+/// states, features (width + 1) + 2 numbers in the features' own order.
 template <class T, int F, int V, bool Backward>
-__global__ void __launch_bounds__(256) mlstm_scan_kernel(const mlstm_problem<T> problem) {
+__global__ void __launch_bounds__(128) mlstm_scan_kernel(const mlstm_problem<T> problem) {
     using E = mlstm_element<T>;
-    constexpr int threads = 256, ahead = 4;
+    constexpr int threads = 128;
     constexpr int blocks = F * V / 8 / threads;
-    static_assert(blocks * threads * 8 == F * V);
+    static_assert(blocks * threads * 8 == F * V && threads >= F);
+    __shared__ mlstm_step steps[64];
     const scorer_streams& streams = problem.streams;
     const std::int32_t plane = static_cast<std::int32_t>(blockIdx.x) / (blocks + 1);
     const std::int32_t part = static_cast<std::int32_t>(blockIdx.x) % (blocks + 1);
     const auto thread = static_cast<int>(threadIdx.x);
-    const mlstm_frame* const frames = problem.frames + std::int64_t{plane} * streams.slots;
     const std::int64_t first = std::int64_t{plane} * streams.slots;
-    // The caller's states: features (width + 1) + 2 numbers, in the features' own order.
+    const mlstm_frame* const frames = problem.frames + first;
     const std::int64_t size = std::int64_t{problem.features} * (problem.width + 1) + 2;
     float* const state = Backward || problem.states == nullptr ? nullptr : problem.states + plane * size;
     const std::int32_t start = streams.start_of(plane / streams.heads);
-    const auto passes_over = [&](const mlstm_frame& frame) { return frame.count == 0; };
-    const auto adds = [&](const mlstm_frame& frame) {
-        return Backward ? frame.reads < scorer_chunk : frame.count > 0;
-    };
-    bool any = false;
     if (part == blocks) {
-        if (thread >= F) {
-            return;
-        }
-        float* const sums = (Backward ? problem.d_sums : problem.sums) + first * F + thread;
-        const std::int32_t feature = problem.feature_of(thread, F);
+        const std::int32_t feature = thread < F ? problem.feature_of(thread, F) : -1;
         float* const lasting = state == nullptr || feature < 0
                                    ? nullptr
                                    : state + std::int64_t{problem.features} * problem.width + feature;
-        float running = lasting != nullptr && start > 0 ? *lasting : 0.0f;
-        for (std::int32_t i = 0; i < streams.slots; ++i) {
-            const std::int32_t slot = Backward ? streams.slots - 1 - i : i;
-            const mlstm_frame& frame = frames[slot];
-            if (passes_over(frame)) {
-                continue;
-            }
-            any = true;
-            const float delta = adds(frame) ? sums[std::int64_t{slot} * F] : 0.0f;
-            if (!Backward && frame.fresh != 0) {
-                running = 0.0f;
-            }
-            sums[std::int64_t{slot} * F] = running;
-            running = frame.keep * running + (Backward ? delta : frame.add * delta);
-            if (Backward && frame.fresh != 0) {
-                running = 0.0f;
-            }
-        }
+        float running[1] = {lasting != nullptr && start > 0 ? *lasting : 0.0f};
+        float* const sums = (Backward ? problem.d_sums : problem.sums) + first * F + thread;
+        const bool any = scan_chunks<1, Backward>(frames, streams.slots, steps, thread < F, sums, F, running);
         if (lasting != nullptr && (any || start == 0)) {
-            *lasting = running;
+            *lasting = running[0];
         }
         return;
     }
-    const int at = (part * threads + thread) * 8, feature_at = at / V, column = at % V;
-    E* const memory = (Backward ? problem.d_memory : problem.memory) + first * F * V + at;
-    const std::int32_t feature = problem.feature_of(feature_at, F);
+    const int at = (part * threads + thread) * 8, column = at % V;
+    const std::int32_t feature = problem.feature_of(at / V, F);
     float* const lasting =
         state == nullptr || feature < 0 ? nullptr : state + std::int64_t{feature} * problem.width + column;
     float running[8];
@@ -225,48 +268,9 @@ __global__ void __launch_bounds__(256) mlstm_scan_kernel(const mlstm_problem<T> 
     for (int e = 0; e < 8; ++e) {
         running[e] = lasting != nullptr && start > 0 && column + e < problem.width ? lasting[e] : 0.0f;
     }
-    struct alignas(16) eight {
-        E of[8];
-    };
-    for (std::int32_t i = 0; i < streams.slots; i += ahead) {
-        eight delta[ahead];
-#pragma unroll
-        for (int n = 0; n < ahead; ++n) {
-            const std::int32_t slot = Backward ? streams.slots - 1 - i - n : i + n;
-            if (i + n < streams.slots && adds(frames[slot])) {
-                delta[n] = *reinterpret_cast<const eight*>(memory + std::int64_t{slot} * F * V);
-            } else {
-#pragma unroll
-                for (int e = 0; e < 8; ++e) {
-                    delta[n].of[e] = static_cast<E>(0.0f);
-                }
-            }
-        }
-#pragma unroll
-        for (int n = 0; n < ahead; ++n) {
-            const std::int32_t slot = Backward ? streams.slots - 1 - i - n : i + n;
-            if (i + n >= streams.slots || passes_over(frames[slot])) {
-                continue;
-            }
-            any = true;
-            const mlstm_frame& frame = frames[slot];
-            const float keep = frame.keep, add = Backward ? 1.0f : frame.add;
-            const bool fresh = frame.fresh != 0;
-            eight out;
-#pragma unroll
-            for (int e = 0; e < 8; ++e) {
-                if (!Backward && fresh) {
-                    running[e] = 0.0f;
-                }
-                out.of[e] = static_cast<E>(running[e]);
-                running[e] = keep * running[e] + add * static_cast<float>(delta[n].of[e]);
-                if (Backward && fresh) {
-                    running[e] = 0.0f;
-                }
-            }
-            *reinterpret_cast<eight*>(memory + std::int64_t{slot} * F * V) = out;
-        }
-    }
+    E* const memory = (Backward ? problem.d_memory : problem.memory) + first * F * V + at;
+    const bool any =
+        scan_chunks<8, Backward>(frames, streams.slots, steps, true, memory, std::int64_t{F} * V, running);
     if (lasting != nullptr && (any || start == 0)) {
 #pragma unroll
         for (int e = 0; e < 8; ++e) {
