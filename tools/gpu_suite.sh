@@ -73,3 +73,9 @@ mlstm without projections/16k x 8/forward + backward           | 0.8  | 0.6  |
 mlstm without projections/batch 8, 16k x 8/forward             | 0.9  | 0.7  |
 mlstm without projections/batch 8, 16k x 8/forward + backward  | 2.8  | 2.2  |
 "
+
+# ---- losses ----------------------------------------------------------------------------------------------------------
+
+sanitized[losses]="
+gpu.losses.boundary | $all_checks | lengths*
+"

@@ -5,6 +5,7 @@
 
 #include <kvpolicy/cuda/attend.cuh>
 #include <kvpolicy/cuda/attend_backward.cuh>
+#include <kvpolicy/cuda/boundary_loss.cuh>
 #include <kvpolicy/cuda/build_mask.cuh>
 #include <kvpolicy/cuda/future_mass.cuh>
 #include <kvpolicy/cuda/log_bias.cuh>

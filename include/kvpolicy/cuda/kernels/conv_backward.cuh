@@ -66,6 +66,7 @@ __global__ void __launch_bounds__(128) conv_backward_kernel(const conv_backward_
     load_conv_input(forward.source, s, first, memory.in[0],
                     problem.in[0] + chunk * conv_rows * forward.source.padded);
     const int lane = lane_id();
+#pragma unroll 1
     for (int l = 1; l <= 2; ++l) {
         const conv_layer_problem<T>& layer = forward.layer[l - 1];
         const std::int64_t at = chunk * conv_rows * layer.padded;
@@ -147,6 +148,7 @@ __global__ void __launch_bounds__(128) conv_backward_kernel(const conv_backward_
     }
 
     // d y_2, d y_1 in place of y_1 and x, then d x.
+#pragma unroll 1
     for (int l = 2; l >= 0; --l) {
         if (l == 0 && problem.d_x == nullptr) {
             break;

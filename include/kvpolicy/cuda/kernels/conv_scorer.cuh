@@ -34,6 +34,12 @@ struct conv_layer_problem {
     std::int32_t inputs = 0, padded_inputs = 0;
 };
 
+/// A draw of dropout: 0 or 1 / (1 - rate). Not inlined, since kernels would have it a hundred times.
+__device__ __noinline__ inline float conv_drop(float rate, std::uint64_t seed, std::uint64_t stream,
+                                               std::uint64_t at) {
+    return random_unit(seed, stream, at) < static_cast<double>(rate) ? 0.0f : 1.0f / (1.0f - rate);
+}
+
 template <class T>
 struct conv_problem {
     scorer_streams streams;
@@ -53,9 +59,8 @@ struct conv_problem {
         const std::uint64_t stream =
             (static_cast<std::uint64_t>(s.plane) << 30) + static_cast<std::uint64_t>(s.segment);
         const std::int64_t at = (std::int64_t{t} + conv_reach) * layer[l - 1].width + c;
-        const double u =
-            random_unit(seed, 4 * stream + static_cast<std::uint64_t>(l), static_cast<std::uint64_t>(at));
-        return u < static_cast<double>(rate) ? 0.0f : 1.0f / (1.0f - rate);
+        return conv_drop(rate, seed, 4 * stream + static_cast<std::uint64_t>(l),
+                         static_cast<std::uint64_t>(at));
     }
 };
 
@@ -182,7 +187,8 @@ __device__ inline void load_conv_input(const scorer_source<T>& source, const sco
 /// One layer of a chunk: y = drop(SiLU(W in + b)) into `to`, or for the last layer its weighted sums into memory.sums.
 template <bool Last, int NI, class T>
 __device__ inline void conv_layer_forward(const conv_problem<T>& problem, const scorer_span& s,
-                                          std::int32_t first, int l, const conv_memory<T, conv_columns<T>>& memory,
+                                          std::int32_t first, int l,
+                                          const conv_memory<T, conv_columns<T>>& memory,
                                           float (&sums)[5][2]) {
     const conv_layer_problem<T>& layer = problem.layer[l - 1];
     for (std::int32_t column = 0; column < layer.padded; column += 32 * NI) {
@@ -216,7 +222,8 @@ __device__ inline void conv_layer_forward(const conv_problem<T>& problem, const 
 /// A layer with as many columns at once as it has.
 template <bool Last, class T>
 __device__ inline void conv_layer_forward(const conv_problem<T>& problem, const scorer_span& s,
-                                          std::int32_t first, int l, const conv_memory<T, conv_columns<T>>& memory,
+                                          std::int32_t first, int l,
+                                          const conv_memory<T, conv_columns<T>>& memory,
                                           float (&sums)[5][2]) {
     if constexpr (conv_columns<T> == 128 && !Last) {
         if (problem.layer[l - 1].padded % 128 == 0) {
@@ -241,8 +248,10 @@ __global__ void __launch_bounds__(128) conv_kernel(const conv_problem<T> problem
     const std::int32_t first = s.first - streams.delay;
     load_conv_input(problem.source, s, first, memory.in[0]);
     float sums[5][2] = {};
-    conv_layer_forward<false>(problem, s, first, 1, memory, sums);
-    conv_layer_forward<false>(problem, s, first, 2, memory, sums);
+#pragma unroll 1
+    for (int l = 1; l <= 2; ++l) {
+        conv_layer_forward<false>(problem, s, first, l, memory, sums);
+    }
     conv_layer_forward<true>(problem, s, first, 3, memory, sums);
     const int lane = lane_id();
 #pragma unroll
