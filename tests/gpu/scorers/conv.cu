@@ -62,7 +62,7 @@ void check(Case c, const std::string& name, const ConvScorer<>& shape, const Dra
 }  // namespace
 
 TEST_CASE("lengths and windows") {
-    for (const auto [length, delay] :
+    for (const auto& [length, delay] :
          {std::pair{1, 13}, {13, 13}, {14, 13}, {77, 13}, {78, 13}, {150, 13}, {200, 70}}) {
         const Case c = sized(length, delay, 32);
         check<bf16>(c, "bf16", shaped(c, rope_layout::interleaved));

@@ -6,7 +6,7 @@
 using namespace mlstm_test;
 
 TEST_CASE("one chunk and less, delays") {
-    for (const auto [length, delay] :
+    for (const auto& [length, delay] :
          {std::pair{1, 0}, {1, 1}, {2, 1}, {63, 0}, {64, 63}, {64, 64}, {65, 1}, {65, 64}, {40, 100}}) {
         const Case c = sized(length, delay, 32);
         check<float>(c, "float", shaped<Plain>(c), drawing({}, true, true));
@@ -14,7 +14,7 @@ TEST_CASE("one chunk and less, delays") {
 }
 
 TEST_CASE("chunks, both widths") {
-    for (const auto [length, delay] : {std::pair{150, 0}, {150, 10}, {320, 64}, {300, 130}}) {
+    for (const auto& [length, delay] : {std::pair{150, 0}, {150, 10}, {320, 64}, {300, 130}}) {
         const Case c = sized(length, delay, 64);
         check<float>(c, "float", shaped<Plain>(c), drawing({}, false, false));
     }

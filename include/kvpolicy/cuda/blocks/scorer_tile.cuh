@@ -54,15 +54,32 @@ struct shared_tile {
     }
     /// Eight columns from `column`, a multiple of 8.
     __device__ void set_eight(int row, int column, const float (&values)[8]) const {
+        if constexpr (plain) {
 #pragma unroll
-        for (int i = 0; i < 8; i += 2) {
-            set_pair(row, column + i, values[i], values[i + 1]);
+            for (int i = 0; i < 8; i += 2) {
+                set_pair(row, column + i, values[i], values[i + 1]);
+            }
+        } else {
+            *reinterpret_cast<uint4*>(data + offset(row, column)) =
+                make_uint4(pack<T>(values[0], values[1]), pack<T>(values[2], values[3]),
+                           pack<T>(values[4], values[5]), pack<T>(values[6], values[7]));
         }
     }
     __device__ void get_eight(int row, int column, float (&values)[8]) const {
+        if constexpr (plain) {
 #pragma unroll
-        for (int i = 0; i < 8; ++i) {
-            values[i] = get(row, column + i);
+            for (int i = 0; i < 8; ++i) {
+                values[i] = get(row, column + i);
+            }
+        } else {
+            struct alignas(16) eight {
+                T of[8];
+            };
+            const eight all = *reinterpret_cast<const eight*>(data + offset(row, column));
+#pragma unroll
+            for (int i = 0; i < 8; ++i) {
+                values[i] = static_cast<float>(all.of[i]);
+            }
         }
     }
     /// The columns from `column`, a multiple of 64, on.
