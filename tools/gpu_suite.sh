@@ -84,3 +84,24 @@ step, mLSTM/4096 x 1  | 0.016 | 0.014 | cuDNN attention alone 4096 x 1
 step, mLSTM/4096 x 8  | 0.057 | 0.054 | cuDNN attention alone 4096 x 8
 step, mLSTM/4096 x 32 | 0.202 | 0.195 | cuDNN attention alone 4096 x 32
 "
+
+# ---- scorers ---------------------------------------------------------------------------------------------------------
+
+profiled[scorers]='(mlstm|mlstm without projections|mlp)/16k x 8/'
+sanitized[scorers]="
+gpu.scorers.mlp         | $all_checks | linear*,write gates
+gpu.scorers.conv        | $all_checks | dropout*
+gpu.scorers.mlstm_bf16  | $all_checks | odd*,states*
+"
+targets[scorers]="
+mlstm without projections/16k x 8/forward                      | 0.25 | 0.18 |
+mlstm without projections/16k x 8/forward + backward           | 0.8  | 0.6  |
+mlstm without projections/batch 8, 16k x 8/forward             | 0.9  | 0.7  |
+mlstm without projections/batch 8, 16k x 8/forward + backward  | 2.8  | 2.2  |
+"
+
+# ---- losses ----------------------------------------------------------------------------------------------------------
+
+sanitized[losses]="
+gpu.losses.boundary | $all_checks | lengths*
+"

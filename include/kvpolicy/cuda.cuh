@@ -5,6 +5,7 @@
 
 #include <kvpolicy/cuda/attend.cuh>
 #include <kvpolicy/cuda/attend_backward.cuh>
+#include <kvpolicy/cuda/boundary_loss.cuh>
 #include <kvpolicy/cuda/build_mask.cuh>
 #include <kvpolicy/cuda/cache_chunk.cuh>
 #include <kvpolicy/cuda/cache_owner.cuh>
@@ -12,3 +13,5 @@
 #include <kvpolicy/cuda/future_mass.cuh>
 #include <kvpolicy/cuda/log_bias.cuh>
 #include <kvpolicy/cuda/metrics.cuh>
+#include <kvpolicy/cuda/score_backward.cuh>
+#include <kvpolicy/cuda/score_sequence.cuh>

@@ -12,6 +12,8 @@ enum status_bits : std::uint32_t {
     status_nan_score = 1u << 0,       ///< a score was NaN; it ranked last
     status_pool_exhausted = 1u << 1,  ///< no page was left: the step was a no-op for this sequence
     status_bad_length = 1u << 2,      ///< a length in device memory was negative or too large: treated as 0
+    status_not_finite =
+        1u << 3,  ///< a NaN or infinity in what a backward pass reads; its results mean nothing
 };
 
 }  // namespace kvpolicy

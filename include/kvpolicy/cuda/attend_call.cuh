@@ -7,7 +7,7 @@
 #include <kvpolicy/cuda/blocks/attention_problem.cuh>
 #include <kvpolicy/cuda/blocks/key_frame.cuh>
 #include <kvpolicy/cuda/config.cuh>
-#include <kvpolicy/cuda/kernels/prepare.cuh>
+#include <kvpolicy/cuda/dispatch.cuh>
 #include <kvpolicy/cuda/launch.cuh>
 #include <kvpolicy/host/attend_check.hpp>
 
@@ -18,10 +18,6 @@
 namespace kvpolicy {
 inline namespace KVPOLICY_CUDA_NAMESPACE KVPOLICY_HIDDEN {
 namespace cuda_backend {
-
-/// Storage types that the tensor cores take.
-template <class T>
-inline constexpr bool is_half = std::is_same_v<T, bf16> || std::is_same_v<T, fp16>;
 
 /// The same keys without what only the device may read.
 template <class T>
@@ -51,21 +47,6 @@ void check_attend(const Attention& attention, const rows_view<const T>& q, const
                         "1 or more where cu_seqlens is given");
     }
     host_backend::check_packed(past, self, sequences);
-}
-
-/// Rows of 16-bit elements are copied 16 bytes at a time.
-template <class T>
-void check_aligned(const char* name, const rows_view<T>& view) {
-    if constexpr (is_half<std::remove_const_t<T>>) {
-        const auto even = [](std::int64_t stride, std::int32_t count) {
-            return count <= 1 || stride % 8 == 0;
-        };
-        const bool aligned = reinterpret_cast<std::uintptr_t>(view.data) % 16 == 0 &&
-                             even(view.batch_stride, view.batch) && even(view.head_stride, view.heads) &&
-                             even(view.row_stride, view.length);
-        detail::require(aligned, name, "a view whose rows are not aligned",
-                        "aligned to 16 bytes, with strides that are multiples of 8 elements");
-    }
 }
 
 /// A head's rows of keys and of values are named by 31 bits, in units of 16 bytes.
@@ -117,17 +98,6 @@ key_frames frames_of(const keys<T>& past, const keys<T>* self, const Sequences& 
         frames.segments = sequences.segments;
     }
     return frames;
-}
-
-inline std::int64_t edges_needed(const Sequences& sequences) {
-    return sequences.cu_seqlens != nullptr ? std::int64_t{sequences.segments} + 1 : 0;
-}
-inline void launch_edges(const cuda& on, const Sequences& sequences, std::int32_t* edges,
-                         std::uint32_t* status) {
-    if (sequences.cu_seqlens != nullptr) {
-        launch("check_edges_kernel", check_edges_kernel<std::int32_t>, 1, 256, 0, on, sequences.cu_seqlens,
-               sequences.segments, sequences.length, edges, status, sequences.batch);
-    }
 }
 
 /// Row numbers are positions: no positions, no starts, one segment that begins at 0. So a super-tile needs no row beyond its

@@ -3,6 +3,7 @@
 
 #include <kvpolicy/core/cuda_context.hpp>
 #include <kvpolicy/core/error.hpp>
+#include <kvpolicy/core/types.hpp>
 #include <kvpolicy/core/view.hpp>
 #include <kvpolicy/cuda/blocks/mask_problem.cuh>
 #include <kvpolicy/cuda/config.cuh>
@@ -12,10 +13,16 @@
 
 #include <algorithm>
 #include <cstdint>
+#include <string>
+#include <type_traits>
 
 namespace kvpolicy {
 inline namespace KVPOLICY_CUDA_NAMESPACE KVPOLICY_HIDDEN {
 namespace cuda_backend {
+
+/// Storage types that the tensor cores take.
+template <class T>
+inline constexpr bool is_half = std::is_same_v<T, bf16> || std::is_same_v<T, fp16>;
 
 // These checks run in every call, so they build no text unless they refuse.
 
@@ -71,6 +78,33 @@ void check_plane(const char* name, const plane_view<T>& plane, std::int32_t batc
         [&] { return detail::text(batch, " x ", heads, " x at least ", length); });
     detail::require(plane.data != nullptr || batch == 0 || heads == 0 || length == 0, name, "null",
                     "device memory");
+}
+
+/// Rows of 16-bit elements are copied 16 bytes at a time.
+template <class T>
+void check_aligned(const char* name, const rows_view<T>& view) {
+    if constexpr (is_half<std::remove_const_t<T>>) {
+        const auto even = [](std::int64_t stride, std::int32_t count) {
+            return count <= 1 || stride % 8 == 0;
+        };
+        const bool aligned = reinterpret_cast<std::uintptr_t>(view.data) % 16 == 0 &&
+                             even(view.batch_stride, view.batch) && even(view.head_stride, view.heads) &&
+                             even(view.row_stride, view.length);
+        detail::require(aligned, name, "a view whose rows are not aligned",
+                        "aligned to 16 bytes, with strides that are multiples of 8 elements");
+    }
+}
+
+/// Device memory for the checked edges of packed segments.
+inline std::int64_t edges_needed(const Sequences& sequences) {
+    return sequences.cu_seqlens != nullptr ? std::int64_t{sequences.segments} + 1 : 0;
+}
+inline void launch_edges(const cuda& on, const Sequences& sequences, std::int32_t* edges,
+                         std::uint32_t* status) {
+    if (sequences.cu_seqlens != nullptr) {
+        launch("check_edges_kernel", check_edges_kernel<std::int32_t>, 1, 256, 0, on, sequences.cu_seqlens,
+               sequences.segments, sequences.length, edges, status, sequences.batch);
+    }
 }
 
 /// Whether all heads of a layer have one rule.

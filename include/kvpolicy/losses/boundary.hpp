@@ -94,3 +94,6 @@ struct BoundaryLoss {
 namespace kvpolicy {
 static_assert(ScoreLoss<BoundaryLoss, Policy<Sink<4>, Window<8>, TopKBudget<16>>>);
 }  // namespace kvpolicy
+#if defined(__CUDACC__)
+#include <kvpolicy/losses/boundary.cuh>
+#endif

@@ -79,3 +79,6 @@ std::int32_t budget_matching_state(std::int32_t budget, const S& scorer, std::si
 }  // namespace kvpolicy
 
 #include <kvpolicy/host/scorers/sequence.hpp>
+#if defined(__CUDACC__)
+#include <kvpolicy/scorers/sequence.cuh>
+#endif

@@ -1,0 +1,214 @@
+// Scores of sequences on CUDA, and their gradients: whole calls, and an mLSTM without its projections (states between chunks, reads, and
+// back), which is what kernels for linear recurrences are compared by.
+#include <kvpolicy/cuda/mlstm_call.cuh>
+#include <kvpolicy/cuda/score_backward.cuh>
+#include <kvpolicy/cuda/score_sequence.cuh>
+
+#include "cold.cuh"
+
+#include <cmath>
+#include <cstdint>
+#include <memory>
+#include <string>
+#include <vector>
+
+namespace kvp = kvpolicy;
+namespace cb = kvp::cuda_backend;
+
+namespace {
+
+using namespace bench;
+
+template <class T>
+__global__ void fill(T* to, std::int64_t count, float scale, std::uint32_t seed) {
+    for (std::int64_t i = std::int64_t{blockIdx.x} * blockDim.x + threadIdx.x; i < count;
+         i += std::int64_t{gridDim.x} * blockDim.x) {
+        to[i] = static_cast<T>(scale * hashed(static_cast<std::uint32_t>(i) + seed));
+    }
+}
+
+template <class T>
+std::unique_ptr<buffer<T>> filled(std::int64_t count, float scale, std::uint32_t seed) {
+    auto memory = std::make_unique<buffer<T>>(count);
+    fill<<<1024, 256>>>(memory->data(), count, scale, seed);
+    ok(cudaGetLastError());
+    ok(cudaDeviceSynchronize());
+    return memory;
+}
+
+struct shape {
+    std::int32_t batch, length, dim;
+    static constexpr std::int32_t heads = 8;
+    [[nodiscard]] std::int64_t rows() const { return std::int64_t{batch} * heads * length; }
+};
+
+constexpr std::int32_t delay = 256;
+
+/// A scorer with drawn weights, keys and values, and room for everything that a call writes.
+template <class S>
+struct problem {
+    shape of;
+    S scorer;
+    typename S::template parameters<float> gradients;
+    std::unique_ptr<buffer<kvp::bf16>> k, v;
+    std::unique_ptr<buffer<float>> scores, d_scores, d_k, d_v;
+    std::vector<std::unique_ptr<buffer<float>>> arrays;
+    kvp::Sequences sequences;
+
+    problem(const shape& from, S blank) : of(from), scorer(blank), sequences{from.batch, from.length} {
+        scorer.heads = shape::heads;
+        scorer.dim_k = of.dim;
+        scorer.dim_v = of.dim;
+        auto weights = scorer.weights;
+        // hashed() is uniform in [-4, 4): products of unit inputs and these are of order 1.
+        const float scale = 0.4f / std::sqrt(2.0f * static_cast<float>(of.dim));
+        kvp::for_each_parameter(
+            scorer, weights, [&](const char*, const float*& pointer, std::size_t count, bool) {
+                arrays.push_back(filled<float>(static_cast<std::int64_t>(count), scale,
+                                               static_cast<std::uint32_t>(arrays.size())));
+                pointer = count == 0 ? nullptr : arrays.back()->data();
+            });
+        scorer.weights = weights;
+        kvp::for_each_parameter(
+            scorer, gradients, [&](const char*, float*& pointer, std::size_t count, bool) {
+                arrays.push_back(filled<float>(static_cast<std::int64_t>(count), 0.0f, 0));
+                pointer = count == 0 ? nullptr : arrays.back()->data();
+            });
+        k = filled<kvp::bf16>(of.rows() * of.dim, 0.4f, 1u << 20);
+        v = filled<kvp::bf16>(of.rows() * of.dim, 0.4f, 1u << 21);
+        scores = filled<float>(of.rows(), 0.0f, 0);
+        d_scores = filled<float>(of.rows(), 0.1f, 7);
+    }
+    void want_inputs() {
+        d_k = filled<float>(of.rows() * of.dim, 0.0f, 0);
+        d_v = filled<float>(of.rows() * of.dim, 0.0f, 0);
+    }
+    [[nodiscard]] kvp::rows_view<const kvp::bf16> rows(const buffer<kvp::bf16>& from) const {
+        return kvp::view_bhsd<const kvp::bf16>(from.data(), of.batch, shape::heads, of.length, of.dim);
+    }
+    [[nodiscard]] kvp::ScoreBackward<kvp::bf16> backward() const {
+        kvp::ScoreBackward<kvp::bf16> call{
+            rows(*k), rows(*v), sequences, delay,
+            kvp::view_bhs<const float>(d_scores->data(), of.batch, shape::heads, of.length)};
+        if (d_k != nullptr) {
+            call.d_k = kvp::view_bhsd(d_k->data(), of.batch, shape::heads, of.length, of.dim);
+            call.d_v = kvp::view_bhsd(d_v->data(), of.batch, shape::heads, of.length, of.dim);
+        }
+        return call;
+    }
+    [[nodiscard]] kvp::plane_view<float> score_plane() const {
+        return kvp::view_bhs(scores->data(), of.batch, shape::heads, of.length);
+    }
+};
+
+template <class Widths, class S>
+void forward(benchmark::State& state, const shape& of, const S& blank) {
+    const stream_of_calls calls;
+    const kvp::cuda on{calls.stream};
+    const problem<S> all(of, blank);
+    const std::size_t bytes = kvp::score_sequence_workspace_bytes<Widths>(on, all.scorer, all.rows(*all.k),
+                                                                          all.rows(*all.v), all.sequences);
+    const buffer<unsigned char> workspace(static_cast<std::int64_t>(bytes));
+    measure(
+        state, calls.stream,
+        [&] {
+            kvp::score_sequence<Widths>(on, all.scorer, all.rows(*all.k), all.rows(*all.v), all.sequences,
+                                        delay, all.score_plane(), {workspace.data(), bytes});
+        },
+        bytes);
+}
+
+template <class Widths, class S>
+void backward(benchmark::State& state, const shape& of, const S& blank, bool inputs) {
+    const stream_of_calls calls;
+    const kvp::cuda on{calls.stream};
+    problem<S> all(of, blank);
+    if (inputs) {
+        all.want_inputs();
+    }
+    const auto call = all.backward();
+    const std::size_t bytes = kvp::backward_workspace_bytes<Widths>(on, all.scorer, call);
+    const buffer<unsigned char> workspace(static_cast<std::int64_t>(bytes));
+    measure(
+        state, calls.stream,
+        [&] {
+            kvp::score_sequence_backward<Widths>(on, all.scorer, call, all.gradients,
+                                                 {workspace.data(), bytes});
+        },
+        bytes);
+}
+
+/// Features, values and gates are there; timed is what follows: scores, and with Both also the gradients of features, values and gates,
+/// for which the states are computed again, as score_sequence_backward does.
+template <bool Both>
+void without_projections(benchmark::State& state, const shape& of) {
+    using S = kvp::mLSTMScorer<kvp::dynamic, kvp::Softmax, kvp::DirectValues>;
+    using Widths = kvp::mlstm_widths<128, 128>;
+    const stream_of_calls calls;
+    const kvp::cuda on{calls.stream};
+    const problem<S> all(of, S{});
+    const auto make = [&](cb::workspace_parts& parts) {
+        return cb::mlstm_call<Widths, kvp::bf16, false>(all.scorer, all.rows(*all.k), all.rows(*all.v),
+                                                        all.sequences, delay, Both ? &all.gradients : nullptr,
+                                                        parts);
+    };
+    cb::workspace_parts measured(nullptr);
+    static_cast<void>(make(measured));
+    const buffer<unsigned char> workspace(static_cast<std::int64_t>(measured.bytes()));
+    cb::workspace_parts parts(workspace.data());
+    auto call = make(parts);
+    call.problem.scores = all.score_plane();
+    call.problem.d_scores =
+        kvp::view_bhs<const float>(all.d_scores->data(), of.batch, shape::heads, of.length);
+    call.project(on, nullptr);
+    measure(
+        state, calls.stream,
+        [&] {
+            call.states(on);
+            call.read(on);
+            if (Both) {
+                call.states(on);
+                call.tokens_backward(on);
+            }
+        },
+        measured.bytes());
+}
+
+}  // namespace
+
+int main(int argc, char** argv) {
+    for (const auto& [name, of] :
+         {std::pair{"16k x 8", shape{1, 16384, 128}}, {"batch 8, 16k x 8", shape{8, 16384, 128}}}) {
+        const shape s = of;
+        const std::string prefix = std::string("mlstm without projections/") + name;
+        add(prefix + "/forward", [=](benchmark::State& state) { without_projections<false>(state, s); });
+        add(prefix + "/forward + backward",
+            [=](benchmark::State& state) { without_projections<true>(state, s); });
+    }
+    const shape s{1, 16384, 128};
+    const std::string size = "16k x 8";
+    using Narrow = kvp::mlstm_widths<128, 64>;
+    const auto both = [&](const std::string& name, auto widths, const auto& scorer) {
+        using Widths = decltype(widths);
+        const auto blank = scorer;
+        add(name + "/" + size + "/forward",
+            [=](benchmark::State& state) { forward<Widths>(state, s, blank); });
+        add(name + "/" + size + "/backward",
+            [=](benchmark::State& state) { backward<Widths>(state, s, blank, false); });
+        add(name + "/" + size + "/backward with inputs",
+            [=](benchmark::State& state) { backward<Widths>(state, s, blank, true); });
+    };
+    both("mlstm", Narrow{}, kvp::mLSTMScorer<>{});
+    both("linear", Narrow{}, kvp::LinearScorer<>{});
+    kvp::MlpScorer<> mlp;
+    mlp.hidden = 128;
+    both("mlp", Narrow{}, mlp);
+    kvp::WriteGateScorer<> gate;
+    gate.hidden = 128;
+    gate.input.rope.layout = kvp::rope_layout::half_split;
+    both("write gate", Narrow{}, gate);
+    kvp::ConvScorer<> conv;
+    conv.rope.layout = kvp::rope_layout::half_split;
+    both("convolution", Narrow{}, conv);
+    return run(argc, argv);
+}

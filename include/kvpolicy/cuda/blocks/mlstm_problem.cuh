@@ -1,0 +1,125 @@
+// What the kernels of an mLSTM scorer know of a call, and the notation they share.
+//
+// Chunks of 64 tokens, as on the host (host/scorers/mlstm_chunkwise.hpp): with b_l the running sum of log f in the chunk,
+//
+//     s_j = log i_j - b_j,  top_l = max_{j <= l} s_j,  M_l = max(m, top_l)     m: the stabiliser before the chunk
+//     q~^T C_l = exp(m - M_l) q~^T C + sum_{j <= l} exp(s_j - M_l) (q~ . k~_j) v~_j
+//
+// Read l of a chunk is the query of token first + l - delay, right after token first + l. Gates and stabilisers are doubles. Query
+// rows stand where they are read, so every kernel finds its chunk's rows together.
+#pragma once
+
+#include <kvpolicy/core/types.hpp>
+#include <kvpolicy/core/view.hpp>
+#include <kvpolicy/cuda/blocks/scorer_problem.cuh>
+#include <kvpolicy/cuda/blocks/scorer_tile.cuh>
+#include <kvpolicy/cuda/config.cuh>
+
+#include <cstdint>
+#include <type_traits>
+
+namespace kvpolicy {
+inline namespace KVPOLICY_CUDA_NAMESPACE KVPOLICY_HIDDEN {
+namespace cuda_backend {
+
+/// What features, values and states are stored in: bf16 for 16-bit rows of either kind, since a sum of many tokens may be larger
+/// than fp16's numbers.
+template <class T>
+using mlstm_element = std::conditional_t<std::is_same_v<T, float>, float, bf16>;
+
+/// A chunk's numbers. The scan over chunks: state <- keep * state + add * what the chunk adds.
+struct mlstm_frame {
+    double top;        // of its last token
+    double forgotten;  // b of its last token
+    double m;          // the stabiliser before it
+    float keep, add;
+    std::int32_t bad;    // its first token that is not finite; scorer_chunk where there is none
+    std::int32_t reads;  // the first l that reads a token; scorer_chunk where none does
+    std::int32_t count;  // its tokens
+    std::int32_t fresh;  // the state before it is empty
+};
+
+template <class T>
+struct mlstm_problem {
+    using E = mlstm_element<T>;
+
+    scorer_streams streams;
+    scorer_source<T> source;
+    std::int32_t features = 0, width = 0, projection = 0;  // d_qk, d_v, and rows of Wq
+    bool hedgehog = false;
+    float softcap = 0.0f;
+    // Weights: stacked in T, [q | skip] and [k | v | i | f], and the arrays that are read in fp32.
+    const T* stack_q = nullptr;  // [heads, rows_q, source.padded]
+    const T* stack_k = nullptr;  // [heads, rows_k, source.padded]
+    std::int32_t rows_q = 0, rows_k = 0, at_skip = 0, at_v = 0, at_i = 0, at_f = 0;
+    const float *w_i = nullptr, *b_i = nullptr, *w_f = nullptr, *b_f = nullptr, *skip = nullptr;
+    const float *norm_gain = nullptr, *readout = nullptr, *readout_bias = nullptr;
+    float* states = nullptr;  // the caller's [B, Hkv, features (width + 1) + 2], or null
+    plane_view<float> scores;
+
+    // Workspace. Rows are [planes, slots * 64], chunks [planes, slots]; F and V are the compiled widths.
+    E *q = nullptr, *k = nullptr, *v = nullptr;  // rows x F, F, V
+    double *log_source = nullptr, *log_top = nullptr;
+    float* weight = nullptr;   // exp(s_j - top of the last)
+    float* skipped = nullptr;  // skip . x of the query
+    E* memory = nullptr;       // chunks x F V: what they add, then C before them
+    float* sums = nullptr;     // chunks x F: z alike
+    mlstm_frame* frames = nullptr;
+
+    // The backward pass.
+    plane_view<const float> d_scores;
+    float *slope_i = nullptr, *slope_f = nullptr;  // rows: d log i / d preactivation, d log f alike
+    E* d_n = nullptr;                              // rows x V: d N_l
+    float *kept = nullptr, *d_g = nullptr;         // rows: exp(m - M_l), d g_l
+    float* carried = nullptr;                      // rows: pairs of a read with tokens before its chunk
+    E* d_memory = nullptr;    // chunks x F V: what later reads say of the state after them (A)
+    float* d_sums = nullptr;  // chunks x F: a alike
+    T *d_rows_q = nullptr, *d_rows_k = nullptr;  // rows x rows_q, rows_k: gradients of the stacks' products
+    float* d_readout = nullptr;                  // chunks x (2 width + 1): readout, norm_gain, readout_bias
+    float* d_gates = nullptr;                    // chunks x 2: b_i, b_f
+
+    [[nodiscard]] __device__ std::int64_t chunk(const scorer_span& s) const {
+        return std::int64_t{s.plane} * streams.slots + s.slot;
+    }
+    /// Features are kept in F columns; Hedgehog's halves begin at 0 and F / 2. The number of column i, or -1.
+    __device__ std::int32_t feature_of(std::int32_t i, std::int32_t tile) const {
+        if (!hedgehog) {
+            return i < features ? i : -1;
+        }
+        const std::int32_t half = tile / 2, inside = i % half;
+        return inside < projection ? i / half * projection + inside : -1;
+    }
+};
+
+/// Two neighbouring elements of a row in global memory.
+template <class E>
+__device__ inline void store_pair(E* to, float first, float second) {
+    if constexpr (std::is_same_v<E, float>) {
+        to[0] = first;
+        to[1] = second;
+    } else {
+        *reinterpret_cast<std::uint32_t*>(to) = pack<E>(first, second);
+    }
+}
+
+/// A chunk's exponents in shared memory.
+struct mlstm_exponents {
+    double* source;  // [64]
+    double* most;    // [64]: M_l
+
+    __device__ void load(const double* log_source, const double* log_top, double m) const {
+        const auto i = static_cast<int>(threadIdx.x);
+        if (i < scorer_chunk) {
+            source[i] = log_source[i];
+            most[i] = log_top[i] > m ? log_top[i] : m;
+        }
+    }
+    /// exp(s_j - M_l), 0 for a token after the read.
+    __device__ float weight(int l, int j) const {
+        return j <= l ? expf(static_cast<float>(source[j] - most[l])) : 0.0f;
+    }
+};
+
+}  // namespace cuda_backend
+}  // namespace KVPOLICY_HIDDEN
+}  // namespace kvpolicy

@@ -1,0 +1,239 @@
+// What the scorers' kernels know of a call: its streams of tokens cut into chunks, and the scorer's input of a token.
+#pragma once
+
+#include <kvpolicy/core/status.hpp>
+#include <kvpolicy/core/types.hpp>
+#include <kvpolicy/core/view.hpp>
+#include <kvpolicy/cuda/blocks/scorer_tile.cuh>
+#include <kvpolicy/cuda/config.cuh>
+#include <kvpolicy/scorers/rope.hpp>
+
+#include <cstdint>
+
+namespace kvpolicy {
+inline namespace KVPOLICY_CUDA_NAMESPACE KVPOLICY_HIDDEN {
+namespace cuda_backend {
+
+/// Tokens of a chunk: what a block has in shared memory.
+inline constexpr int scorer_chunk = 64;
+
+/// A chunk: `count` tokens of one stream (a sequence, or one packed segment of it) from `first` on. begin is where the
+/// stream's state is empty and positions are 0, from <= first the call's first token of the stream, end its last plus 1.
+struct scorer_span {
+    std::int32_t b, h, plane, slot;
+    std::int32_t begin, from, end, first, count;
+    std::int32_t segment;
+
+    /// Where rows of the chunk stand in arrays [planes, slots * scorer_chunk].
+    __device__ std::int64_t row(std::int32_t slots) const {
+        return (std::int64_t{plane} * slots + slot) * scorer_chunk;
+    }
+};
+
+/// The streams of a call. Chunks begin at a stream's first token, so streams of a plane (a head of a sequence) have `slots`
+/// chunks at most, some of them empty; the rows of a stream's chunks follow each other.
+struct scorer_streams {
+    std::int32_t batch = 0, heads = 0;
+    std::int32_t length = 0;  // sequences.length
+    std::int32_t rows = 0;    // of k, v and scores, at least
+    const std::int32_t* lengths = nullptr;
+    const std::int32_t* starts = nullptr;
+    const std::int32_t* edges = nullptr;  // checked
+    std::int32_t segments = 1;
+    std::int32_t slots = 0;
+    std::int32_t delay = 0;
+    std::uint32_t* status = nullptr;
+
+    __device__ void report(std::int32_t b, std::uint32_t bits) const {
+        if (status != nullptr) {
+            atomicOr(status + b, bits);
+        }
+    }
+    __device__ bool fits(std::int32_t b) const {
+        const std::int32_t n = lengths != nullptr ? lengths[b] : length;
+        const std::int32_t s = starts != nullptr ? starts[b] : 0;
+        return n >= 0 && n <= length && s >= 0 && std::int64_t{s} + n <= rows;
+    }
+    __device__ std::int32_t length_of(std::int32_t b) const {
+        return !fits(b) ? 0 : lengths != nullptr ? lengths[b] : length;
+    }
+    __device__ std::int32_t start_of(std::int32_t b) const {
+        return starts != nullptr && fits(b) ? starts[b] : 0;
+    }
+    __device__ std::int32_t first_slot(std::int32_t segment) const {
+        return edges == nullptr ? 0 : edges[segment] / scorer_chunk + segment;
+    }
+    __device__ scorer_span span(std::int32_t plane, std::int32_t slot) const {
+        scorer_span s;
+        s.plane = plane;
+        s.slot = slot;
+        s.b = plane / heads;
+        s.h = plane % heads;
+        const std::int32_t n = length_of(s.b);
+        std::int32_t before = slot;
+        s.segment = 0;
+        if (edges == nullptr) {
+            s.begin = 0;
+            s.from = start_of(s.b);
+            s.end = s.from + n;
+        } else {
+            std::int32_t low = 0, high = segments - 1;  // the last segment whose chunks do not begin later
+            while (low < high) {
+                const std::int32_t middle = (low + high + 1) / 2;
+                if (first_slot(middle) <= slot) {
+                    low = middle;
+                } else {
+                    high = middle - 1;
+                }
+            }
+            s.segment = low;
+            s.begin = edges[low] < n ? edges[low] : n;
+            s.from = s.begin;
+            s.end = edges[low + 1] < n ? edges[low + 1] : n;
+            before -= first_slot(low);
+        }
+        s.first = s.from + before * scorer_chunk;
+        const std::int32_t left = s.end - s.first;
+        s.count = left < 0 ? 0 : left < scorer_chunk ? left : scorer_chunk;
+        return s;
+    }
+};
+
+/// What a scorer sees of a token.
+enum class scorer_input : std::uint8_t {
+    key_value,   ///< [k; v]
+    normalized,  ///< [RMSNorm(k); RMSNorm(v)]
+    write_gate,  ///< [RMSNorm(k before RoPE); RMSNorm(k)]
+    turned,      ///< [k before RoPE; v]
+};
+
+/// The inputs of all tokens: gathered from the views, never stored as a whole.
+template <class T>
+struct scorer_source {
+    rows_view<const T> k, v;
+    scorer_input input = scorer_input::key_value;
+    float epsilon = 0.0f;
+    rope_layout layout = rope_layout::none;
+    std::int32_t rotated = 0;
+    const float* frequencies = nullptr;  // [rotated / 2]
+    std::int32_t size = 0;               // numbers of an input
+    std::int32_t padded = 0;             // rounded up to 64
+
+    /// Pair of column c of a key, its partner, and the sign of sine's term when the pair is turned by +angle.
+    __device__ void pair_of(std::int32_t c, std::int32_t& pair, std::int32_t& partner, float& sign) const {
+        if (layout == rope_layout::interleaved) {
+            pair = c / 2;
+            partner = c ^ 1;
+            sign = c % 2 == 0 ? -1.0f : 1.0f;
+        } else {
+            const std::int32_t pairs = rotated / 2;
+            pair = c < pairs ? c : c - pairs;
+            partner = c < pairs ? c + pairs : c - pairs;
+            sign = c < pairs ? -1.0f : 1.0f;
+        }
+    }
+    /// Number c of a key turned by direction * its angle at `position`; `get` gives the key's numbers.
+    template <class Get>
+    __device__ float turned(std::int32_t c, std::int32_t position, float direction, const Get& get) const {
+        if (c >= rotated) {
+            return get(c);
+        }
+        std::int32_t pair, partner;
+        float sign;
+        pair_of(c, pair, partner, sign);
+        float sine, cosine;
+        sincosf(static_cast<float>(position) * frequencies[pair], &sine, &cosine);
+        return get(c) * cosine + sign * direction * sine * get(partner);
+    }
+
+    /// Number c of the input of token t; scale_k and scale_v are the norms' factors.
+    __device__ float number(const scorer_span& s, std::int32_t t, std::int32_t c, float scale_k,
+                            float scale_v) const {
+        const T* key = k.row(s.b, s.h, t);
+        if (input == scorer_input::write_gate) {
+            const auto get = [&](std::int32_t i) { return static_cast<float>(key[i]); };
+            return scale_k * (c < k.dim ? turned(c, t - s.begin, -1.0f, get) : get(c - k.dim));
+        }
+        if (input == scorer_input::turned && c < k.dim) {
+            return turned(c, t - s.begin, -1.0f, [&](std::int32_t i) { return static_cast<float>(key[i]); });
+        }
+        return c < k.dim ? static_cast<float>(key[c]) * scale_k
+                         : static_cast<float>(v.row(s.b, s.h, t)[c - k.dim]) * scale_v;
+    }
+
+    /// The norms' factors of tokens first + r, r in [low, high), one warp a row. Other rows get 0. Ends with a barrier.
+    __device__ void norms(const scorer_span& s, std::int32_t first, int low, int high, float* scale_k,
+                          float* scale_v) const {
+        const int warps = static_cast<int>(blockDim.x) / 32;
+        for (int r = warp_id(); r < scorer_chunk; r += warps) {
+            float of_k = 1.0f, of_v = 1.0f;
+            if ((input == scorer_input::normalized || input == scorer_input::write_gate) && r >= low &&
+                r < high) {
+                of_k = inverse_norm(k.row(s.b, s.h, first + r), k.dim);
+                if (input == scorer_input::normalized) {
+                    of_v = inverse_norm(v.row(s.b, s.h, first + r), v.dim);
+                }
+            }
+            if (lane_id() == 0) {
+                scale_k[r] = of_k;
+                scale_v[r] = of_v;
+            }
+        }
+        __syncthreads();
+    }
+
+    /// Columns [from, from + columns) of the inputs of tokens first + r into rows r of a tile, for r in [low, high); other rows and
+    /// columns beyond `size` become 0. The caller synchronises (and waits for copies).
+    __device__ void load(const scorer_span& s, std::int32_t first, int low, int high, const float* scale_k,
+                         const float* scale_v, const shared_tile<T>& to, int from, int columns) const {
+        const int across = columns / 8;
+        for (auto i = static_cast<int>(threadIdx.x); i < scorer_chunk * across;
+             i += static_cast<int>(blockDim.x)) {
+            const int r = i / across, c = from + i % across * 8;
+            const bool in = r >= low && r < high && c < size;
+            if constexpr (!shared_tile<T>::plain) {
+                if (input == scorer_input::key_value) {  // widths are multiples of 8
+                    const bool of_key = c < k.dim;
+                    const T* row = of_key ? k.row(s.b, s.h, in ? first + r : 0) + (in ? c : 0)
+                                          : v.row(s.b, s.h, in ? first + r : 0) + (in ? c - k.dim : 0);
+                    copy_16(shared_address(to.data) + to.offset(r, c - from), row, in ? 16 : 0);
+                    continue;
+                }
+            }
+            float x[8];
+#pragma unroll
+            for (int e = 0; e < 8; ++e) {
+                x[e] = in && c + e < size ? number(s, first + r, c + e, scale_k[r], scale_v[r]) : 0.0f;
+            }
+            to.set_eight(r, c - from, x);
+        }
+        copy_commit();
+    }
+
+    /// Whether all numbers of token t's key and value are finite; a warp together.
+    __device__ bool finite(const scorer_span& s, std::int32_t t) const {
+        constexpr float largest = 3.402823466e38f;
+        bool good = true;
+        for (int c = lane_id(); c < k.dim; c += 32) {
+            good = good && fabsf(static_cast<float>(k.row(s.b, s.h, t)[c])) <= largest;
+        }
+        for (int c = lane_id(); c < v.dim; c += 32) {
+            good = good && fabsf(static_cast<float>(v.row(s.b, s.h, t)[c])) <= largest;
+        }
+        return __all_sync(all_lanes, good ? 1 : 0) != 0;
+    }
+
+  private:
+    __device__ float inverse_norm(const T* row, std::int32_t dim) const {
+        float sum = 0.0f;
+        for (int c = lane_id(); c < dim; c += 32) {
+            const auto x = static_cast<float>(row[c]);
+            sum += x * x;
+        }
+        return 1.0f / sqrtf(warp_sum(sum) / static_cast<float>(dim) + epsilon);
+    }
+};
+
+}  // namespace cuda_backend
+}  // namespace KVPOLICY_HIDDEN
+}  // namespace kvpolicy

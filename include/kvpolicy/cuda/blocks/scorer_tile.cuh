@@ -1,0 +1,196 @@
+// Tiles in shared memory as the scorers' kernels see them, and their products: swizzled tiles and tensor cores for 16-bit
+// elements, padded rows and plain sums for float, which checks the others. Accumulators have mma's layout in both.
+#pragma once
+
+#include <kvpolicy/core/types.hpp>
+#include <kvpolicy/cuda/blocks/async.cuh>
+#include <kvpolicy/cuda/blocks/mma.cuh>
+#include <kvpolicy/cuda/blocks/tile_product.cuh>
+#include <kvpolicy/cuda/blocks/warp.cuh>
+#include <kvpolicy/cuda/config.cuh>
+#include <kvpolicy/cuda/launch.cuh>
+
+#include <cstddef>
+#include <cstdint>
+#include <type_traits>
+
+namespace kvpolicy {
+inline namespace KVPOLICY_CUDA_NAMESPACE KVPOLICY_HIDDEN {
+namespace cuda_backend {
+
+/// A matrix of `rows` rows in shared memory, stored as blocks of 64 columns one after the other. 16-bit ones begin at a multiple
+/// of 1024 bytes.
+template <class T>
+struct shared_tile {
+    static constexpr bool plain = std::is_same_v<T, float>;
+    static constexpr int pitch = 68;  // floats: rows of 64 do not fall on the same banks
+
+    unsigned char* data;
+    int rows;
+
+    KVPOLICY_HOST_DEVICE static constexpr std::size_t bytes(int rows, int columns) {
+        return static_cast<std::size_t>(rows) * static_cast<std::size_t>(columns / 64) *
+               (plain ? pitch * 4 : 128);
+    }
+    __device__ std::uint32_t offset(int row, int column) const {
+        if constexpr (plain) {
+            return static_cast<std::uint32_t>(((column / 64) * rows + row) * pitch + column % 64) * 4;
+        } else {
+            return swizzled(rows, row, column / 8) + static_cast<std::uint32_t>(column % 8 * 2);
+        }
+    }
+    __device__ float get(int row, int column) const {
+        return static_cast<float>(*reinterpret_cast<const T*>(data + offset(row, column)));
+    }
+    /// Columns `column` (even) and the next.
+    __device__ void set_pair(int row, int column, float first, float second) const {
+        if constexpr (plain) {
+            auto* to = reinterpret_cast<float*>(data + offset(row, column));
+            to[0] = first;
+            to[1] = second;
+        } else {
+            *reinterpret_cast<std::uint32_t*>(data + offset(row, column)) = pack<T>(first, second);
+        }
+    }
+    /// Eight columns from `column`, a multiple of 8.
+    __device__ void set_eight(int row, int column, const float (&values)[8]) const {
+        if constexpr (plain) {
+#pragma unroll
+            for (int i = 0; i < 8; i += 2) {
+                set_pair(row, column + i, values[i], values[i + 1]);
+            }
+        } else {
+            *reinterpret_cast<uint4*>(data + offset(row, column)) =
+                make_uint4(pack<T>(values[0], values[1]), pack<T>(values[2], values[3]),
+                           pack<T>(values[4], values[5]), pack<T>(values[6], values[7]));
+        }
+    }
+    __device__ void get_eight(int row, int column, float (&values)[8]) const {
+        if constexpr (plain) {
+#pragma unroll
+            for (int i = 0; i < 8; ++i) {
+                values[i] = get(row, column + i);
+            }
+        } else {
+            struct alignas(16) eight {
+                T of[8];
+            };
+            const eight all = *reinterpret_cast<const eight*>(data + offset(row, column));
+#pragma unroll
+            for (int i = 0; i < 8; ++i) {
+                values[i] = static_cast<float>(all.of[i]);
+            }
+        }
+    }
+    /// The columns from `column`, a multiple of 64, on.
+    __device__ shared_tile from(int column) const { return {data + bytes(rows, 64) * (column / 64), rows}; }
+};
+
+/// Parts of a block's shared memory, one after the other: tiles at multiples of 1024 bytes, since they are swizzled. Without
+/// memory it only measures.
+class shared_parts {
+  public:
+    KVPOLICY_HOST_DEVICE explicit shared_parts(unsigned char* memory) : memory_(memory) {}
+
+    template <class T>
+    KVPOLICY_HOST_DEVICE shared_tile<T> tile(int rows, int columns) {
+        return {take_bytes(shared_tile<T>::bytes(rows, columns), 1024), rows};
+    }
+    template <class V>
+    KVPOLICY_HOST_DEVICE V* take(int count) {
+        return reinterpret_cast<V*>(take_bytes(sizeof(V) * static_cast<std::size_t>(count), 16));
+    }
+    /// What a launch asks for: dynamic shared memory may begin off the alignment (aligned_dynamic_shared).
+    [[nodiscard]] KVPOLICY_HOST_DEVICE std::size_t bytes() const { return used_ + 1024; }
+
+  private:
+    KVPOLICY_HOST_DEVICE unsigned char* take_bytes(std::size_t bytes, std::size_t alignment) {
+        used_ = (used_ + alignment - 1) / alignment * alignment;
+        unsigned char* part = memory_ + used_;
+        used_ += bytes;
+        return part;
+    }
+    unsigned char* memory_;
+    std::size_t used_ = 0;
+};
+
+/// The block's dynamic shared memory from a multiple of 1024 bytes on.
+__device__ inline unsigned char* aligned_dynamic_shared() {
+    unsigned char* memory = dynamic_shared();
+    return memory + (1024 - shared_address(memory) % 1024) % 1024;
+}
+
+/// acc[i][j] += a[m0 + 16 i ..][..] b[..][n0 + 8 j ..] over `Depth`, for one warp; as tile_product, for either kind of tile.
+template <int MI, int NI, int Depth, bool TransA, bool TransB, class T>
+__device__ inline void add_product(float (&acc)[MI][NI][4], const shared_tile<T>& a, int m0,
+                                   const shared_tile<T>& b, int n0, int b_from = 0) {
+    if constexpr (shared_tile<T>::plain) {
+        const int lane = lane_id();
+        for (int i = 0; i < MI; ++i) {
+            for (int j = 0; j < NI; ++j) {
+                for (int e = 0; e < 4; ++e) {
+                    const int m = m0 + 16 * i + lane / 4 + 8 * (e / 2), n = n0 + 8 * j + lane % 4 * 2 + e % 2;
+                    float sum = 0.0f;
+                    for (int k = 0; k < Depth; ++k) {
+                        sum += (TransA ? a.get(k, m) : a.get(m, k)) *
+                               (TransB ? b.get(b_from + k, n) : b.get(n, k));
+                    }
+                    acc[i][j][e] += sum;
+                }
+            }
+        }
+    } else {
+        tile_product<T, MI, NI, Depth, TransA, TransB>(acc, shared_address(a.data), a.rows, m0,
+                                                       shared_address(b.data), b.rows, n0, b_from);
+    }
+}
+
+template <int MI, int NI>
+__device__ inline void clear(float (&acc)[MI][NI][4]) {
+#pragma unroll
+    for (int i = 0; i < MI; ++i) {
+#pragma unroll
+        for (int j = 0; j < NI; ++j) {
+#pragma unroll
+            for (int e = 0; e < 4; ++e) {
+                acc[i][j][e] = 0.0f;
+            }
+        }
+    }
+}
+
+/// The sum over the four lanes that share a row of an accumulator.
+__device__ inline float row_sum(float x) {
+    x += __shfl_xor_sync(all_lanes, x, 1);
+    return x + __shfl_xor_sync(all_lanes, x, 2);
+}
+__device__ inline float row_max(float x) {
+    x = fmaxf(x, __shfl_xor_sync(all_lanes, x, 1));
+    return fmaxf(x, __shfl_xor_sync(all_lanes, x, 2));
+}
+__device__ inline float warp_sum(float x) {
+#pragma unroll
+    for (int step = 16; step > 0; step /= 2) {
+        x += __shfl_xor_sync(all_lanes, x, step);
+    }
+    return x;
+}
+
+/// Rows [0, count) of `columns` (a multiple of 8) elements, `stride` apart in global memory, into a tile; the tile's other rows up
+/// to tile.rows become 0. Rows begin at multiples of 16 bytes. The caller commits, waits and synchronises.
+template <class T>
+__device__ inline void copy_rows(const shared_tile<T>& tile, const T* from, std::int64_t stride, int columns,
+                                 int count, int threads) {
+    constexpr int each = 16 / sizeof(T);
+    const int across = columns / each;
+    for (int i = static_cast<int>(threadIdx.x); i < tile.rows * across; i += threads) {
+        const int row = i / across, column = i % across * each;
+        const bool in = row < count;
+        copy_16(shared_address(tile.data) + tile.offset(row, column), from + (in ? row : 0) * stride + column,
+                in ? 16 : 0);
+    }
+}
+
+}  // namespace cuda_backend
+}  // namespace KVPOLICY_HIDDEN
+}  // namespace kvpolicy

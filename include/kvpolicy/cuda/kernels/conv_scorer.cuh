@@ -1,0 +1,281 @@
+// ConvScorer: three layers of three taps, two tokens apart, as one product a tap and layer over rows that overlap.
+//
+// A block scores up to 64 tokens of one head. With dilation 2 even and odd tokens never meet, so tiles hold the rows of one parity after
+// those of the other, 40 rows each: row 40 p + i of layer l is token t0 - 6 + 2 (l + i) + p, where t0 is the first that is scored,
+// and needs rows 40 p + i, + 1, + 2 of the layer before. There are 38, 36, 34 and 32 such rows of x, y_1, y_2, y_3; what stands behind them is
+// computed of rows of both parities, and not looked at.
+#pragma once
+
+#include <kvpolicy/core/random.hpp>
+#include <kvpolicy/cuda/blocks/scorer_problem.cuh>
+#include <kvpolicy/cuda/blocks/scorer_tile.cuh>
+#include <kvpolicy/cuda/config.cuh>
+#include <kvpolicy/cuda/kernels/mlp_scorer.cuh>
+#include <kvpolicy/cuda/launch.cuh>
+#include <kvpolicy/scorers/dropout.hpp>
+
+#include <cstdint>
+#include <type_traits>
+
+namespace kvpolicy {
+inline namespace KVPOLICY_CUDA_NAMESPACE KVPOLICY_HIDDEN {
+namespace cuda_backend {
+
+inline constexpr int conv_parity = 40;  // rows of one parity
+inline constexpr int conv_rows = 80;    // of both: five tiles of 16
+inline constexpr int conv_reach = 6;
+
+/// One layer, 1 to 3: `width` channels of `inputs`, both rounded up to 64 in the stack [heads, padded, 3, padded_inputs].
+template <class T>
+struct conv_layer_problem {
+    const T* weights = nullptr;
+    const float* bias = nullptr;  // [heads, width] or null
+    std::int32_t width = 0, padded = 0;
+    std::int32_t inputs = 0, padded_inputs = 0;
+};
+
+/// A draw of dropout: 0 or 1 / (1 - rate). Not inlined, since kernels would have it a hundred times.
+__device__ __noinline__ inline float conv_drop(float rate, std::uint64_t seed, std::uint64_t stream,
+                                               std::uint64_t at) {
+    return random_unit(seed, stream, at) < static_cast<double>(rate) ? 0.0f : 1.0f / (1.0f - rate);
+}
+
+template <class T>
+struct conv_problem {
+    scorer_streams streams;
+    scorer_source<T> source;
+    conv_layer_problem<T> layer[3];
+    const float* readout = nullptr;       // [heads, width of the last]
+    const float* readout_bias = nullptr;  // [heads] or null
+    float rate = 0.0f;                    // dropout
+    std::uint64_t seed = 0;
+    plane_view<float> scores;
+
+    /// What dropout multiplies channel c of layer `l` (1 to 3) at token t by; t counts from the stream's first token.
+    __device__ float dropout(const scorer_span& s, int l, std::int32_t t, std::int32_t c) const {
+        if (rate == 0.0f) {
+            return 1.0f;
+        }
+        const std::uint64_t stream =
+            (static_cast<std::uint64_t>(s.plane) << 30) + static_cast<std::uint64_t>(s.segment);
+        const std::int64_t at = (std::int64_t{t} + conv_reach) * layer[l - 1].width + c;
+        return conv_drop(rate, seed, 4 * stream + static_cast<std::uint64_t>(l),
+                         static_cast<std::uint64_t>(at));
+    }
+};
+
+/// to[h][n][tap][c] = weights[h][n][tap][c], 0 where there is none.
+template <class T>
+__global__ void __launch_bounds__(256)
+    stack_conv_kernel(const float* const weights, const std::int32_t heads, const std::int32_t width,
+                      const std::int32_t padded, const std::int32_t inputs, const std::int32_t padded_inputs,
+                      T* const to) {
+    const std::int64_t count = std::int64_t{heads} * padded * 3 * padded_inputs;
+    for (std::int64_t i = std::int64_t{blockIdx.x} * 256 + threadIdx.x; i < count;
+         i += std::int64_t{gridDim.x} * 256) {
+        const auto c = static_cast<std::int32_t>(i % padded_inputs);
+        const auto tap = static_cast<std::int32_t>(i / padded_inputs % 3);
+        const auto n = static_cast<std::int32_t>(i / padded_inputs / 3 % padded);
+        const std::int64_t h = i / padded_inputs / 3 / padded;
+        to[i] = static_cast<T>(n < width && c < inputs ? weights[((h * width + n) * 3 + tap) * inputs + c]
+                                                       : 0.0f);
+    }
+}
+
+/// Columns of a product that a block of four warps makes at once. float's tiles are twice as large.
+template <class T>
+inline constexpr int conv_columns = std::is_same_v<T, float> ? 64 : 128;
+
+/// Shared memory of a block: x, y_1, y_2, and slabs of `Columns` channels of weights. Tiles have rows to spare behind (or before)
+/// the 80, since taps reach beyond them.
+template <class T, int Columns, int Rows = conv_rows + 8>
+struct conv_memory {
+    shared_tile<T> in[3];
+    unsigned char* slabs;
+    float* sums;  // [4][conv_rows]
+    std::size_t bytes;
+
+    KVPOLICY_HOST_DEVICE conv_memory(unsigned char* memory, const conv_problem<T>& problem) {
+        shared_parts parts(memory);
+        for (int l = 0; l < 3; ++l) {
+            in[l] = parts.tile<T>(Rows, problem.layer[l].padded_inputs);
+        }
+        slabs = parts.tile<T>(Columns, 64).data;
+        parts.tile<T>(Columns, 64);
+        sums = parts.take<float>(4 * conv_rows);
+        bytes = parts.bytes();
+    }
+};
+
+/// acc[i][j] = rows 16 i of W_l over the three taps, `columns` channels from `column` on, a quarter of them a warp. `in` has the layer
+/// before. Ends with a barrier.
+template <int NI, class T>
+__device__ inline void conv_product(float (&acc)[5][NI][4], const conv_layer_problem<T>& layer,
+                                    std::int32_t head, const shared_tile<T>& in, std::int32_t column,
+                                    unsigned char* slabs) {
+    constexpr int columns = 32 * NI;
+    const std::size_t slab = shared_tile<T>::bytes(columns, 64);
+    const int across = layer.padded_inputs / 64, count = 3 * across;
+    const std::int64_t stride = 3 * std::int64_t{layer.padded_inputs};
+    const T* const weights = layer.weights + (std::int64_t{head} * layer.padded + column) * stride;
+    const auto copy = [&](int i) {
+        copy_rows(shared_tile<T>{slabs + slab * (i % 2), columns}, weights + i * 64, stride, 64, columns,
+                  128);
+        copy_commit();
+    };
+    clear(acc);
+    copy(0);
+    for (int i = 0; i < count; ++i) {
+        if (i + 1 < count) {
+            copy(i + 1);
+            copy_wait<1>();
+        } else {
+            copy_wait<0>();
+        }
+        __syncthreads();
+        add_product<5, NI, 64, false, false>(acc, in.from(64 * (i % across)), i / across,
+                                             shared_tile<T>{slabs + slab * (i % 2), columns},
+                                             8 * NI * warp_id());
+        __syncthreads();
+    }
+}
+
+/// Visits what this thread has of conv_product: visit(i, j, e, row, channel).
+template <int NI, class Visit>
+__device__ inline void for_each_of_product(std::int32_t column, Visit visit) {
+    const int lane = lane_id();
+#pragma unroll
+    for (int i = 0; i < 5; ++i) {
+#pragma unroll
+        for (int j = 0; j < NI; ++j) {
+#pragma unroll
+            for (int e = 0; e < 4; ++e) {
+                visit(i, j, e, 16 * i + lane / 4 + 8 * (e / 2),
+                      column + 8 * (NI * warp_id() + j) + lane % 4 * 2 + e % 2);
+            }
+        }
+    }
+}
+
+/// The token, from the first that is scored, of row `row` of layer l.
+__device__ inline std::int32_t conv_token(int l, int row) {
+    return 2 * (row % conv_parity + l) + row / conv_parity - conv_reach;
+}
+
+/// x of a chunk: tokens before the stream's begin, and behind its end, are 0. `copy` [conv_rows, padded], where given, gets it too. The
+/// caller synchronises.
+template <class T>
+__device__ inline void load_conv_input(const scorer_source<T>& source, const scorer_span& s,
+                                       std::int32_t first, const shared_tile<T>& to, T* copy = nullptr) {
+    const int across = source.padded / 8;
+    for (auto i = static_cast<int>(threadIdx.x); i < conv_rows * across; i += 128) {
+        const int row = i / across, c = i % across * 8;
+        const std::int32_t t = first + conv_token(0, row);
+        const bool in = row % conv_parity < 38 && t >= s.begin && t < s.end;
+        float x[8];
+#pragma unroll
+        for (int e = 0; e < 8; ++e) {
+            x[e] = in && c + e < source.size ? source.number(s, t, c + e, 1.0f, 1.0f) : 0.0f;
+        }
+        to.set_eight(row, c, x);
+        for (int e = 0; copy != nullptr && e < 8; ++e) {
+            copy[std::int64_t{row} * source.padded + c + e] = static_cast<T>(x[e]);
+        }
+    }
+}
+
+/// One layer of a chunk: y = drop(SiLU(W in + b)) into `to`, or for the last layer its weighted sums into memory.sums.
+template <bool Last, int NI, class T>
+__device__ inline void conv_layer_forward(const conv_problem<T>& problem, const scorer_span& s,
+                                          std::int32_t first, int l,
+                                          const conv_memory<T, conv_columns<T>>& memory,
+                                          float (&sums)[5][2]) {
+    const conv_layer_problem<T>& layer = problem.layer[l - 1];
+    for (std::int32_t column = 0; column < layer.padded; column += 32 * NI) {
+        float acc[5][NI][4];
+        conv_product<NI>(acc, layer, s.h, memory.in[l - 1], column, memory.slabs);
+        for_each_of_product<NI>(column, [&](int i, int j, int e, int row, std::int32_t c) {
+            float y = 0.0f;
+            if (c < layer.width) {
+                y = acc[i][j][e] +
+                    (layer.bias != nullptr ? layer.bias[std::int64_t{s.h} * layer.width + c] : 0.0f);
+                float slope;
+                y = activated<false>(scorer_activation::silu, y, slope) *
+                    problem.dropout(s, l, first - s.begin + conv_token(l, row), c);
+                if (Last) {
+                    sums[i][e / 2] += y * problem.readout[std::int64_t{s.h} * layer.width + c];
+                }
+            }
+            acc[i][j][e] = y;
+        });
+        if constexpr (!Last) {
+            for_each_of_product<NI>(column, [&](int i, int j, int e, int row, std::int32_t c) {
+                if (e % 2 == 0) {
+                    memory.in[l].set_pair(row, c, acc[i][j][e], acc[i][j][e + 1]);
+                }
+            });
+        }
+    }
+    __syncthreads();
+}
+
+/// A layer with as many columns at once as it has.
+template <bool Last, class T>
+__device__ inline void conv_layer_forward(const conv_problem<T>& problem, const scorer_span& s,
+                                          std::int32_t first, int l,
+                                          const conv_memory<T, conv_columns<T>>& memory,
+                                          float (&sums)[5][2]) {
+    if constexpr (conv_columns<T> == 128 && !Last) {
+        if (problem.layer[l - 1].padded % 128 == 0) {
+            conv_layer_forward<Last, 4>(problem, s, first, l, memory, sums);
+            return;
+        }
+    }
+    conv_layer_forward<Last, 2>(problem, s, first, l, memory, sums);
+}
+
+/// Scores of the tokens that leave a window of streams.delay keys while the chunk's come.
+template <class T>
+__global__ void __launch_bounds__(128) conv_kernel(const conv_problem<T> problem) {
+    const scorer_streams& streams = problem.streams;
+    const scorer_span s = streams.span(static_cast<std::int32_t>(blockIdx.x) / streams.slots,
+                                       static_cast<std::int32_t>(blockIdx.x) % streams.slots);
+    const std::int32_t skipped = max(0, s.begin + streams.delay - s.first);
+    if (skipped >= s.count) {
+        return;
+    }
+    const conv_memory<T, conv_columns<T>> memory(aligned_dynamic_shared(), problem);
+    const std::int32_t first = s.first - streams.delay;
+    load_conv_input(problem.source, s, first, memory.in[0]);
+    float sums[5][2] = {};
+#pragma unroll 1
+    for (int l = 1; l <= 2; ++l) {
+        conv_layer_forward<false>(problem, s, first, l, memory, sums);
+    }
+    conv_layer_forward<true>(problem, s, first, 3, memory, sums);
+    const int lane = lane_id();
+#pragma unroll
+    for (int i = 0; i < 5; ++i) {
+#pragma unroll
+        for (int r = 0; r < 2; ++r) {
+            const float sum = row_sum(sums[i][r]);
+            if (lane % 4 == 0) {
+                memory.sums[warp_id() * conv_rows + 16 * i + lane / 4 + 8 * r] = sum;
+            }
+        }
+    }
+    __syncthreads();
+    const auto r = static_cast<std::int32_t>(threadIdx.x);
+    if (r >= skipped && r < s.count) {
+        const int row = r % 2 * conv_parity + r / 2;
+        float score = problem.readout_bias != nullptr ? problem.readout_bias[s.h] : 0.0f;
+        for (int w = 0; w < 4; ++w) {
+            score += memory.sums[w * conv_rows + row];
+        }
+        problem.scores.head(s.b, s.h)[first + r] = score;
+    }
+}
+
+}  // namespace cuda_backend
+}  // namespace KVPOLICY_HIDDEN
+}  // namespace kvpolicy

@@ -1,0 +1,321 @@
+// What the backward passes of all scorers share: weights as tiles take them, and the sums over tokens that become gradients of
+// weights and inputs. A scorer hands over rows d y [planes, slots * 64][width], what each token's loss says about the rows of a
+// weight matrix. Sums are made in one fixed order: blocks write partial sums, and one thread adds those up.
+#pragma once
+
+#include <kvpolicy/cuda/blocks/scorer_problem.cuh>
+#include <kvpolicy/cuda/blocks/scorer_tile.cuh>
+#include <kvpolicy/cuda/config.cuh>
+#include <kvpolicy/cuda/launch.cuh>
+
+#include <cstdint>
+
+namespace kvpolicy {
+inline namespace KVPOLICY_CUDA_NAMESPACE KVPOLICY_HIDDEN {
+namespace cuda_backend {
+
+/// Rows of a stacked matrix that come from one array [heads, count, X], and that array's gradient. Without weights the rows are
+/// unit vectors: row i picks number unit + i of the input; or 0, where unit is below 0.
+struct weight_rows {
+    const float* weights = nullptr;
+    float* gradient = nullptr;
+    std::int32_t at = 0;
+    std::int32_t count = 0;
+    std::int32_t unit = -1;
+};
+
+/// A stacked matrix of `rows` rows, a multiple of 64; rows of no part are 0.
+struct weight_stack {
+    static constexpr int most = 4;
+    weight_rows part[most];
+    std::int32_t parts = 0;
+    std::int32_t rows = 0;
+
+    /// Adds a part; returns where its rows begin, a multiple of 8.
+    std::int32_t add(const float* weights, float* gradient, std::int32_t count, std::int32_t unit = -1) {
+        const std::int32_t at = parts == 0 ? 0 : (part[parts - 1].at + part[parts - 1].count + 7) / 8 * 8;
+        part[parts++] = {weights, gradient, at, count, unit};
+        hold(at + count);
+        return at;
+    }
+    /// Makes room for so many rows, since products are computed for whole tiles of them.
+    void hold(std::int32_t count) { rows = rows > count ? rows : (count + 63) / 64 * 64; }
+};
+
+/// to[h][n][c] = weight, 0 where there is none; [heads, stack.rows, padded], columns from `size` on are 0.
+template <class T>
+__global__ void __launch_bounds__(256)
+    stack_weights_kernel(const weight_stack stack, const std::int32_t heads, const std::int32_t size,
+                         const std::int32_t padded, T* const to) {
+    const std::int64_t count = std::int64_t{heads} * stack.rows * padded;
+    for (std::int64_t i = std::int64_t{blockIdx.x} * 256 + threadIdx.x; i < count;
+         i += std::int64_t{gridDim.x} * 256) {
+        const auto c = static_cast<std::int32_t>(i % padded);
+        const auto n = static_cast<std::int32_t>(i / padded % stack.rows);
+        const std::int64_t h = i / padded / stack.rows;
+        float weight = 0.0f;
+        for (int p = 0; p < stack.parts; ++p) {
+            const weight_rows& part = stack.part[p];
+            const std::int32_t r = n - part.at;
+            if (r < 0 || r >= part.count || c >= size) {
+                continue;
+            }
+            weight = part.weights != nullptr                ? part.weights[(h * part.count + r) * size + c]
+                     : part.unit >= 0 && c == part.unit + r ? 1.0f
+                                                            : 0.0f;
+        }
+        to[i] = static_cast<T>(weight);
+    }
+}
+
+/// y = W x of 64 inputs by four warps: acc += x W^T over all columns of x, for rows [0, 8 NI) of `weights` (`padded` numbers
+/// each). `slabs`: memory of two tiles of 8 NI rows and 64 columns. Waits for the copies of x too; ends with a barrier.
+template <int NI, class T>
+__device__ inline void project(float (&acc)[1][NI][4], const shared_tile<T>& x, const T* weights,
+                               std::int32_t padded, unsigned char* slabs) {
+    constexpr int rows = 8 * NI, threads = 128;
+    const std::size_t slab = shared_tile<T>::bytes(rows, 64);
+    const int count = padded / 64;
+    copy_rows(shared_tile<T>{slabs, rows}, weights, padded, 64, rows, threads);
+    copy_commit();
+    for (int i = 0; i < count; ++i) {
+        if (i + 1 < count) {
+            copy_rows(shared_tile<T>{slabs + slab * ((i + 1) % 2), rows}, weights + (i + 1) * 64, padded, 64,
+                      rows, threads);
+            copy_commit();
+            copy_wait<1>();
+        } else {
+            copy_wait<0>();
+        }
+        __syncthreads();
+        add_product<1, NI, 64, false, false>(acc, x.from(64 * i), 16 * warp_id(),
+                                             shared_tile<T>{slabs + slab * (i % 2), rows}, 0);
+        __syncthreads();
+    }
+}
+
+/// Partial sums over chunks of d y^T x. A block has 64 rows and 128 columns of one head's matrix and one of `splits` parts of its
+/// chunks; partial [splits, heads, width, padded] is overwritten. The input of row r of a chunk is token first + r - shift.
+template <class T>
+__global__ void __launch_bounds__(128)
+    weight_gradient_kernel(const scorer_streams streams, const scorer_source<T> source, const T* const d_rows,
+                           const std::int32_t width, const std::int32_t shift, const std::int32_t splits,
+                           float* const partial) {
+    shared_parts parts(aligned_dynamic_shared());
+    const auto d_y = parts.tile<T>(scorer_chunk, 64);
+    const auto x = parts.tile<T>(scorer_chunk, 128);
+    auto* const scale_k = parts.take<float>(scorer_chunk);
+    auto* const scale_v = parts.take<float>(scorer_chunk);
+    const std::int32_t across = (source.padded + 127) / 128, down = width / 64;
+    auto item = static_cast<std::int32_t>(blockIdx.x);
+    const std::int32_t column = item % across * 128;
+    item /= across;
+    const std::int32_t row = item % down * 64;
+    item /= down;
+    const std::int32_t h = item % streams.heads, split = item / streams.heads;
+    const std::int32_t chunks = streams.batch * streams.slots;
+    const std::int32_t each = (chunks + splits - 1) / splits;
+    const std::int32_t last = min(chunks, (split + 1) * each);
+    const int m0 = warp_id() / 2 * 32, n0 = warp_id() % 2 * 64;
+    float acc[2][8][4];
+    clear(acc);
+    for (std::int32_t chunk = split * each; chunk < last; ++chunk) {
+        const std::int32_t plane = chunk / streams.slots * streams.heads + h;
+        const scorer_span s = streams.span(plane, chunk % streams.slots);
+        const std::int32_t skipped = max(0, s.begin + shift - s.first);
+        if (skipped >= s.count) {
+            continue;
+        }
+        __syncthreads();  // the tiles are free
+        const std::int32_t first = s.first - shift;
+        source.norms(s, first, skipped, s.count, scale_k, scale_v);
+        source.load(s, first, skipped, s.count, scale_k, scale_v, x, column, 128);
+        copy_rows(d_y, d_rows + s.row(streams.slots) * width + row, width, 64, s.count, 128);
+        copy_commit();
+        copy_wait<0>();
+        __syncthreads();
+        add_product<2, 8, 64, true, true>(acc, d_y, m0, x, n0);
+    }
+    float* const to = partial + (std::int64_t{split} * streams.heads + h) * width * source.padded;
+    const int lane = lane_id();
+#pragma unroll
+    for (int i = 0; i < 2; ++i) {
+#pragma unroll
+        for (int j = 0; j < 8; ++j) {
+#pragma unroll
+            for (int e = 0; e < 4; ++e) {
+                const int n = row + m0 + 16 * i + lane / 4 + 8 * (e / 2);
+                const int c = column + n0 + 8 * j + lane % 4 * 2 + e % 2;
+                if (c < source.padded) {
+                    to[std::int64_t{n} * source.padded + c] = acc[i][j][e];
+                }
+            }
+        }
+    }
+}
+
+/// Adds the partial sums of weight_gradient_kernel to the arrays of the stack.
+template <class Stack>
+__global__ void __launch_bounds__(256)
+    add_weight_gradients_kernel(const Stack stack, const float* const partial, const std::int32_t splits,
+                                const std::int32_t heads, const std::int32_t size,
+                                const std::int32_t padded) {
+    const std::int64_t count = std::int64_t{heads} * stack.rows * size;
+    for (std::int64_t i = std::int64_t{blockIdx.x} * 256 + threadIdx.x; i < count;
+         i += std::int64_t{gridDim.x} * 256) {
+        const auto c = static_cast<std::int32_t>(i % size);
+        const auto n = static_cast<std::int32_t>(i / size % stack.rows);
+        const std::int64_t h = i / size / stack.rows;
+        for (int p = 0; p < stack.parts; ++p) {
+            const weight_rows& part = stack.part[p];
+            const std::int32_t r = n - part.at;
+            if (part.gradient == nullptr || r < 0 || r >= part.count) {
+                continue;
+            }
+            float sum = 0.0f;
+            for (std::int32_t s = 0; s < splits; ++s) {
+                sum += partial[((std::int64_t{s} * heads + h) * stack.rows + n) * padded + c];
+            }
+            part.gradient[(h * part.count + r) * size + c] += sum;
+        }
+    }
+}
+
+/// into[h][i] += sum over the chunks of head h of partial[plane, slot][at + i], i < count; rows of `width` numbers. One warp for
+/// one number.
+template <class Float>
+__global__ void __launch_bounds__(128)
+    add_sums_kernel(const Float* const partial, const std::int32_t width, const std::int32_t at,
+                    const std::int32_t count, const std::int32_t batch, const std::int32_t heads,
+                    const std::int32_t slots, Float* const into) {
+    const std::int64_t item = std::int64_t{blockIdx.x} * 4 + warp_id();
+    if (item >= std::int64_t{heads} * count) {
+        return;
+    }
+    const std::int64_t h = item / count, i = item % count;
+    float sum = 0.0f;
+    for (std::int32_t c = lane_id(); c < batch * slots; c += 32) {
+        const std::int64_t chunk = (std::int64_t{c / slots} * heads + h) * slots + c % slots;
+        sum += partial[chunk * width + at + i];
+    }
+    sum = warp_sum(sum);
+    if (lane_id() == 0) {
+        into[h * count + i] += sum;
+    }
+}
+
+/// Rows d y whose weights lead back to the inputs: token t's row stands `shift` rows later, where its stream has that.
+template <class T>
+struct gradient_rows {
+    const T* rows = nullptr;     // [planes, slots * 64, width]
+    const T* weights = nullptr;  // [heads, width, padded]
+    std::int32_t width = 0;
+    std::int32_t shift = 0;
+};
+
+template <class T>
+KVPOLICY_HOST_DEVICE std::size_t input_gradient_shared(std::int32_t padded) {
+    shared_parts parts(nullptr);
+    parts.tile<T>(scorer_chunk, 64);
+    parts.tile<T>(64, 128);
+    parts.take<float>(scorer_chunk * (padded + 4));
+    parts.take<float>(2 * scorer_chunk);
+    return parts.bytes();
+}
+
+/// d x = W^T d y of a chunk's tokens, summed over one or two groups of rows, and back through the norms and RoPE to d_k and d_v,
+/// which are overwritten.
+template <class T>
+__global__ void __launch_bounds__(128)
+    input_gradient_kernel(const scorer_streams streams, const scorer_source<T> source,
+                          const gradient_rows<T> first, const gradient_rows<T> second,
+                          const rows_view<float> d_k, const rows_view<float> d_v) {
+    const scorer_span s = streams.span(static_cast<std::int32_t>(blockIdx.x) / streams.slots,
+                                       static_cast<std::int32_t>(blockIdx.x) % streams.slots);
+    if (s.count == 0) {
+        return;
+    }
+    shared_parts parts(aligned_dynamic_shared());
+    const auto d_y = parts.tile<T>(scorer_chunk, 64);
+    const auto w = parts.tile<T>(64, 128);
+    const int pitch = source.padded + 4;
+    auto* const d_x = parts.take<float>(scorer_chunk * pitch);
+    auto* const scale_k = parts.take<float>(2 * scorer_chunk);
+    float* const scale_v = scale_k + scorer_chunk;
+    const int lane = lane_id();
+    for (std::int32_t column = 0; column < source.padded; column += 128) {
+        float acc[1][16][4];
+        clear(acc);
+        for (int g = 0; g < 2; ++g) {
+            const gradient_rows<T>& group = g == 0 ? first : second;
+            const std::int32_t there = min(s.count, s.end - group.shift - s.first);
+            for (std::int32_t n = 0; n < group.width && there > 0; n += 64) {
+                copy_rows(d_y, group.rows + (s.row(streams.slots) + group.shift) * group.width + n,
+                          group.width, 64, there, 128);
+                copy_rows(w, group.weights + (std::int64_t{s.h} * group.width + n) * source.padded + column,
+                          source.padded, min(128, source.padded - column), 64, 128);
+                copy_commit();
+                copy_wait<0>();
+                __syncthreads();
+                add_product<1, 16, 64, false, true>(acc, d_y, 16 * warp_id(), w, 0);
+                __syncthreads();
+            }
+        }
+#pragma unroll
+        for (int j = 0; j < 16; ++j) {
+#pragma unroll
+            for (int e = 0; e < 4; ++e) {
+                const int r = 16 * warp_id() + lane / 4 + 8 * (e / 2);
+                const int c = column + 8 * j + lane % 4 * 2 + e % 2;
+                if (c < source.padded) {
+                    d_x[r * pitch + c] = acc[0][j][e];
+                }
+            }
+        }
+    }
+    source.norms(s, s.first, 0, s.count, scale_k, scale_v);  // its barrier is also d_x's
+    for (int r = warp_id(); r < s.count; r += 4) {
+        const std::int32_t t = s.first + r;
+        const float* const of_row = d_x + r * pitch;
+        float* const to_k = d_k.row(s.b, s.h, t);
+        float* const to_v = d_v.row(s.b, s.h, t);
+        const T* const key = source.k.row(s.b, s.h, t);
+        const T* const value = source.v.row(s.b, s.h, t);
+        const std::int32_t dim_k = source.k.dim, dim_v = source.v.dim;
+        const auto plain = [&](std::int32_t c) { return of_row[c]; };
+        // d y = scale (d x - x mean(d x . x)) with x = scale y, y the row before its norm
+        const auto through_norm = [&](const T* y, float scale, std::int32_t dim, float* to, const auto& d) {
+            float along = 0.0f;
+            for (std::int32_t c = lane; c < dim; c += 32) {
+                along += d(c) * static_cast<float>(y[c]) * scale;
+            }
+            along = warp_sum(along) / static_cast<float>(dim);
+            for (std::int32_t c = lane; c < dim; c += 32) {
+                to[c] = scale * (d(c) - static_cast<float>(y[c]) * scale * along);
+            }
+        };
+        if (source.input == scorer_input::write_gate) {
+            // Rotations keep lengths, so RMSNorm(k before RoPE) is RMSNorm(k) turned back.
+            through_norm(key, scale_k[r], dim_k, to_k, [&](std::int32_t c) {
+                return source.turned(c, t - s.begin, 1.0f, plain) + of_row[dim_k + c];
+            });
+            for (std::int32_t c = lane; c < dim_v; c += 32) {
+                to_v[c] = 0.0f;
+            }
+        } else if (source.input == scorer_input::normalized) {
+            through_norm(key, scale_k[r], dim_k, to_k, plain);
+            through_norm(value, scale_v[r], dim_v, to_v, [&](std::int32_t c) { return of_row[dim_k + c]; });
+        } else {
+            for (std::int32_t c = lane; c < dim_k; c += 32) {
+                to_k[c] = of_row[c];
+            }
+            for (std::int32_t c = lane; c < dim_v; c += 32) {
+                to_v[c] = of_row[dim_k + c];
+            }
+        }
+    }
+}
+
+}  // namespace cuda_backend
+}  // namespace KVPOLICY_HIDDEN
+}  // namespace kvpolicy

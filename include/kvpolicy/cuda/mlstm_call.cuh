@@ -1,0 +1,244 @@
+// The stages of an mLSTM scorer's calls: projections, states between chunks, reads, and back.
+#pragma once
+
+#include <kvpolicy/cuda/blocks/mlstm_problem.cuh>
+#include <kvpolicy/cuda/config.cuh>
+#include <kvpolicy/cuda/kernels/mlstm_backward.cuh>
+#include <kvpolicy/cuda/kernels/mlstm_project.cuh>
+#include <kvpolicy/cuda/kernels/mlstm_read.cuh>
+#include <kvpolicy/cuda/kernels/mlstm_states.cuh>
+#include <kvpolicy/cuda/launch.cuh>
+#include <kvpolicy/cuda/scorer_call.cuh>
+
+#include <algorithm>
+#include <cstdint>
+#include <type_traits>
+
+namespace kvpolicy {
+inline namespace KVPOLICY_CUDA_NAMESPACE KVPOLICY_HIDDEN {
+namespace cuda_backend {
+
+/// Calls body(std::integral_constant F, the same V) with the compiled widths that fit.
+template <class Widths>
+struct mlstm_width_choice {
+    static void check(std::int32_t features, std::int32_t width) {
+        require_at_most(features, 128, width, 128);
+    }
+    static void require_at_most(std::int32_t features, std::int32_t most_features, std::int32_t width,
+                                std::int32_t most_values) {
+        const auto allowed = [](std::int32_t most) {
+            return [most] { return detail::text("at most ", most, " on CUDA, as the call is compiled"); };
+        };
+        detail::require(features <= most_features, "mLSTMScorer.d_qk", features, allowed(most_features));
+        detail::require(width <= most_values, "mLSTMScorer.d_v", width, allowed(most_values));
+    }
+    template <class Body>
+    static void with(std::int32_t features, std::int32_t width, Body body) {
+        using narrow = std::integral_constant<int, 64>;
+        using wide = std::integral_constant<int, 128>;
+        if (features <= 64 && width <= 64) {
+            body(narrow{}, narrow{});
+        } else if (width <= 64) {
+            body(wide{}, narrow{});
+        } else {
+            body(wide{}, wide{});
+        }
+    }
+};
+template <std::int32_t F, std::int32_t V>
+struct mlstm_width_choice<mlstm_widths<F, V>> {
+    static void check(std::int32_t features, std::int32_t width) {
+        mlstm_width_choice<all_mlstm_widths>::require_at_most(features, F, width, V);
+    }
+    template <class Body>
+    static void with(std::int32_t, std::int32_t, Body body) {
+        body(std::integral_constant<int, F>{}, std::integral_constant<int, V>{});
+    }
+};
+
+/// Sizes that the device has no kernels for.
+template <class Widths, class T, class S>
+void check_mlstm(const S& scorer, bool backward) {
+    mlstm_width_choice<Widths>::check(scorer.features(), scorer.value_width());
+    detail::require(!backward || !std::is_same_v<T, float> || scorer.value_width() <= 64, "mLSTMScorer.d_v",
+                    scorer.value_width(), "at most 64 for gradients with fp32 rows on CUDA");
+}
+
+template <class Widths, class T, bool Hedgehog>
+struct mlstm_call {
+    using E = mlstm_element<T>;
+
+    scorer_call<T> call;
+    mlstm_problem<T> problem{};
+    weight_stack of_queries, of_tokens;
+    T *stack_q = nullptr, *stack_k = nullptr;
+    float* partial = nullptr;
+
+    /// `gradients` null: forward only.
+    template <class S>
+    mlstm_call(const S& scorer, rows_view<const T> k, rows_view<const T> v, const Sequences& sequences,
+               std::int32_t delay, const mLSTMParameters<float>* gradients, workspace_parts& parts)
+        : call(k, v, sequences, delay, parts) {
+        const auto& weights = scorer.weights;
+        mLSTMParameters<float> to;
+        if (gradients != nullptr) {
+            to = *gradients;
+        }
+        const std::int32_t projection = scorer.projection(), width = scorer.value_width();
+        problem.features = scorer.features();
+        problem.width = width;
+        problem.projection = projection;
+        problem.hedgehog = Hedgehog;
+        problem.softcap = scorer.gate_softcap;
+        mlstm_width_choice<Widths>::with(problem.features, width, [&](auto features, auto values) {
+            constexpr int F = features, V = values;
+            of_queries.add(weights.w_q, to.w_q, projection);
+            problem.at_skip = of_queries.add(weights.skip, weights.skip != nullptr ? to.skip : nullptr, 1);
+            of_queries.hold(Hedgehog ? F / 2 : F);
+            of_tokens.add(weights.w_k, to.w_k, projection);
+            // Values as they are: unit vectors in place of Wv.
+            problem.at_v = S::value_path::projected ? of_tokens.add(weights.w_v, to.w_v, width)
+                                                    : of_tokens.add(nullptr, nullptr, width, k.dim);
+            problem.at_i = of_tokens.add(weights.w_i, to.w_i, 1);
+            problem.at_f = of_tokens.add(weights.w_f, to.w_f, 1);
+            of_tokens.hold(Hedgehog ? F / 2 : F);
+            of_tokens.hold(problem.at_v + V);
+            take_rows<F, V>(parts, gradients != nullptr);
+        });
+        problem.rows_q = of_queries.rows;
+        problem.rows_k = of_tokens.rows;
+        stack_q = take_stack<T>(parts, of_queries, k.heads, call.source.padded);
+        stack_k = take_stack<T>(parts, of_tokens, k.heads, call.source.padded);
+        problem.stack_q = stack_q;
+        problem.stack_k = stack_k;
+        if (gradients != nullptr) {
+            problem.d_rows_q = parts.take<T>(call.rows() * of_queries.rows);
+            problem.d_rows_k = parts.take<T>(call.rows() * of_tokens.rows);
+            // One stack after the other has its partial sums there.
+            const std::int64_t padded = call.source.padded;
+            partial = parts.take<float>(std::max(gradient_splits(call, of_queries) * of_queries.rows,
+                                                 gradient_splits(call, of_tokens) * of_tokens.rows) *
+                                        k.heads * padded);
+        }
+        problem.w_i = weights.w_i;
+        problem.b_i = weights.b_i;
+        problem.w_f = weights.w_f;
+        problem.b_f = weights.b_f;
+        problem.skip = weights.skip;
+        problem.norm_gain = weights.norm_gain;
+        problem.readout = weights.readout;
+        problem.readout_bias = weights.readout_bias;
+    }
+
+    /// Weights, features, values and gates.
+    void project(const cuda& on, std::uint32_t* status) {
+        call.begin(on, status);
+        problem.streams = call.streams;
+        problem.source = call.source;
+        fill_stack(on, of_queries, call, stack_q);
+        fill_stack(on, of_tokens, call, stack_k);
+        widths([&](auto features, auto values) {
+            constexpr int F = features, V = values;
+            constexpr int P = Hedgehog ? F / 2 : F;
+            launch("mlstm_project_kernel", mlstm_project_kernel<T, F, V, Hedgehog>, 2 * call.chunks(), 128,
+                   mlstm_project_memory<T>(nullptr, call.source.padded, P > V ? P : V).bytes, on, problem);
+        });
+    }
+    /// States before each chunk.
+    void states(const cuda& on) {
+        widths([&](auto features, auto values) {
+            constexpr int F = features, V = values;
+            launch("mlstm_add_kernel", mlstm_add_kernel<T, F, V, false>, call.chunks(), 256,
+                   mlstm_add_memory<E, F, V>(nullptr).bytes, on, problem);
+            launch("mlstm_frames_kernel", mlstm_frames_kernel<T>, planes(), 32, 0, on, problem);
+            launch("mlstm_scan_kernel", mlstm_scan_kernel<T, F, V, false>, planes() * (F * V / 1024 + 1), 128,
+                   0, on, problem);
+        });
+    }
+    void read(const cuda& on) {
+        widths([&](auto features, auto values) {
+            constexpr int F = features, V = values;
+            launch("mlstm_read_kernel", mlstm_read_kernel<T, F, V>, call.chunks(), 128,
+                   mlstm_read_memory<E, F, V, false>(nullptr).bytes, on, problem);
+        });
+    }
+    /// From gradients of scores to those of the stacks' products, of the readout and of the gates.
+    void tokens_backward(const cuda& on) {
+        widths([&](auto features, auto values) {
+            constexpr int F = features, V = values;
+            if constexpr (std::is_same_v<T, float> && V > 64) {
+                return;  // refused by check_mlstm
+            } else {
+                launch("mlstm_reads_backward_kernel", mlstm_reads_backward_kernel<T, F, V>, call.chunks(),
+                       128, mlstm_read_memory<E, F, V, true>(nullptr).bytes, on, problem);
+                launch("mlstm_add_kernel", mlstm_add_kernel<T, F, V, true>, call.chunks(), 256,
+                       mlstm_add_memory<E, F, V>(nullptr).bytes, on, problem);
+                launch("mlstm_scan_kernel", mlstm_scan_kernel<T, F, V, true>, planes() * (F * V / 1024 + 1),
+                       128, 0, on, problem);
+                launch("mlstm_tokens_backward_kernel", mlstm_tokens_backward_kernel<T, F, V>, call.chunks(),
+                       128, mlstm_tokens_memory<E, F, V>(nullptr).bytes, on, problem);
+            }
+        });
+    }
+    void weights_backward(const cuda& on, const mLSTMParameters<float>& to) {
+        add_weight_gradients(on, call, of_queries, static_cast<const T*>(problem.d_rows_q),
+                             call.streams.delay, partial);
+        add_weight_gradients(on, call, of_tokens, static_cast<const T*>(problem.d_rows_k), 0, partial);
+        const std::int32_t width = problem.width, all = 2 * width + 1;
+        add_sums(on, call.streams, problem.d_readout, all, 0, width, to.readout);
+        if (problem.norm_gain != nullptr) {
+            add_sums(on, call.streams, problem.d_readout, all, width, width, to.norm_gain);
+        }
+        add_sums(on, call.streams, problem.d_readout, all, 2 * width, 1, to.readout_bias);
+        add_sums(on, call.streams, problem.d_gates, 2, 0, 1, to.b_i);
+        add_sums(on, call.streams, problem.d_gates, 2, 1, 1, to.b_f);
+    }
+    void inputs_backward(const cuda& on, const ScoreBackward<T>& to) {
+        launch_input_gradients(
+            on, call, gradient_rows<T>{problem.d_rows_k, stack_k, of_tokens.rows, 0},
+            gradient_rows<T>{problem.d_rows_q, stack_q, of_queries.rows, call.streams.delay}, to);
+    }
+
+  private:
+    template <class Body>
+    void widths(Body body) const {
+        mlstm_width_choice<Widths>::with(problem.features, problem.width, body);
+    }
+    [[nodiscard]] std::int64_t planes() const {
+        return std::int64_t{call.streams.batch} * call.streams.heads;
+    }
+    template <int F, int V>
+    void take_rows(workspace_parts& parts, bool backward) {
+        const std::int64_t rows = call.rows(), chunks = call.chunks();
+        problem.q = parts.take<E>(rows * F);
+        problem.k = parts.take<E>(rows * F);
+        problem.v = parts.take<E>(rows * V);
+        problem.log_source = parts.take<double>(rows);
+        problem.log_top = parts.take<double>(rows);
+        problem.weight = parts.take<float>(rows);
+        problem.skipped = parts.take<float>(rows);
+        problem.memory = parts.take<E>(chunks * F * V);
+        problem.sums = parts.take<float>(chunks * F);
+        problem.frames = parts.take<mlstm_frame>(chunks);
+        if (!backward) {
+            return;
+        }
+        problem.slope_i = parts.take<float>(rows);
+        problem.slope_f = parts.take<float>(rows);
+        problem.d_n = parts.take<E>(rows * V);
+        problem.kept = parts.take<float>(rows);
+        problem.d_g = parts.take<float>(rows);
+        problem.carried = parts.take<float>(rows);
+        problem.d_memory = parts.take<E>(chunks * F * V);
+        problem.d_sums = parts.take<float>(chunks * F);
+        problem.d_readout = parts.take<float>(chunks * (2 * std::int64_t{problem.width} + 1));
+        problem.d_gates = parts.take<float>(chunks * 2);
+    }
+};
+
+template <class S>
+inline constexpr bool is_hedgehog = std::is_same_v<typename S::feature_map, Hedgehog>;
+
+}  // namespace cuda_backend
+}  // namespace KVPOLICY_HIDDEN
+}  // namespace kvpolicy

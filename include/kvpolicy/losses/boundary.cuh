@@ -1,0 +1,37 @@
+// The boundary loss on CUDA: declarations. kvpolicy/cuda.cuh has the bodies; include it where they are instantiated.
+#pragma once
+
+#include <kvpolicy/core/cuda_context.hpp>
+#include <kvpolicy/core/view.hpp>
+#include <kvpolicy/cuda/config.cuh>
+#include <kvpolicy/losses/boundary.hpp>
+
+#include <cstddef>
+#include <cstdint>
+
+namespace kvpolicy {
+inline namespace KVPOLICY_CUDA_NAMESPACE KVPOLICY_HIDDEN {
+
+// Planes, d_log_gamma, value, status and the array `lengths` of the sequences are device memory; loss, policy and its numbers by
+// head are host memory, read during the call. Nothing is allocated, nothing waited for.
+
+/// Bytes of device workspace that boundary_loss needs.
+template <AnyPolicy P>
+std::size_t boundary_loss_workspace_bytes(const cuda& on, const BoundaryLoss& loss, const P& policy,
+                                          const Sequences& sequences, std::int32_t heads);
+
+/// The host's loss(on, policy, scores, target, ...): the same examples and draws, value and gradients to rounding, the same bits in every
+/// run. Overwrites d_scores [B, Hkv, S] for the sequences' lengths, and *value; adds to d_log_gamma [Hkv] where that is not null.
+/// Labels come from build_cutoffs on the target, so decay steps are 1 and sequences are not packed (cu_seqlens null, starts not looked at).
+///
+/// `status` [B], where given, is OR-ed into: status_nan_score for a NaN target, which ranks last, status_bad_length, and
+/// status_not_finite for a score of an example that is not finite. Refuses, before anything is enqueued, the rest of what the
+/// host refuses.
+template <AnyPolicy P>
+void boundary_loss(const cuda& on, const BoundaryLoss& loss, const P& policy, plane_view<const float> scores,
+                   plane_view<const float> target, const Sequences& sequences, plane_view<float> d_scores,
+                   double* d_log_gamma, BoundaryValue* value, workspace_view workspace,
+                   std::uint32_t* status = nullptr);
+
+}  // namespace KVPOLICY_HIDDEN
+}  // namespace kvpolicy

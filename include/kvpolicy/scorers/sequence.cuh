@@ -1,0 +1,77 @@
+// Scores and gradients of whole sequences on CUDA: declarations. kvpolicy/cuda.cuh has the bodies; include it where they are
+// instantiated.
+#pragma once
+
+#include <kvpolicy/core/cuda_context.hpp>
+#include <kvpolicy/core/types.hpp>
+#include <kvpolicy/core/view.hpp>
+#include <kvpolicy/cuda/config.cuh>
+#include <kvpolicy/scorers/score_backward.hpp>
+#include <kvpolicy/scorers/sequence.hpp>
+
+#include <cstddef>
+#include <cstdint>
+#include <type_traits>
+
+namespace kvpolicy {
+
+/// Which kernels of an mLSTM a call is compiled for: d_qk up to Features, d_v up to Values, padded to them. 64 and 64, 128 and 64, or
+/// 128 and 128; all_mlstm_widths takes the smallest that fits, and as much time to compile as the three.
+template <std::int32_t Features, std::int32_t Values>
+struct mlstm_widths {
+    static_assert((Features == 64 || Features == 128) && (Values == 64 || Values == Features),
+                  "kvpolicy: mlstm_widths are <64, 64>, <128, 64> and <128, 128>");
+};
+struct all_mlstm_widths {};
+
+inline namespace KVPOLICY_CUDA_NAMESPACE KVPOLICY_HIDDEN {
+
+// Rows, planes, weights, gradients, states, status, a Rope's frequencies, and the arrays of `sequences` are device memory; the
+// scorer itself is host memory, read during the call. Work is enqueued on the context's stream; nothing is allocated, nothing
+// waited for, and grids depend on shapes alone, so that a captured graph serves later lengths and weights.
+//
+// For the library's LinearScorer, BasicMlpScorer of keys and values (Silu or GeluErf), mLSTMScorer (Softmax or Hedgehog) and ConvScorer.
+// bf16 and fp16 rows: widths that are multiples of 8, aligned to 16 bytes; matrix products on tensor cores with fp32 sums, of
+// weights and hidden numbers rounded to 16 bits (an mLSTM's features, values and states to bf16, whatever T is); linear scorers and
+// gates in fp32. float rows: plain sums in fp32, to check the others with. An mLSTM has up to 128 features and
+// 128 values (64 for gradients with float rows).
+
+/// Bytes of device workspace that score_sequence needs for a call with the same arguments. Weights in T; an mLSTM also, with F and V
+/// its compiled widths, about 4 F + 2 V bytes a token and head, and 2 F V for every 64 tokens (twice that for float rows).
+template <class Widths = all_mlstm_widths, Scorer S, class K, class V>
+std::size_t score_sequence_workspace_bytes(
+    const cuda& on, const S& scorer, rows_view<K> k, rows_view<V> v, const Sequences& sequences,
+    const BasicScoreOptions<compute_t<std::remove_const_t<K>>>& options = {});
+
+/// As the host's score_sequence: the same entries of `scores` are written, to 16-bit rounding (fp32 to rounding) the same numbers,
+/// and options.states are the same arrays. options.how: fastest, or chunkwise for an mLSTM. A NaN or infinity in a key or value makes its
+/// own score NaN, and those of the tokens read after it was absorbed.
+///
+/// `status` [B], where given, is OR-ed into: status_bad_length for a length or start that cannot be, and edges that do not rise
+/// from 0 to the length (such a sequence counts as empty). Refuses, before anything is enqueued, what the host refuses as far
+/// as no device memory must be read, widths and alignment as above, and form::recurrent of an mLSTM.
+template <class Widths = all_mlstm_widths, Scorer S, class K, class V>
+void score_sequence(const cuda& on, const S& scorer, rows_view<K> k, rows_view<V> v,
+                    const Sequences& sequences, std::int32_t delay,
+                    plane_view<compute_t<std::remove_const_t<K>>> scores, workspace_view workspace,
+                    const BasicScoreOptions<compute_t<std::remove_const_t<K>>>& options = {},
+                    std::uint32_t* status = nullptr);
+
+/// Bytes of device workspace that score_sequence_backward needs.
+template <class Widths = all_mlstm_widths, Scorer S, Storage T>
+std::size_t backward_workspace_bytes(const cuda& on, const S& scorer, const ScoreBackward<T>& call);
+
+/// As the host's score_sequence_backward (scorers/backward.hpp): gradients of parameters are added to, call.d_k and call.d_v are
+/// overwritten for the lengths, null arrays are left out. The same bits in every run: sums over tokens are made in parts whose order
+/// depends on shapes alone. Hidden numbers' gradients are rounded to 16 bits before they are multiplied.
+///
+/// `status` [B], where given, is OR-ed into: status_bad_length as above, status_not_finite for a NaN or infinity in k, v or
+/// d_scores, which the host refuses; gradients then mean nothing. Refuses the rest of what the host refuses as far as no device
+/// memory must be read; sequences.starts of an mLSTM or a convolution.
+template <class Widths = all_mlstm_widths, Scorer S, Storage T>
+void score_sequence_backward(const cuda& on, const S& scorer, const ScoreBackward<T>& call,
+                             typename S::template parameters<compute_t<T>> gradients,
+                             workspace_view workspace, std::uint32_t* status = nullptr);
+
+}  // namespace KVPOLICY_HIDDEN
+}  // namespace kvpolicy

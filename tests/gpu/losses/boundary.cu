@@ -1,0 +1,207 @@
+// The boundary loss on the device against the host's: examples and draws to the integer, value and gradients to rounding.
+#include <kvpolicy/cuda/boundary_loss.cuh>
+#include <kvpolicy/policies/compose.hpp>
+#include <kvpolicy/policies/decay.hpp>
+#include <kvpolicy/policies/sink.hpp>
+#include <kvpolicy/policies/topk_budget.hpp>
+#include <kvpolicy/policies/window.hpp>
+
+#include "../support/device.hpp"
+
+#include <doctest/doctest.h>
+
+#include <cmath>
+#include <cstdint>
+#include <random>
+#include <string>
+#include <vector>
+
+using namespace kvpolicy;
+using test::Device;
+
+namespace {
+
+using Any = Policy<Sink<>, Window<>, TopKBudget<>, Decay<dynamic>>;
+
+enum class Target { random, few_levels, improving, worsening, equal };
+
+struct Case {
+    std::string name;
+    std::int32_t batch = 2, heads = 2, length = 300;
+    std::vector<std::int32_t> sinks{2, 0}, windows{5, 3}, budgets{7, 40};
+    std::vector<float> log_gamma{-0.0078125f, -0.03125f};
+    std::vector<std::int32_t> lengths;
+    Target target = Target::random;
+    BoundaryLoss loss{};
+
+    [[nodiscard]] Any policy() const {
+        return Any{Sink<>{per_head(sinks.data(), 1, heads)}, Window<>{per_head(windows.data(), 1, heads)},
+                   TopKBudget<>{per_head(budgets.data(), 1, heads)},
+                   Decay<dynamic>{per_head(log_gamma.data(), 1, heads), 1}};
+    }
+    [[nodiscard]] Sequences sequences(const std::int32_t* of_sequences) const {
+        return {batch, length, lengths.empty() ? nullptr : of_sequences, nullptr, nullptr, 0};
+    }
+};
+
+void check(const Case& c) {
+    CAPTURE(c.name);
+    const auto count = static_cast<std::size_t>(c.batch * c.heads) * static_cast<std::size_t>(c.length);
+    std::mt19937 generator(static_cast<unsigned>(count));
+    std::normal_distribution<float> normal;
+    std::vector<float> scores(count), target(count);
+    for (std::size_t i = 0; i < count; ++i) {
+        scores[i] = normal(generator);
+        const auto t = static_cast<float>(i % static_cast<std::size_t>(c.length));
+        target[i] = c.target == Target::random       ? normal(generator)
+                    : c.target == Target::few_levels ? static_cast<float>(generator() % 5)
+                    : c.target == Target::improving  ? t
+                    : c.target == Target::worsening  ? -t
+                                                     : 1.0f;
+    }
+    constexpr float untouched = -77.0f;
+    constexpr double before = 0.5;  // d_log_gamma is added to
+    const auto plane = [&](auto* data) { return view_bhs(data, c.batch, c.heads, c.length); };
+    const Any policy = c.policy();
+
+    const host on_host(1);
+    std::vector<float> wanted(count, untouched);
+    std::vector<double> wanted_gamma(static_cast<std::size_t>(c.heads), before);
+    const Sequences sequences = c.sequences(c.lengths.data());
+    std::vector<std::byte> memory(c.loss.workspace_bytes(on_host, policy, sequences, c.heads));
+    const BoundaryValue value =
+        c.loss(on_host, policy, plane(static_cast<const float*>(scores.data())),
+               plane(static_cast<const float*>(target.data())), sequences, plane(wanted.data()),
+               wanted_gamma.data(), {memory.data(), memory.size()});
+
+    const Device<float> device_scores(scores), device_target(target),
+        gradient(std::vector<float>(count, untouched));
+    const Device<double> gamma(std::vector<double>(static_cast<std::size_t>(c.heads), before));
+    const Device<std::int32_t> lengths(c.lengths);
+    const Device<BoundaryValue> result(1);
+    const Device<std::uint32_t> status(std::vector<std::uint32_t>(static_cast<std::size_t>(c.batch), 0u));
+    const kvpolicy::cuda on{};
+    const Sequences on_device = c.sequences(lengths.data());
+    const Device<unsigned char> workspace(
+        boundary_loss_workspace_bytes(on, c.loss, policy, on_device, c.heads));
+    boundary_loss(on, c.loss, policy, plane(static_cast<const float*>(device_scores.data())),
+                  plane(static_cast<const float*>(device_target.data())), on_device, plane(gradient.data()),
+                  gamma.data(), result.data(), workspace, status.data());
+    const BoundaryValue got = result.read()[0];
+    CHECK(got.sampled == value.sampled);
+    CHECK(got.count == value.count);
+    CHECK(got.kept == value.kept);
+    CHECK(got.agreed == value.agreed);
+    // Doubles: exponentials to 2 ulp, sums of up to some thousand terms of either sign.
+    CHECK(std::fabs(got.value - value.value) <= 1e-12 * (1.0 + std::fabs(value.value)));
+    const std::vector<float> gradients = gradient.read();
+    double largest = 0.0;
+    for (const float d : wanted) {
+        largest = d == untouched ? largest : std::max(largest, static_cast<double>(std::fabs(d)));
+    }
+    for (std::size_t i = 0; i < count; ++i) {
+        CAPTURE(i);
+        if (wanted[i] == untouched) {
+            REQUIRE(gradients[i] == untouched);
+        } else {
+            const double error =
+                std::fabs(static_cast<double>(gradients[i]) - static_cast<double>(wanted[i]));
+            REQUIRE(error <= 0x1p-23 * std::fabs(static_cast<double>(wanted[i])) + 1e-12 * largest);
+        }
+    }
+    const std::vector<double> gammas = gamma.read();
+    for (std::size_t h = 0; h < gammas.size(); ++h) {
+        CHECK(std::fabs(gammas[h] - wanted_gamma[h]) <= 1e-10 * (1.0 + std::fabs(wanted_gamma[h])));
+    }
+    CHECK(status.read() == std::vector<std::uint32_t>(static_cast<std::size_t>(c.batch), status_ok));
+    // A second time: the same bits, and added to.
+    boundary_loss(on, c.loss, policy, plane(static_cast<const float*>(device_scores.data())),
+                  plane(static_cast<const float*>(device_target.data())), on_device, plane(gradient.data()),
+                  nullptr, result.data(), workspace);
+    CHECK(gradient.read() == gradients);
+    CHECK(result.read()[0].value == got.value);
+}
+
+}  // namespace
+
+TEST_CASE("targets of every order") {
+    for (const Target target :
+         {Target::random, Target::few_levels, Target::improving, Target::worsening, Target::equal}) {
+        for (const bool decay : {false, true}) {
+            Case c;
+            c.name = "target " + std::to_string(static_cast<int>(target)) + (decay ? ", decay" : "");
+            c.target = target;
+            if (!decay) {
+                c.log_gamma = {0.0f, 0.0f};
+            }
+            check(c);
+        }
+    }
+}
+
+TEST_CASE("weights, samples, shares of late ones") {
+    for (const std::int32_t count : {0, 5, 200, 400}) {
+        for (const float late : {0.0f, 0.5f, 1.0f}) {
+            Case c;
+            c.name = "count " + std::to_string(count) + ", late " + std::to_string(late);
+            c.loss.sampler = {count, late, 42};
+            c.loss.layer = 0;
+            c.loss.temperature = 0.5f;
+            c.loss.margin = {0.25f, 2.0f};
+            c.loss.balance.on = count != 200;
+            c.loss.scale = 0.125f;
+            check(c);
+        }
+    }
+}
+
+TEST_CASE("lengths, tiles, budgets that never fill") {
+    Case ragged;
+    ragged.name = "ragged";
+    ragged.batch = 3;
+    ragged.lengths = {300, 0, 20};
+    check(ragged);
+    Case tiles;
+    tiles.name = "several tiles";
+    tiles.length = 1700;
+    tiles.budgets = {300, 1};
+    check(tiles);
+    Case never_full;
+    never_full.name = "budgets that never fill";
+    never_full.budgets = {0, unlimited};
+    check(never_full);
+    Case short_one;
+    short_one.name = "one query more than none";
+    short_one.length = 2 + 5 + 7 + 1;
+    short_one.budgets = {7, 100};
+    check(short_one);
+}
+
+TEST_CASE("a NaN target ranks last, a NaN score is told") {
+    Case c;
+    const Any policy = c.policy();
+    std::vector<float> scores(1200, 0.5f), target(1200, 1.0f);
+    target[40] = std::numeric_limits<float>::quiet_NaN();
+    scores[650] = std::numeric_limits<float>::quiet_NaN();  // b = 1
+    const Device<float> device_scores(scores), device_target(target), gradient(1200);
+    const Device<BoundaryValue> result(1);
+    const Device<std::uint32_t> status(std::vector<std::uint32_t>(2, 0u));
+    const kvpolicy::cuda on{};
+    const Sequences sequences{2, 300};
+    const Device<unsigned char> workspace(boundary_loss_workspace_bytes(on, c.loss, policy, sequences, 2));
+    const auto plane = [](auto* data) { return view_bhs(data, 2, 2, 300); };
+    boundary_loss(on, c.loss, policy, plane(static_cast<const float*>(device_scores.data())),
+                  plane(static_cast<const float*>(device_target.data())), sequences, plane(gradient.data()),
+                  nullptr, result.data(), workspace, status.data());
+    CHECK(status.read() == std::vector<std::uint32_t>{status_nan_score, status_not_finite});
+
+    Case steps;
+    const Decay<dynamic> slow(-0.01f, 2);
+    const Any two(Sink<>{1}, Window<>{4}, TopKBudget<>{8}, slow);
+    const Device<unsigned char> more(boundary_loss_workspace_bytes(on, steps.loss, two, sequences, 2));
+    CHECK_THROWS_WITH_AS(
+        boundary_loss(on, steps.loss, two, plane(static_cast<const float*>(device_scores.data())),
+                      plane(static_cast<const float*>(device_target.data())), sequences,
+                      plane(gradient.data()), nullptr, result.data(), more),
+        doctest::Contains("decay step n: 2 is not allowed"), invalid_argument);
+}

@@ -1,0 +1,113 @@
+// ConvScorer on the device against the host's in double.
+#include <kvpolicy/cuda/score_backward.cuh>
+#include <kvpolicy/cuda/score_sequence.cuh>
+
+#include "scorer_case.hpp"
+
+using namespace kvpolicy;
+using namespace scorer_test;
+
+namespace {
+
+/// Weights, inputs before RoPE and hidden layers are rounded to T: seven roundings of mean square u / sqrt(3), through three SiLUs
+/// with slopes up to 1.1, are below 2 u of a score, of terms that may cancel. Backwards as many again. float: sums of 768 products.
+template <class T>
+Tolerance tolerance() {
+    if (std::is_same_v<T, float>) {
+        return {2e-5, 5e-5, 1e-6};
+    }
+    const double u = std::is_same_v<T, bf16> ? 0x1p-9 : 0x1p-12;
+    return {5 * u, 8 * u, u};
+}
+
+Draw drawn(const std::string& name) {
+    if (name[0] == 'w') {
+        return {0.15};
+    }
+    return name == "readout" ? Draw{0.5, 0.2} : Draw{0.2};
+}
+Draw without_biases(const std::string& name) {
+    return name[0] == 'b' || name == "readout_bias" ? Draw{-1.0} : drawn(name);
+}
+
+ConvScorer<> shaped(const Case& c, rope_layout layout, std::int32_t rotated = 0) {
+    ConvScorer<> scorer;
+    scorer.heads = c.heads;
+    scorer.dim_k = c.dim_k;
+    scorer.dim_v = c.dim_v;
+    scorer.rope = {layout, 10000.0f, rotated, nullptr};
+    return scorer;
+}
+
+Case sized(std::int32_t length, std::int32_t delay, std::int32_t dim) {
+    Case c;
+    c.name = "length " + std::to_string(length) + ", delay " + std::to_string(delay);
+    c.length = length;
+    c.delay = delay;
+    c.dim_k = dim;
+    c.dim_v = dim;
+    return c;
+}
+
+template <class T>
+void check(Case c, const std::string& name, const ConvScorer<>& shape, const Drawing& how = drawn) {
+    c.name = name + ", " + c.name;
+    const Weights<ConvScorer<>> weights(shape, how, c.seed);
+    check_scores<T>(c, weights, tolerance<T>());
+    if (c.starts.empty()) {
+        check_gradients<T>(c, weights, tolerance<T>());
+    }
+}
+
+}  // namespace
+
+TEST_CASE("lengths and windows") {
+    for (const auto& [length, delay] :
+         {std::pair{1, 13}, {13, 13}, {14, 13}, {77, 13}, {78, 13}, {150, 13}, {200, 70}}) {
+        const Case c = sized(length, delay, 32);
+        check<bf16>(c, "bf16", shaped(c, rope_layout::interleaved));
+        check<float>(c, "float", shaped(c, rope_layout::half_split));
+    }
+}
+
+TEST_CASE("widths") {
+    Case c = sized(150, 20, 128);
+    check<bf16>(c, "bf16, 128", shaped(c, rope_layout::half_split));
+    c.dim_k = 40;
+    c.dim_v = 24;
+    check<bf16>(c, "bf16, 40 and 24", shaped(c, rope_layout::half_split, 16), without_biases);
+    check<fp16>(c, "fp16, 40 and 24", shaped(c, rope_layout::none));
+    c.dim_k = 14;
+    c.dim_v = 7;
+    check<float>(c, "float, 14 and 7", shaped(c, rope_layout::interleaved));
+}
+
+TEST_CASE("ragged, packed, continued") {
+    Case ragged = sized(150, 14, 32);
+    ragged.name = "ragged";
+    ragged.batch = 3;
+    ragged.lengths = {150, 0, 80};
+    ragged.interleaved = true;
+    Case packed = sized(200, 13, 32);
+    packed.name = "packed";
+    packed.batch = 2;
+    packed.edges = {0, 1, 65, 65, 200};
+    packed.lengths = {200, 100};
+    Case later = sized(70, 20, 32);
+    later.name = "continued";
+    later.batch = 2;
+    later.rows = 160;
+    later.starts = {90, 3};
+    for (const Case& c : {ragged, packed, later}) {
+        check<bf16>(c, "bf16", shaped(c, rope_layout::interleaved));
+        check<float>(c, "float", shaped(c, rope_layout::interleaved));
+    }
+}
+
+TEST_CASE("dropout drops what the host drops") {
+    Case c = sized(150, 13, 32);
+    c.edges = {0, 60, 150};
+    c.dropout = {0.3f, 77};
+    check<bf16>(c, "bf16", shaped(c, rope_layout::interleaved));
+    check<float>(c, "float", shaped(c, rope_layout::interleaved));
+}

@@ -1,0 +1,158 @@
+// LinearScorer and BasicMlpScorer on the device against the host's in double.
+#include <kvpolicy/cuda/score_backward.cuh>
+#include <kvpolicy/cuda/score_sequence.cuh>
+
+#include "scorer_case.hpp"
+
+using namespace kvpolicy;
+using namespace scorer_test;
+
+namespace {
+
+/// Weights (and, backwards, gradients of hidden numbers) are rounded to T: off by at most u = 2^-9 (bf16) or 2^-12 (fp16) of each,
+/// independently, of mean square u / sqrt(3). A sum of products is then off by u / sqrt(3) in the norm, an activation's slope of
+/// up to 1.13 and a second rounding backwards make it 2 u / sqrt(3); twice that and more, for few numbers in a norm, is 4 u. float: sums
+/// of n <= 512 products, in any order below sqrt(n) 2^-24 = 1.4e-6 in the norm, three of them in a row.
+template <class T>
+Tolerance tolerance() {
+    if (std::is_same_v<T, float>) {
+        return {1e-5, 1e-5};
+    }
+    const double u = std::is_same_v<T, bf16> ? 0x1p-9 : 0x1p-12;
+    return {3 * u, 4 * u};
+}
+
+Draw drawn(const std::string& name) {
+    return name == "w2" || name == "b1" || name == "bias" || name == "b2" ? Draw{0.5, 0.1} : Draw{0.1, 0.0};
+}
+Draw without_biases(const std::string& name) { return name[0] == 'b' ? Draw{-1.0} : drawn(name); }
+
+std::vector<Case> cases(std::int32_t dim_k, std::int32_t dim_v) {
+    std::vector<Case> all;
+    Case plain;
+    plain.dim_k = dim_k;
+    plain.dim_v = dim_v;
+    for (const std::int32_t length : {1, 64, 150}) {
+        Case c = plain;
+        c.length = length;
+        c.name = "length " + std::to_string(length);
+        all.push_back(c);
+    }
+    Case ragged = plain;
+    ragged.name = "ragged";
+    ragged.batch = 3;
+    ragged.length = 130;
+    ragged.lengths = {65, 0, 130};
+    ragged.interleaved = true;
+    all.push_back(ragged);
+    Case packed = plain;
+    packed.name = "packed";
+    packed.batch = 2;
+    packed.length = 200;
+    packed.edges = {0, 1, 65, 65, 200};
+    packed.lengths = {200, 100};
+    all.push_back(packed);
+    Case later = plain;
+    later.name = "continued";
+    later.batch = 2;
+    later.length = 70;
+    later.rows = 160;
+    later.starts = {90, 3};
+    all.push_back(later);
+    return all;
+}
+
+template <class T, class S>
+void check(const S& shape, const std::string& what, const Drawing& drawing = drawn,
+           const std::vector<Case>& all = {}) {
+    for (Case c : all.empty() ? cases(shape.dim_k, shape.dim_v) : all) {
+        c.name = what + ", " + c.name;
+        const Weights<S> weights(shape, drawing, c.seed);
+        check_scores<T>(c, weights, tolerance<T>());
+        check_gradients<T>(c, weights, tolerance<T>());
+    }
+}
+
+template <class S>
+S shaped(std::int32_t heads, std::int32_t dim_k, std::int32_t dim_v) {
+    S scorer;
+    scorer.heads = heads;
+    scorer.dim_k = dim_k;
+    scorer.dim_v = dim_v;
+    return scorer;
+}
+template <class S>
+S shaped(std::int32_t heads, std::int32_t dim_k, std::int32_t dim_v, std::int32_t hidden) {
+    S scorer = shaped<S>(heads, dim_k, dim_v);
+    scorer.hidden = hidden;
+    return scorer;
+}
+
+}  // namespace
+
+TEST_CASE("linear scorers") {
+    check<bf16>(shaped<LinearScorer<>>(2, 64, 64), "bf16");
+    check<fp16>(shaped<LinearScorer<>>(2, 80, 64), "fp16", without_biases);
+    check<float>(shaped<LinearScorer<>>(2, 20, 13), "float");
+}
+
+TEST_CASE("MLPs of keys and values") {
+    check<bf16>(shaped<MlpScorer<>>(2, 64, 64, 128), "bf16");
+    check<bf16>(shaped<MlpScorer<>>(2, 80, 40, 33), "bf16, odd widths", without_biases);
+    check<float>(shaped<MlpScorer<>>(2, 20, 13, 70), "float");
+}
+
+TEST_CASE("normalised inputs") {
+    using Normalized = BasicMlpScorer<NormalizedInput, GeluErf>;
+    check<bf16>(shaped<Normalized>(2, 64, 32, 64), "bf16");
+    check<float>(shaped<Normalized>(2, 20, 13, 30), "float");
+}
+
+TEST_CASE("write gates") {
+    for (const rope_layout layout : {rope_layout::interleaved, rope_layout::half_split}) {
+        auto gate = shaped<WriteGateScorer<>>(2, 64, 64, 64);
+        gate.input.rope = {layout, 10000.0f, layout == rope_layout::interleaved ? 0 : 32, nullptr};
+        check<bf16>(gate, "bf16");
+    }
+    auto gate = shaped<WriteGateScorer<>>(2, 20, 13, 30);
+    gate.input.rope.layout = rope_layout::half_split;
+    check<float>(gate, "float");
+}
+
+TEST_CASE("what is wrong is told: NaN, lengths, edges") {
+    Case c;
+    c.batch = 3;
+    c.length = 100;
+    const Weights<MlpScorer<>> weights(shaped<MlpScorer<>>(2, 64, 64, 64), drawn, 1);
+    Inputs<bf16> in(c);
+    in.k[64 * 105 + 3] = std::numeric_limits<double>::quiet_NaN();  // b = 0, h = 1, t = 5
+    const Rows<bf16> k(c, in.k, 64), v(c, in.v, 64);
+    const Device<std::int32_t> lengths(std::vector<std::int32_t>{100, -1, 101});
+    const Sequences sequences{3, 100, lengths.data(), nullptr, nullptr, 0};
+    const Device<float> scores(std::vector<float>(600, static_cast<float>(untouched)));
+    const Device<std::uint32_t> status(std::vector<std::uint32_t>(3, 0u));
+    const kvpolicy::cuda on{};
+    const auto scorer = weights.on_device();
+    const Device<unsigned char> workspace(
+        score_sequence_workspace_bytes(on, scorer, k.view, v.view, sequences));
+    score_sequence(on, scorer, k.view, v.view, sequences, 0, view_bhs(scores.data(), 3, 2, 100), workspace,
+                   {}, status.data());
+    const std::vector<float> got = scores.read();
+    for (std::size_t i = 0; i < got.size(); ++i) {
+        CHECK(std::isnan(got[i]) == (i == 105));
+        CHECK((got[i] == static_cast<float>(untouched)) == (i >= 200));
+    }
+    CHECK(status.read() == std::vector<std::uint32_t>{0, status_bad_length, status_bad_length});
+
+    const Device<float> d_scores(std::vector<float>(600, 1.0f));
+    const ScoreBackward<bf16> call{k.view, v.view, sequences, 0,
+                                   view_bhs<const float>(d_scores.data(), 3, 2, 100)};
+    const Device<unsigned char> more(backward_workspace_bytes(on, scorer, call));
+    score_sequence_backward(on, scorer, call, {}, more, status.data());
+    CHECK(status.read() ==
+          std::vector<std::uint32_t>{status_not_finite, status_bad_length, status_bad_length});
+    CHECK_THROWS_WITH_AS(
+        score_sequence(on, scorer, k.view, v.view, sequences, 0, view_bhs(scores.data(), 3, 2, 100),
+                       workspace_view{workspace.data(), 8}),
+        doctest::Contains("workspace.bytes: 8 is not allowed"), invalid_argument);
+}

@@ -1,0 +1,129 @@
+// mLSTMScorer of bf16 rows on the device.
+#include "mlstm_case.hpp"
+
+using namespace mlstm_test;
+
+TEST_CASE("one chunk and less, delays") {
+    for (const auto& [length, delay] :
+         {std::pair{1, 0}, {1, 1}, {2, 1}, {63, 0}, {64, 63}, {64, 64}, {65, 1}, {65, 64}, {40, 100}}) {
+        const Case c = sized(length, delay, 32);
+        check<bf16>(c, "bf16", shaped<Plain>(c), drawing({}, false, true));
+    }
+}
+
+TEST_CASE("chunks, both widths") {
+    for (const auto& [length, delay] : {std::pair{150, 0}, {150, 10}, {320, 64}, {300, 130}}) {
+        const Case c = sized(length, delay, 64);
+        check<bf16>(c, "bf16", shaped<Plain>(c), drawing({}, false, false));
+        check<bf16>(c, "bf16, direct", shaped<SoftmaxDirect>(c), drawing({}, true, true));
+    }
+}
+
+TEST_CASE("128 features and values") {
+    const Case c = sized(200, 20, 128);
+    check<bf16>(c, "bf16, 128 and 64", shaped<Plain>(c), drawing({}, true, false));
+    check<bf16>(c, "bf16, 128 and 128", shaped<SoftmaxDirect>(c), drawing({}, false, true));
+}
+
+TEST_CASE("odd widths") {
+    Case c = sized(150, 10, 40);
+    c.dim_v = 24;
+    check<bf16>(c, "bf16", shaped<Plain>(c, 20, 12), drawing({}, true, true));
+    check<bf16>(c, "bf16, softmax", shaped<SoftmaxDirect>(c, 70), drawing({}, true, true));
+}
+
+TEST_CASE("gates near 0 and 1, input gates of +-30, softcaps") {
+    const Case c = sized(300, 16, 64);
+    const struct {
+        const char* name;
+        Gates gates;
+        float softcap;
+    } all[] = {
+        {"forgets at once", {0.0, 0.1, -12.0, 0.1}, 0.0f},
+        {"forgets nothing", {0.0, 0.1, 14.0, 0.05}, 0.0f},
+        {"inputs of +-30", {0.0, 1.3, 3.0, 0.05}, 0.0f},
+        {"softcap", {0.0, 1.3, 3.0, 0.3}, 5.0f},
+        {"without biases", {0.0, 0.1, 0.0, 0.1, false}, 0.0f},
+    };
+    for (const auto& one : all) {
+        // Input gates this far apart leave a read few tokens, whose shares nearly cancel in a forget gate's gradient.
+        Tolerance allowed = tolerance<bf16>();
+        allowed.gradients *= one.gates.input_spread > 1.0 ? 1.5 : 1.0;
+        check<bf16>(c, one.name, shaped<Plain>(c, 0, 0, one.softcap), drawing(one.gates, true, false),
+                    allowed);
+    }
+}
+
+TEST_CASE("ragged and packed") {
+    Case ragged = sized(200, 10, 64);
+    ragged.name = "ragged";
+    ragged.batch = 3;
+    ragged.lengths = {200, 0, 65};
+    ragged.interleaved = true;
+    Case packed = sized(300, 10, 64);
+    packed.name = "packed";
+    packed.batch = 2;
+    packed.edges = {0, 1, 65, 65, 200, 300};
+    packed.lengths = {300, 130};
+    for (const Case& c : {ragged, packed}) {
+        check<bf16>(c, "bf16", shaped<Plain>(c), drawing({}, true, true));
+    }
+}
+
+TEST_CASE("states are taken up and left") {
+    for (const bool hedgehog : {true, false}) {
+        Case c = sized(100, 10, 32);
+        c.batch = 3;
+        c.rows = 180;
+        c.starts = {80, 0, 70};
+        c.lengths = {100, 64, 0};
+        const auto run = [&](const auto& shape) {
+            using S = std::decay_t<decltype(shape)>;
+            const Weights<S> weights(shape, drawing({}, false, true), 5);
+            std::mt19937 generator(9);
+            std::vector<double> states(shape.state_size() * 6);
+            for (double& x : states) {
+                x = static_cast<double>(static_cast<float>(generator() % 1000) / 1000.0f);
+            }
+            c.name = hedgehog ? "hedgehog" : "softmax";
+            check_scores<bf16>(c, weights, tolerance<bf16>(), &states, 1e-2);
+        };
+        if (hedgehog) {
+            run(shaped<mLSTMScorer<>>(c));
+        } else {
+            run(shaped<mLSTMScorer<dynamic, Softmax, ProjectedValues>>(c));
+        }
+    }
+}
+
+TEST_CASE("a NaN reaches its own score and those of later reads") {
+    for (const std::int32_t bad : {0, 70, 149}) {
+        Case c = sized(150, 5, 64);
+        c.name = "NaN at " + std::to_string(bad);
+        c.edges = {0, 100, 150};
+        c.edit = [bad](std::vector<double>& k, std::vector<double>&) {
+            k[static_cast<std::size_t>(bad) * 64 + 3] = std::numeric_limits<double>::quiet_NaN();
+        };
+        const Weights<Plain> weights(shaped<Plain>(c), drawing({}, true, true), 3);
+        check_scores<bf16>(c, weights, tolerance<bf16>());
+    }
+}
+
+TEST_CASE("refusals") {
+    Case c = sized(64, 4, 64);
+    const Weights<Plain> weights(shaped<Plain>(c, 256, 64), drawing({}, false, false), 1);
+    const Inputs<bf16> in(c);
+    const Rows<bf16> k(c, in.k, 64), v(c, in.v, 64);
+    const kvpolicy::cuda on{};
+    CHECK_THROWS_WITH_AS(
+        score_sequence_workspace_bytes(on, weights.on_device(), k.view, v.view, c.on_host()),
+        doctest::Contains("mLSTMScorer.d_qk: 256 is not allowed; it must be at most 128 on CUDA"),
+        invalid_argument);
+    const Weights<Plain> fitting(shaped<Plain>(c), drawing({}, false, false), 1);
+    const Device<float> scores(std::vector<float>(128, 0.0f));
+    ScoreOptions options;
+    options.how = form::recurrent;
+    CHECK_THROWS_WITH_AS(score_sequence(on, fitting.on_device(), k.view, v.view, c.on_host(), 4,
+                                        view_bhs(scores.data(), 1, 2, 64), workspace_view{}, options),
+                         doctest::Contains("options.how: form::recurrent"), invalid_argument);
+}

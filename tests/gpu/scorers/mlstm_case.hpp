@@ -1,0 +1,91 @@
+// mLSTMScorer on the device against the host's in double: what the translation units of each storage type run.
+#pragma once
+
+#include <kvpolicy/cuda/score_backward.cuh>
+#include <kvpolicy/cuda/score_sequence.cuh>
+
+#include "scorer_case.hpp"
+
+namespace mlstm_test {
+
+using namespace kvpolicy;
+using namespace scorer_test;
+
+/// bf16: weights of the projections, features, values, what chunks add, states and w_lj (q~ . k~) are rounded, each off by at most
+/// u = 2^-9 of a number, independently, of mean square u / sqrt(3). Features are positive and a read is a mean of values, so h is off by
+/// each of these relative to itself where values agree, and by more where they cancel: six roundings give sqrt(6 / 3) u = 1.4 u,
+/// and 1e-2 = 5 u leaves room for the latter, for norm and SiLU. A score is a sum of up to 128 terms of about 0.1, which may cancel: 5e-3 is
+/// 5 u of one. Backwards as many roundings again. float: gates are sums of up to 128 products around 30, off by 30 * 2^-24 * sqrt(128) =
+/// 2e-5, and so are exponentials of them.
+template <class T>
+Tolerance tolerance() {
+    return std::is_same_v<T, float> ? Tolerance{1e-4, 3e-4, 1e-6} : Tolerance{1e-2, 2e-2, 5e-3};
+}
+
+struct Gates {
+    double input = 0.0, input_spread = 0.1, forget = 3.0, forget_spread = 0.05;
+    bool biases = true;
+};
+
+inline Drawing drawing(const Gates& gates, bool norm, bool skip) {
+    return [=](const std::string& name) {
+        if (name == "w_i") {
+            return Draw{gates.input_spread};
+        }
+        if (name == "w_f") {
+            return Draw{gates.forget_spread};
+        }
+        if (name == "b_i") {
+            return Draw{gates.biases ? 0.1 : -1.0, gates.input};
+        }
+        if (name == "b_f") {
+            return Draw{gates.biases ? 0.1 : -1.0, gates.forget};
+        }
+        if (name == "norm_gain") {
+            return Draw{norm ? 0.3 : -1.0, 1.0};
+        }
+        if (name == "skip") {
+            return Draw{skip ? 0.05 : -1.0};
+        }
+        if (name == "readout") {
+            return Draw{0.5, 0.2};
+        }
+        return Draw{0.15};
+    };
+}
+
+template <class S>
+S shaped(const Case& c, std::int32_t d_qk = 0, std::int32_t d_v = 0, float softcap = 0.0f) {
+    S scorer;
+    scorer.heads = c.heads;
+    scorer.dim_k = c.dim_k;
+    scorer.dim_v = c.dim_v;
+    scorer.d_qk = d_qk;
+    scorer.d_v = d_v;
+    scorer.gate_softcap = softcap;
+    return scorer;
+}
+
+using Plain = mLSTMScorer<>;  // Hedgehog, projected
+using SoftmaxDirect = mLSTMScorer<dynamic, Softmax, DirectValues>;
+
+template <class T, class S>
+void check(Case c, const std::string& name, const S& shape, const Drawing& how,
+           Tolerance allowed = tolerance<T>()) {
+    c.name = name + ", " + c.name;
+    const Weights<S> weights(shape, how, c.seed);
+    check_scores<T>(c, weights, allowed);
+    check_gradients<T>(c, weights, allowed);
+}
+
+inline Case sized(std::int32_t length, std::int32_t delay, std::int32_t dim) {
+    Case c;
+    c.name = "length " + std::to_string(length) + ", delay " + std::to_string(delay);
+    c.length = length;
+    c.delay = delay;
+    c.dim_k = dim;
+    c.dim_v = dim;
+    return c;
+}
+
+}  // namespace mlstm_test

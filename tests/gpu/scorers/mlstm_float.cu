@@ -1,0 +1,153 @@
+// mLSTMScorer of fp32 rows on the device, and the committed float64 vectors.
+#include "../../support/vectors.hpp"
+#include "../../unit/scorers/scorer_cases.hpp"
+#include "mlstm_case.hpp"
+
+using namespace mlstm_test;
+
+TEST_CASE("one chunk and less, delays") {
+    for (const auto& [length, delay] :
+         {std::pair{1, 0}, {1, 1}, {2, 1}, {63, 0}, {64, 63}, {64, 64}, {65, 1}, {65, 64}, {40, 100}}) {
+        const Case c = sized(length, delay, 32);
+        check<float>(c, "float", shaped<Plain>(c), drawing({}, true, true));
+    }
+}
+
+TEST_CASE("chunks, both widths") {
+    for (const auto& [length, delay] : {std::pair{150, 0}, {150, 10}, {320, 64}, {300, 130}}) {
+        const Case c = sized(length, delay, 64);
+        check<float>(c, "float", shaped<Plain>(c), drawing({}, false, false));
+    }
+}
+
+TEST_CASE("odd widths") {
+    Case c = sized(150, 10, 40);
+
+    c.dim_k = 13;
+    c.dim_v = 7;
+    check<float>(c, "float", shaped<Plain>(c, 10, 5), drawing({}, false, true));
+}
+
+TEST_CASE("gates near 0 and 1, input gates of +-30, softcaps") {
+    const Case c = sized(300, 16, 64);
+    const struct {
+        const char* name;
+        Gates gates;
+        float softcap;
+    } all[] = {
+        {"forgets at once", {0.0, 0.1, -12.0, 0.1}, 0.0f},
+        {"forgets nothing", {0.0, 0.1, 14.0, 0.05}, 0.0f},
+        {"inputs of +-30", {0.0, 1.3, 3.0, 0.05}, 0.0f},
+        {"softcap", {0.0, 1.3, 3.0, 0.3}, 5.0f},
+        {"without biases", {0.0, 0.1, 0.0, 0.1, false}, 0.0f},
+    };
+    for (const auto& one : all) {
+        check<float>(c, one.name, shaped<Plain>(c, 0, 0, one.softcap), drawing(one.gates, true, false),
+                     {1e-4, 1e-3, 1e-6});
+    }
+}
+
+TEST_CASE("ragged and packed") {
+    Case ragged = sized(200, 10, 64);
+    ragged.name = "ragged";
+    ragged.batch = 3;
+    ragged.lengths = {200, 0, 65};
+    ragged.interleaved = true;
+    Case packed = sized(300, 10, 64);
+    packed.name = "packed";
+    packed.batch = 2;
+    packed.edges = {0, 1, 65, 65, 200, 300};
+    packed.lengths = {300, 130};
+    for (const Case& c : {ragged, packed}) {
+        check<float>(c, "float", shaped<Plain>(c), drawing({}, true, true));
+    }
+}
+
+TEST_CASE("states are taken up and left") {
+    for (const bool hedgehog : {true, false}) {
+        Case c = sized(100, 10, 32);
+        c.batch = 3;
+        c.rows = 180;
+        c.starts = {80, 0, 70};
+        c.lengths = {100, 64, 0};
+        const auto run = [&](const auto& shape) {
+            using S = std::decay_t<decltype(shape)>;
+            const Weights<S> weights(shape, drawing({}, false, true), 5);
+            std::mt19937 generator(9);
+            std::vector<double> states(shape.state_size() * 6);
+            for (double& x : states) {
+                x = static_cast<double>(static_cast<float>(generator() % 1000) / 1000.0f);
+            }
+            c.name = hedgehog ? "hedgehog" : "softmax";
+            check_scores<float>(c, weights, tolerance<float>(), &states, 1e-4);
+        };
+        if (hedgehog) {
+            run(shaped<mLSTMScorer<>>(c));
+        } else {
+            run(shaped<mLSTMScorer<dynamic, Softmax, ProjectedValues>>(c));
+        }
+    }
+}
+
+TEST_CASE("a NaN reaches its own score and those of later reads") {
+    for (const std::int32_t bad : {0, 70, 149}) {
+        Case c = sized(150, 5, 64);
+        c.name = "NaN at " + std::to_string(bad);
+        c.edges = {0, 100, 150};
+        c.edit = [bad](std::vector<double>& k, std::vector<double>&) {
+            k[static_cast<std::size_t>(bad) * 64 + 3] = std::numeric_limits<double>::quiet_NaN();
+        };
+        const Weights<Plain> weights(shaped<Plain>(c), drawing({}, true, true), 3);
+        check_scores<float>(c, weights, tolerance<float>());
+    }
+}
+
+TEST_CASE("the committed float64 vectors") {
+    const auto vectors = kvpolicy_test::vectors::load("scorers.kvpv");
+    const auto& cases = vectors.get<std::int32_t>("mlstm_cases");
+    const auto& levels = vectors.get<float>("mlstm_levels");
+    const auto& cu = vectors.get<std::int32_t>("mlstm_cu");
+    const auto& cu_offsets = vectors.get<std::int32_t>("mlstm_cu_offsets");
+    for (std::int64_t i = 0; i < cases.shape[0]; ++i) {
+        const std::int32_t* n = cases.row(i);
+        const float* x = levels.row(i);
+        test::mlstm_case c{n[0] != 0, n[1] != 0, n[2],      n[3],       n[4],       n[5],  n[6],
+                           n[7],      n[8],      n[9] != 0, n[10] != 0, n[11] != 0, n[12], x[0],
+                           x[1],      x[2],      x[3],      x[4],       x[5],       x[6],  {}};
+        c.cu.assign(cu.data() + cu_offsets[i], cu.data() + cu_offsets[i + 1]);
+        const double* const reference =
+            vectors.get<double>("mlstm_scores").data() + vectors.get<std::int32_t>("mlstm_offsets")[i];
+        std::vector<double> wanted(reference, reference + std::int64_t{c.heads} * c.length);
+        for (double& score : wanted) {
+            score = std::isnan(score) ? untouched : score;
+        }
+        const test::mlstm_weights weights(c);
+        const Device<float> k(test::draw(c.seed, test::array::k, c.keys(), c.value_scale));
+        const Device<float> v(test::draw(c.seed, test::array::v, c.values(), c.value_scale));
+        const Device<std::int32_t> edges(c.cu);
+        Sequences sequences = c.sequences();
+        sequences.cu_seqlens = c.cu.empty() ? nullptr : edges.data();
+        test::with_mlstm(weights, [&](auto scorer) {
+            std::vector<std::unique_ptr<Device<float>>> memory;
+            auto bound = scorer.weights;
+            for_each_parameter(
+                scorer, bound, [&](const char*, const float*& pointer, std::size_t count, bool) {
+                    if (pointer != nullptr) {
+                        memory.push_back(
+                            std::make_unique<Device<float>>(std::vector<float>(pointer, pointer + count)));
+                        pointer = memory.back()->data();
+                    }
+                });
+            scorer.weights = bound;
+            const auto keys = view_bhsd<const float>(k.data(), 1, c.heads, c.length, c.dim_k);
+            const auto values = view_bhsd<const float>(v.data(), 1, c.heads, c.length, c.dim_v);
+            const Device<float> scores(std::vector<float>(wanted.size(), static_cast<float>(untouched)));
+            const kvpolicy::cuda on{};
+            const Device<unsigned char> workspace(
+                score_sequence_workspace_bytes(on, scorer, keys, values, sequences));
+            score_sequence(on, scorer, keys, values, sequences, c.delay,
+                           view_bhs(scores.data(), 1, c.heads, c.length), workspace);
+            compare(c.name(), widened(scores.read()), wanted, 1e-4, 1e-5);
+        });
+    }
+}
