@@ -21,7 +21,7 @@ requires CacheRef<Ref<P, T>> std::size_t cache_workspace_bytes(const host& on, c
 
 /// One decode step of one layer, for the batch's sequences (0 or 1 token each). q [count, Hq, 1, Dk], k and v
 /// [count, Hkv, 1, D], out [count, Hq, 1, Dv]: overwritten for entries with a token, untouched for others. For each KV
-/// head, at position q = the slot's length (design, section 2):
+/// head, at position q = the slot's length (docs/concepts.md, the order of a step):
 ///   1. (k_q, v_q) is appended, 2. a stateful scorer absorbs [k_q; v_q], 3. the key u = q - w, if u >= s, leaves the window
 ///   and competes for the long-range places, 4. the query heads attend to sinks, window (q - w + 1 .. q) and long-range keys.
 /// A key that loses at 3 is invisible to q already. Synchronous, no allocation. Refuses before anything is written: shapes

@@ -128,7 +128,8 @@ class DualCache : public CacheOwner<DualCache<P, T>, P, T> {
     /// spare rows; empties every slot and the pool.
     void bind(const host& on, void* buffer, std::size_t buffer_bytes);
     void bind(const host& on, HostBuffer& buffer) { bind(on, buffer.data(), buffer.size()); }
-    /// Lends slab_bytes() more to the pool. Refs stay valid. The memory is not written, and must outlive the cache's use.
+    /// Lends slab_bytes() more to the pool. Refs stay valid. The memory is not written, and must outlive the cache's use; it must not
+    /// overlap a slab that was lent before.
     void add_slab(const host& on, void* buffer, std::size_t buffer_bytes);
     void add_slab(const host& on, HostBuffer& buffer) { add_slab(on, buffer.data(), buffer.size()); }
     [[nodiscard]] std::int32_t slabs() const { return slabs_; }

@@ -6,6 +6,7 @@
 #include <kvpolicy/core/error.hpp>
 #include <kvpolicy/core/types.hpp>
 #include <kvpolicy/core/view.hpp>
+#include <kvpolicy/detail/owned_pointer.hpp>
 #include <kvpolicy/policies/compose.hpp>
 
 #include <cstddef>
@@ -46,7 +47,8 @@ class CacheOwner {
     [[nodiscard]] const CacheBytes& bytes() const { return bytes_; }
 
     /// Moves the named slots on by their tokens: once a step or chunk, after the last layer. Refuses slots out of range or
-    /// named twice, and negative counts.
+    /// named twice, negative counts, and, in a DualCache, a slot one of whose layers lacks the pages for what it would hold: that
+    /// layer's call found no page, or was not made.
     void advance(const host& on, const Batch& batch);
 
     /// Tokens seen by a slot; the position of its next token.
@@ -88,7 +90,7 @@ class CacheOwner {
         rebase_limit_ = limit;
     }
 
-    /// One owner a buffer: a cache may be moved, not copied.
+    /// One owner a buffer: a cache may be moved, not copied. One that was moved from is unbound, and stays so.
     CacheOwner(const CacheOwner&) = delete;
     CacheOwner& operator=(const CacheOwner&) = delete;
     CacheOwner(CacheOwner&&) noexcept = default;
@@ -147,7 +149,7 @@ class CacheOwner {
     std::size_t rules_at_ = 0;
     std::size_t length_at_ = 0;
     CacheBytes bytes_;
-    std::byte* memory_ = nullptr;
+    detail::owned_pointer<std::byte> memory_;
     std::vector<std::int32_t> scratch_;  // [3, slots]: what reorder needs, so that it does not allocate
 };
 

@@ -134,6 +134,7 @@ void CacheOwner<Derived, P, T>::fill(LayerRef<P, T>& ref, std::int32_t layer, co
 
 template <class Derived, AnyPolicy P, Storage T>
 void CacheOwner<Derived, P, T>::bind_common(void* buffer, std::size_t buffer_bytes) {
+    detail::require(!rules_.empty(), "cache", "moved from", "one that still has its policy");
     detail::require(buffer != nullptr, "buffer", "null", "memory of bytes().total()");
     detail::require(buffer_bytes >= bytes_.total(), "buffer_bytes", buffer_bytes,
                     [&] { return detail::text("at least bytes().total() = ", bytes_.total()); });
@@ -197,6 +198,27 @@ void CacheOwner<Derived, P, T>::advance(const host&, const Batch& batch) {
     require_bound();
     host_backend::check_batch(batch, shape_.slots, std::numeric_limits<std::int32_t>::max(), "any");
     auto* length = at<position_t>(length_at_);
+    // A row without a page would be read from pages of others.
+    if constexpr (requires(typename Derived::ref_type cache) { cache.pages_missing(0, 0, 0); }) {
+        for (std::int32_t layer = 0; layer < shape_.layers; ++layer) {
+            const auto cache = self().ref(layer);
+            for (std::int32_t i = 0; i < batch.count; ++i) {
+                const std::int32_t slot = batch.slot(i);
+                for (std::int32_t head = 0; batch.tokens(i) != 0 && head < shape_.kv_heads; ++head) {
+                    const std::int32_t rows = cache.layout(head).used(
+                        length[slot] + batch.tokens(i), cache.kept[cache.head_index(slot, head)]);
+                    const std::int64_t missing = cache.pages_missing(slot, head, rows);
+                    detail::require(
+                        missing == 0, [&] { return detail::text("tokens of entry ", i); }, batch.tokens(i),
+                        [&] {
+                            return detail::text("0 until layer ", layer, " has taken them: it lacks ",
+                                                missing,
+                                                " pages (add_slab lends more; then that layer's call again)");
+                        });
+                }
+            }
+        }
+    }
     for (std::int32_t i = 0; i < batch.count; ++i) {
         length[batch.slot(i)] += batch.tokens(i);
     }

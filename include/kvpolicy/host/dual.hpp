@@ -7,6 +7,7 @@
 
 #include <algorithm>
 #include <cstring>
+#include <functional>
 #include <limits>
 
 namespace kvpolicy {
@@ -114,6 +115,14 @@ void DualCache<P, T>::add_slab(const host&, void* buffer, std::size_t buffer_byt
     const std::size_t rows =
         static_cast<std::size_t>(pool_.slab_pages) * static_cast<std::size_t>(this->shape_.page_rows);
     std::byte* const memory = host_backend::aligned(buffer);
+    const std::size_t size = slab_bytes_ - host_backend::alignment;
+    for (std::int32_t i = 0; i < slabs_; ++i) {
+        const auto* const other =
+            reinterpret_cast<const std::byte*>(this->template at<const Slab<T>>(slabs_at_)[i].k);
+        detail::require(
+            std::less_equal<>{}(other + size, memory) || std::less_equal<>{}(memory + size, other), "slab",
+            [&] { return detail::text("memory of slab ", i); }(), "memory that no slab has yet");
+    }
     typename base::layout slab;
     Slab<T>& lent = this->template at<Slab<T>>(slabs_at_)[slabs_];
     lent.k = reinterpret_cast<T*>(memory +

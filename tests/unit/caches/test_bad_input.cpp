@@ -33,6 +33,27 @@ CacheShape with(std::int32_t CacheShape::*member, std::int32_t value) {
 
 }  // namespace
 
+TEST_CASE("a cache that was moved from is unbound, and the other goes on") {
+    const host on{1};
+    FixedBudgetCache<P, float> from(good, policy());
+    std::vector<unsigned char> memory(from.bytes().total());
+    from.bind(on, memory.data(), memory.size());
+    from.advance(on, {.count = 1});
+    FixedBudgetCache<P, float> to(std::move(from));
+    CHECK(to.length(0) == 1);
+    // What is left of it is what this test is about.
+    CHECK_REFUSED(from.ref(0), "cache: unbound");                     // NOLINT(bugprone-use-after-move)
+    CHECK_REFUSED(from.advance(on, {.count = 1}), "cache: unbound");  // NOLINT(bugprone-use-after-move)
+    CHECK_REFUSED(from.length(0), "cache: unbound");                  // NOLINT(bugprone-use-after-move)
+    CHECK_REFUSED(from.bind(on, memory.data(), memory.size()),        // NOLINT(bugprone-use-after-move)
+                  "cache: moved from is not allowed");
+    CHECK(to.length(0) == 1);
+    from = std::move(to);
+    from.advance(on, {.count = 1});
+    CHECK(from.length(0) == 2);
+    CHECK_REFUSED(to.ref(0), "cache: unbound");  // NOLINT(bugprone-use-after-move)
+}
+
 TEST_CASE("a cache of a shape that cannot be") {
     using Cache = FixedBudgetCache<P, float>;
     const P p = policy();

@@ -542,6 +542,50 @@ TEST_CASE("an export is the page table; tails of pages stay poisoned and nobody 
                   "pages.indices_capacity: 3");
 }
 
+TEST_CASE("a slot whose token found no page does not move on before it has one") {
+    const host on(1);
+    CacheShape shape = small;
+    shape.layers = 2;
+    shape.slots = 2;
+    shape.query_heads = shape.kv_heads = 1;
+    // A page for each layer of one slot.
+    test::BoundDual<Gated, float> cache(on, shape, {.slab_pages = 2, .most_slabs = 2, .longest = 100},
+                                        gated(1, 5));
+    cache.add_slab(on);
+    test::Tensor<float> x(2, 1, 1, 8), out(2, 1, 1, 8);
+    test::Plane<float> scores(2, 1, 1, 1.0f);
+    x.fill(42.0f);
+    std::fill_n(x.view().row(1, 0, 0), 8, -1.0f);
+    const auto step = [&](std::int32_t layer, const Batch& batch, std::uint32_t* status) {
+        test::call_ref<Gated, float>(on, cache.cache.ref(layer), batch, std::as_const(x).view(),
+                                     std::as_const(x).view(), std::as_const(x).view(), out.view(),
+                                     {.scores = std::as_const(scores).view()}, true, status);
+    };
+    std::uint32_t status[2] = {};
+    step(0, {.count = 2}, status);
+    step(1, {.count = 2}, status);
+    const bool first_exhausted = (status[0] & status_pool_exhausted) != 0;
+    CHECK((first_exhausted || (status[1] & status_pool_exhausted) != 0));
+    const std::vector<unsigned char> before = cache.everything();
+    CHECK_REFUSED(cache.cache.advance(on, {.count = 2}),
+                  "1 is not allowed; it must be 0 until layer 1 has taken them: it lacks 1 pages");
+    CHECK(cache.everything() == before);
+    cache.add_slab(on);
+    std::uint32_t again[2] = {};
+    for (std::int32_t layer = 0; layer < 2; ++layer) {
+        for (std::int32_t slot = 0; slot < 2; ++slot) {
+            if (cache.cache.ref(layer).held[slot] == 0) {
+                const std::int32_t tokens[2] = {slot == 0 ? 1 : 0, slot};
+                step(layer, {.count = 2, .q_len = tokens}, again);
+            }
+        }
+    }
+    CHECK((again[0] | again[1]) == 0u);
+    cache.cache.advance(on, {.count = 2});
+    CHECK(cache.cache.length(0) == 1);
+    CHECK(cache.cache.length(1) == 1);
+}
+
 TEST_CASE("a pool and slabs that cannot be") {
     using Cache = DualCache<Gated, float>;
     const Gated p = gated(1, 4);
@@ -592,6 +636,17 @@ TEST_CASE("a pool and slabs that cannot be") {
     CHECK_REFUSED(cache.add_slab(on, slab.data(), slab.size()),
                   "slabs: 2 is not allowed; it must be at most most_slabs = 1");
     CHECK(std::count(slab.begin(), slab.end(), 0xab) == std::ssize(slab));
+    Cache two(small, {.slab_pages = 4, .most_slabs = 2, .longest = 9}, p);
+    two.bind(on, tables.data(), tables.size());
+    std::vector<unsigned char> both(2 * two.slab_bytes());
+    two.add_slab(on, both.data(), two.slab_bytes());
+    for (const std::size_t at : {std::size_t{0}, std::size_t{64}, std::size_t{128}, two.slab_bytes() - 128}) {
+        CHECK_REFUSED(two.add_slab(on, both.data() + at, two.slab_bytes()),
+                      "slab: memory of slab 0 is not allowed; it must be memory that no slab has yet");
+    }
+    two.add_slab(on, both.data() + two.slab_bytes(), two.slab_bytes());
+    cache.bind(on, tables.data(), tables.size());
+    cache.add_slab(on, slab.data(), slab.size());
     CHECK(cache.lent_pages() == 4);
     CHECK(cache.free_pages() == 4);
     CHECK_REFUSED(cache.clear(on, 3), "slot: 3");
