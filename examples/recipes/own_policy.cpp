@@ -14,8 +14,10 @@ namespace kvp = kvpolicy;
 struct KeepMarked {
     static constexpr kvp::part_kind kind = kvp::part_kind::keep;
     const unsigned char* marks = nullptr;  // one a token; the caller's
+    kvp::position_t count = 0;
 
-    KVPOLICY_HOST_DEVICE constexpr bool keeps(kvp::position_t t) const { return marks[t] != 0; }
+    // For any t: a snapshot, say, also asks about tokens that have not come.
+    KVPOLICY_HOST_DEVICE constexpr bool keeps(kvp::position_t t) const { return t < count && marks[t] != 0; }
 };
 
 using Policy = kvp::Policy<kvp::Window<6>, KeepMarked>;
@@ -24,7 +26,7 @@ int main() {
     constexpr int tokens = 40, dim = 8;
     std::vector<unsigned char> marks(tokens);
     marks[7] = marks[19] = marks[23] = 1;
-    const Policy policy{kvp::Window<6>{}, KeepMarked{marks.data()}};
+    const Policy policy{kvp::Window<6>{}, KeepMarked{marks.data(), tokens}};
     const kvp::host on{1};
 
     // As a mask: for each key the first query that no longer sees it.

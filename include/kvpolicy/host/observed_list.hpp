@@ -1,7 +1,7 @@
 // One head of an observed policy while a block of queries passes: the keys that it holds, as a list, and what becomes of them.
 // A cache makes the list from its rows and writes the survivors back; a mask keeps the list itself. So both decide alike.
 //
-// A block [a, b), in the order of a step (design, section 2):
+// A block [a, b), in the order of a step (docs/concepts.md, the order of a step):
 //   1. where decoded tokens make room: the keys up to a - w compete with the masses that they have (choose at a);
 //   2. the block's keys join; its queries attend, and give mass (observe);
 //   3. at the end of a prompt's block the keys up to b - 1 - w compete with their new masses (choose at b - 1).

@@ -31,7 +31,7 @@ std::size_t build_mask_workspace_bytes(const host& on, const P& policy, const Se
 /// Writes expiry [B, Hkv, S], fp32 scores [B, Hkv, S] given (empty for a policy that ranks nothing):
 ///
 ///     visible(h, q, t)  <=>  t <= q  and  q < expiry[h][t]
-///     expiry = max(sink, keep, window, min(gate, budget))      (design, section 1; kvpop.txt, C.1)
+///     expiry = max(sink, keep, window, min(gate, budget))      (docs/concepts.md; KVpop, C.1)
 ///
 /// Overwrites expiry[b][h][t] for t < the sequence's length and nothing else. A score is read only where its key leaves
 /// the window before its sequence (or packed segment) ends, is no sink and not kept by position. With cu_seqlens every

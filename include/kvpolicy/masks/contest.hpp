@@ -29,7 +29,7 @@ struct contest_outcome {
 };
 
 /// The k best of the keys that have competed so far. Worst on top of a binary heap where priorities are static (decay
-/// step 1), a scan of the survivors otherwise (design, section 2: for n > 1 a newcomer contests the survivors only).
+/// step 1), a scan of the survivors otherwise (for n > 1 a newcomer contests the survivors only).
 /// Storage is the caller's: capacity(rule, competitors) entries.
 class long_range_set {
   public:

@@ -90,7 +90,7 @@ constexpr auto make_keep_set(const First& first, const Rest&... rest) {
 /// one of a kind (keep parts: several). A policy of fixed parts needs no argument; otherwise all its parts are given to the
 /// constructor. A policy with a budget or a gate and no scorer takes scores from its caller (GivenScores).
 ///
-/// Lifetimes, for KV head h (design, section 1): sinks and kept keys never expire; every key is visible for w queries;
+/// Lifetimes, for KV head h (docs/concepts.md): sinks and kept keys never expire; every key is visible for w queries;
 /// a key that leaves the window with its gate open competes for the k long-range places. Without gate and budget a key
 /// expires with its window (StreamingLLM).
 template <class... Parts>
