@@ -119,9 +119,9 @@ void DualCache<P, T>::add_slab(const host&, void* buffer, std::size_t buffer_byt
     for (std::int32_t i = 0; i < slabs_; ++i) {
         const auto* const other =
             reinterpret_cast<const std::byte*>(this->template at<const Slab<T>>(slabs_at_)[i].k);
-        detail::require(
-            std::less_equal<>{}(other + size, memory) || std::less_equal<>{}(memory + size, other), "slab",
-            [&] { return detail::text("memory of slab ", i); }(), "memory that no slab has yet");
+        if (std::less<>{}(memory, other + size) && std::less<>{}(other, memory + size)) {
+            detail::refuse("slab", detail::text("memory of slab ", i), "memory that no slab has yet");
+        }
     }
     typename base::layout slab;
     Slab<T>& lent = this->template at<Slab<T>>(slabs_at_)[slabs_];

@@ -637,7 +637,8 @@ TEST_CASE("a pool and slabs that cannot be") {
                   "slabs: 2 is not allowed; it must be at most most_slabs = 1");
     CHECK(std::count(slab.begin(), slab.end(), 0xab) == std::ssize(slab));
     Cache two(small, {.slab_pages = 4, .most_slabs = 2, .longest = 9}, p);
-    two.bind(on, tables.data(), tables.size());
+    std::vector<unsigned char> others(two.bytes().total());
+    two.bind(on, others.data(), others.size());
     std::vector<unsigned char> both(2 * two.slab_bytes());
     two.add_slab(on, both.data(), two.slab_bytes());
     for (const std::size_t at : {std::size_t{0}, std::size_t{64}, std::size_t{128}, two.slab_bytes() - 128}) {
@@ -645,8 +646,6 @@ TEST_CASE("a pool and slabs that cannot be") {
                       "slab: memory of slab 0 is not allowed; it must be memory that no slab has yet");
     }
     two.add_slab(on, both.data() + two.slab_bytes(), two.slab_bytes());
-    cache.bind(on, tables.data(), tables.size());
-    cache.add_slab(on, slab.data(), slab.size());
     CHECK(cache.lent_pages() == 4);
     CHECK(cache.free_pages() == 4);
     CHECK_REFUSED(cache.clear(on, 3), "slot: 3");

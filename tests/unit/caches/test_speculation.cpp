@@ -264,8 +264,9 @@ TEST_CASE("what a commit refuses") {
 
 TEST_CASE("a commit without pages is a no-op that can be tried again") {
     const host on(1);
-    test::BoundDual<Gated, float> bound(on, shape, {.slab_pages = 4, .most_slabs = 9, .longest = 50},
-                                        Gated{});
+    CacheShape one = shape;
+    one.layers = 1;
+    test::BoundDual<Gated, float> bound(on, one, {.slab_pages = 4, .most_slabs = 9, .longest = 50}, Gated{});
     const auto ref = bound.cache.ref(0);
     std::mt19937 generator(1);
     Call in(6, generator);
