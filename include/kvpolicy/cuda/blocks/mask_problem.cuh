@@ -4,6 +4,7 @@
 #include <kvpolicy/core/status.hpp>
 #include <kvpolicy/core/types.hpp>
 #include <kvpolicy/core/view.hpp>
+#include <kvpolicy/cuda/blocks/segment_search.cuh>
 #include <kvpolicy/cuda/config.cuh>
 #include <kvpolicy/cuda/tuning.cuh>
 #include <kvpolicy/policies/parameters.hpp>
@@ -107,31 +108,11 @@ struct mask_problem {
     }
     /// The segment that a slot may belong to: the last whose first slot is not behind it.
     __device__ std::int32_t segment_of_slot(std::int32_t slot) const {
-        std::int32_t low = 0;
-        std::int32_t high = segments - 1;
-        while (low < high) {
-            const std::int32_t middle = (low + high + 1) / 2;
-            if (first_slot(middle) <= slot) {
-                low = middle;
-            } else {
-                high = middle - 1;
-            }
-        }
-        return low;
+        return last_begun(segments, [&](std::int32_t i) { return first_slot(i) <= slot; });
     }
     /// The segment of token t of a plane.
     __device__ std::int32_t segment_of_token(std::int32_t t) const {
-        std::int32_t low = 0;
-        std::int32_t high = segments - 1;
-        while (edges != nullptr && low < high) {
-            const std::int32_t middle = (low + high + 1) / 2;
-            if (edges[middle] <= t) {
-                low = middle;
-            } else {
-                high = middle - 1;
-            }
-        }
-        return low;
+        return edges == nullptr ? 0 : last_begun(segments, [&](std::int32_t i) { return edges[i] <= t; });
     }
 
     /// Whether key t (from its segment's first token) never leaves because of where it stands.

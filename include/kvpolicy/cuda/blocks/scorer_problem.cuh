@@ -5,6 +5,7 @@
 #include <kvpolicy/core/types.hpp>
 #include <kvpolicy/core/view.hpp>
 #include <kvpolicy/cuda/blocks/scorer_tile.cuh>
+#include <kvpolicy/cuda/blocks/segment_search.cuh>
 #include <kvpolicy/cuda/config.cuh>
 #include <kvpolicy/scorers/rope.hpp>
 
@@ -77,15 +78,8 @@ struct scorer_streams {
             s.from = start_of(s.b);
             s.end = s.from + n;
         } else {
-            std::int32_t low = 0, high = segments - 1;  // the last segment whose chunks do not begin later
-            while (low < high) {
-                const std::int32_t middle = (low + high + 1) / 2;
-                if (first_slot(middle) <= slot) {
-                    low = middle;
-                } else {
-                    high = middle - 1;
-                }
-            }
+            const std::int32_t low =
+                last_begun(segments, [&](std::int32_t i) { return first_slot(i) <= slot; });
             s.segment = low;
             s.begin = edges[low] < n ? edges[low] : n;
             s.from = s.begin;
