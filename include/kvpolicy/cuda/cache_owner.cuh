@@ -234,16 +234,7 @@ void export_heads(const cuda& on, const FixedBudgetRef<P, T>& cache, const Batch
     detail::require(batch.count >= 0 && batch.count <= cache.slots, "batch.count", batch.count,
                     [&] { return detail::text("0 to the cache's slots, ", cache.slots); });
     const std::int64_t most = batch.count * (cache.rows / cache.page_rows);
-    detail::require(pages.indices_capacity >= most, "pages.indices_capacity", pages.indices_capacity, [&] {
-        return detail::text("at least ", most, ", the pages that the batch's slots can have");
-    });
-    detail::require(pages.indptr != nullptr, "pages.indptr", "null", "an array of batch.count * Hkv + 1");
-    detail::require(pages.indices != nullptr || most == 0, "pages.indices", "null",
-                    "an array of indices_capacity");
-    detail::require(pages.last_page_rows != nullptr || batch.count == 0, "pages.last_page_rows", "null",
-                    "an array of batch.count * Hkv");
-    detail::require(cache.page_count() <= std::numeric_limits<std::int32_t>::max(), "pages of the layer",
-                    cache.page_count(), "below 2^31, as indices are 32 bits");
+    host_backend::check_head_pages(cache, batch, pages, most, "the pages that the batch's slots can have");
     const cb::device_scope device(on);
     const cb::cache_view<T> view(cache);
     cb::launch("count_pages_kernel", cb::count_pages_kernel<T>, 1, cb::slot_threads, 0, on, view, batch,

@@ -151,6 +151,25 @@ void attend(const host& on, const Ref<P, T>& cache, const Batch& batch, input_ro
     hb::attend_rows(on, cache, batch, q, out, lse, 0, hb::aligned(workspace.data));
 }
 
+namespace host_backend {
+
+/// The arrays of an export; reads no memory of the call, so that it serves every backend. `needed` pages, which are what `of` says.
+template <class Cache>
+void check_head_pages(const Cache& cache, const Batch& batch, const HeadPages& pages, std::int64_t needed,
+                      const char* of) {
+    detail::require(pages.indices_capacity >= needed, "pages.indices_capacity", pages.indices_capacity,
+                    [&] { return detail::text("at least ", of, ", ", needed); });
+    detail::require(pages.indptr != nullptr, "pages.indptr", "null", "an array of batch.count * Hkv + 1");
+    detail::require(pages.indices != nullptr || needed == 0, "pages.indices", "null",
+                    "an array of indices_capacity");
+    detail::require(pages.last_page_rows != nullptr || batch.count == 0, "pages.last_page_rows", "null",
+                    "an array of batch.count * Hkv");
+    detail::require(cache.page_count() <= std::numeric_limits<std::int32_t>::max(), "pages of the layer",
+                    cache.page_count(), "below 2^31, as indices are 32 bits");
+}
+
+}  // namespace host_backend
+
 template <class P, Storage T, template <class, class> class Ref>
 requires CacheRef<Ref<P, T>>
 void export_heads(const host&, const Ref<P, T>& cache, const Batch& batch, const HeadPages& pages) {
@@ -168,17 +187,7 @@ void export_heads(const host&, const Ref<P, T>& cache, const Batch& batch, const
     for_each_head([&](std::int32_t slot, std::int32_t h) {
         needed += (cache.used(slot, h) + page_rows - 1) / page_rows;
     });
-    if (needed > pages.indices_capacity) {
-        detail::refuse("pages.indices_capacity", pages.indices_capacity,
-                       detail::text("at least the pages in use, ", needed));
-    }
-    detail::require(pages.indptr != nullptr, "pages.indptr", "null", "an array of batch.count * Hkv + 1");
-    detail::require(pages.indices != nullptr || needed == 0, "pages.indices", "null",
-                    "an array of indices_capacity");
-    detail::require(pages.last_page_rows != nullptr || batch.count == 0, "pages.last_page_rows", "null",
-                    "an array of batch.count * Hkv");
-    detail::require(cache.page_count() <= std::numeric_limits<std::int32_t>::max(), "pages of the layer",
-                    cache.page_count(), "below 2^31, as indices are 32 bits");
+    host_backend::check_head_pages(cache, batch, pages, needed, "the pages in use");
     std::int64_t at = 0;
     std::int64_t sequence = 0;
     pages.indptr[0] = 0;
