@@ -44,8 +44,9 @@ void step(const host& on, const Ref<P, T>& cache, const Batch& batch, input_rows
 /// A chunk of n tokens a sequence, at positions length .. length + n - 1: what n steps would do, at the cost of one pass.
 /// q [count, Hq, n, Dk], k and v [count, Hkv, n, D], out [count, Hq, n, Dv]. Retained sets, rows and scores are identical to
 /// stepping (given the same scores; the mLSTM runs recurrently, so its scores are the same bits too); outputs agree to
-/// rounding. extras.cu_seqlens packs entries of different lengths into one row. The chunk attends to two segments: the rows of the cache, and itself. Errors and exhaustion as for step; a
-/// chunk counts as one: it fits, or nothing of it is kept.
+/// rounding. extras.cu_seqlens packs entries of different lengths into one row. The chunk attends to two segments: the
+/// rows of the cache, and itself. Errors and exhaustion as for step; a chunk counts as one: it fits, or nothing of it is
+/// kept.
 ///
 /// A policy that ranks keys by the attention they receive takes the chunk as blocks of a prompt (ObservedPrefill): within a
 /// block nothing is evicted, so blocks of more than one token keep other keys than steps do.

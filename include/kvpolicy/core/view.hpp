@@ -96,10 +96,11 @@ struct workspace_view {
     std::size_t bytes = 0;
 };
 
-/// The sequences of one call: `batch` of `length` tokens each, both to be given. `lengths[b]`, where given, says how many tokens of sequence b count; the rest is neither read nor written. `starts[b]`, where given, is
-/// the position of sequence b's first query in the frame of the mask (chunked prefill). `segments` > 0 packs several
-/// samples into each sequence: cu_seqlens[0..segments] are their edges, and sinks, window, budget and scorer state start
-/// anew at each. Leaving cu_seqlens null keeps attention across packed samples (KVpop's training).
+/// The sequences of one call: `batch` of `length` tokens each, both to be given. `lengths[b]`, where given, says how many
+/// tokens of sequence b count; the rest is neither read nor written. `starts[b]`, where given, is the position of
+/// sequence b's first query in the frame of the mask (chunked prefill). `segments` > 0 packs several samples into each
+/// sequence: cu_seqlens[0..segments] are their edges, and sinks, window, budget and scorer state start anew at each.
+/// Leaving cu_seqlens null keeps attention across packed samples (KVpop's training).
 struct Sequences {
     std::int32_t batch = 0;
     std::int32_t length = -1;                  // refused until it is set
