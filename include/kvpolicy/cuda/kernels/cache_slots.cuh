@@ -87,22 +87,27 @@ struct slot_move {
 };
 
 /// Moves words x = first, first + stride, ... of an array: at(slot) is a slot's, count(move) how many of them move. All slots'
-/// words are read before any is written, each by the thread that writes it, so that no thread waits for another.
-template <class Word, class At, class Count>
+/// words are read before any is written, each by the thread that writes it, so that no thread waits for another. A thread's
+/// words wait in its own `Room`s, one a move, in `scratch`: the same ones whatever the word, since a neighbour may be a call ahead.
+template <class Word, class Room, class At, class Count>
 __device__ void move_words(const slot_move* moves, std::int32_t number, void* scratch, std::int64_t first,
                            std::int64_t stride, std::int64_t most, const At& at, const Count& count) {
+    static_assert(sizeof(Word) <= sizeof(Room));
     const auto threads = static_cast<std::int32_t>(blockDim.x);
-    Word* const mine = static_cast<Word*>(scratch) + threadIdx.x;
+    const auto mine = [&](std::int32_t i) -> Word& {
+        return *reinterpret_cast<Word*>(static_cast<Room*>(scratch) +
+                                        (i * threads + static_cast<std::int32_t>(threadIdx.x)));
+    };
     for (std::int64_t x = first; x < most; x += stride) {
 #pragma unroll 4
         for (std::int32_t i = 0; i < number; ++i) {
             if (moves[i].from != moves[i].to && x < count(moves[i])) {
-                mine[i * threads] = reinterpret_cast<const Word*>(at(moves[i].from))[x];
+                mine(i) = reinterpret_cast<const Word*>(at(moves[i].from))[x];
             }
         }
         for (std::int32_t i = 0; i < number; ++i) {
             if (moves[i].from != moves[i].to && x < count(moves[i])) {
-                reinterpret_cast<Word*>(at(moves[i].to))[x] = mine[i * threads];
+                reinterpret_cast<Word*>(at(moves[i].to))[x] = mine(i);
             }
         }
     }
@@ -134,7 +139,7 @@ __global__ void __launch_bounds__(slot_threads)
     const auto rows = [&]<class Unit>(Unit, auto* array, std::int64_t each) {
         const std::int64_t words =
             each * static_cast<std::int64_t>(sizeof *array) / static_cast<std::int64_t>(sizeof(Unit));
-        move_words<Unit>(
+        move_words<Unit, Word>(
             all, moves.count, scratch, first, stride, cache.capacity(head) * words,
             [&](std::int32_t slot) { return array + cache.first_row(slot, head) * each; },
             [&](const slot_move& move) { return move.used * words; });
@@ -143,7 +148,7 @@ __global__ void __launch_bounds__(slot_threads)
     rows(Word{}, cache.v, cache.dim_v);
     rows(std::uint32_t{}, cache.position, 1);
     rows(std::uint32_t{}, cache.score, 1);
-    move_words<std::uint32_t>(
+    move_words<std::uint32_t, Word>(
         all, moves.count, scratch, first, stride, cache.state_size,
         [&](std::int32_t slot) { return cache.state + cache.head_index(slot, head) * cache.state_size; },
         [&](const slot_move&) { return cache.state_size; });
@@ -171,12 +176,12 @@ __global__ void __launch_bounds__(slot_threads)
         }
     }
     __syncthreads();
-    move_words<std::uint32_t>(
+    move_words<std::uint32_t, std::uint32_t>(
         all, moves.count, scratch, thread, threads, cache.kv_heads,
         [&](std::int32_t slot) { return cache.kept + cache.head_index(slot, 0); },
         [&](const slot_move&) { return std::int64_t{cache.kv_heads}; });
     if (blockIdx.x == 0) {
-        move_words<std::uint32_t>(
+        move_words<std::uint32_t, std::uint32_t>(
             all, moves.count, scratch, thread, threads, 2,
             [&](std::int32_t slot) { return cache.length + slot; },
             [](const slot_move&) { return std::int64_t{2}; });
