@@ -7,6 +7,9 @@
 #include "support/generation_policies.hpp"
 
 #include <fmt/format.h>
+#if KVPOLICY_EXAMPLES_CUDA
+#include <llama/cuda/engine.hpp>
+#endif
 #include <llama/engine.hpp>
 #include <llama/error.hpp>
 #include <llama/sampler.hpp>
@@ -16,6 +19,7 @@
 #include <charconv>
 #include <chrono>
 #include <cstdio>
+#include <functional>
 #include <iostream>
 #include <iterator>
 #include <limits>
@@ -33,6 +37,8 @@ struct Options {
     examples::PolicyOptions numbers;
     std::int32_t tokens = 512;
     std::int32_t threads = 0;
+    bool on_card = false;
+    llama::DType weights = llama::DType::f32;
     llama::SamplerOptions sampler{.temperature = 0.7, .top_k = 20, .top_p = 0.95, .seed = 1};
 };
 
@@ -51,6 +57,9 @@ constexpr const char* usage =
     "  --temperature T    0 takes the likeliest token (default: 0.7)\n"
     "  --seed N           of the sampling, and of the policy random (default: 1)\n"
     "  --threads N        0: all (default)\n"
+    "  --rows TYPE        what the cache stores: bf16 (default) or fp32\n"
+    "  --backend NAME     host (default), or cuda: the first card, one graph a token\n"
+    "  --weights TYPE     of the matrices on a card: fp32 (default) or bf16\n"
     "\n"
     "policies, and the options that each uses:\n";
 
@@ -74,6 +83,9 @@ void print_help() {
             fmt::print("  {:<10} {}\n", "", fmt::join(uses, " "));
         }
     }
+    const auto names = examples::device_policy_names();
+    fmt::print("\nwith --backend cuda: {}\n", names.empty() ? "none, this program was built without CUDA"
+                                                            : fmt::format("{}", fmt::join(names, ", ")));
 }
 
 /// A whole text as a number from `least` to `most`; NaN is none.
@@ -86,6 +98,32 @@ void read_number(const std::string& name, const std::string& text, Number& numbe
                                       ? fmt::format("{} or more", least)
                                       : fmt::format("from {} to {}", least, most);
         llama::fail("{}: {} is not allowed; it must be a number {}", name, llama::printable(text), limit);
+    }
+}
+
+void read_type(const std::string& name, const std::string& text, llama::DType& type) {
+    if (text != "fp32" && text != "bf16") {
+        llama::fail("{}: {} is not allowed; it must be fp32 or bf16", name, llama::printable(text));
+    }
+    type = text == "fp32" ? llama::DType::f32 : llama::DType::bf16;
+}
+
+/// Refuses a backend that this program, or the chosen policy, does not have.
+void check_backend(const Options& options, const std::vector<std::string>& given) {
+    if (!options.on_card) {
+        if (std::ranges::find(given, "--weights") != given.end()) {
+            llama::fail("--weights: is for --backend cuda; the host computes in fp32");
+        }
+        return;
+    }
+    const auto names = examples::device_policy_names();
+    if (names.empty()) {
+        llama::fail(
+            "--backend: cuda is not allowed; this program was built without it (KVPOLICY_ENABLE_CUDA)");
+    }
+    if (std::ranges::find(names, options.policy) == names.end()) {
+        llama::fail("--backend: cuda is not allowed with the policy {}; these run on a card: {}",
+                    options.policy, fmt::join(names, ", "));
     }
 }
 
@@ -154,6 +192,16 @@ Options parse(int argc, char** argv) {
             read_number(argument, value(), options.tokens, 1);
         } else if (argument == "--threads") {
             read_number(argument, value(), options.threads, 0, 4096);
+        } else if (argument == "--rows") {
+            read_type(argument, value(), options.numbers.rows);
+        } else if (argument == "--weights") {
+            read_type(argument, value(), options.weights);
+        } else if (argument == "--backend") {
+            const std::string name = value();
+            if (name != "host" && name != "cuda") {
+                llama::fail("--backend: {} is not allowed; it must be host or cuda", llama::printable(name));
+            }
+            options.on_card = name == "cuda";
         } else if (argument == "--temperature") {
             read_number(argument, value(), options.sampler.temperature, 0.0);
         } else if (argument == "--seed") {
@@ -170,6 +218,7 @@ Options parse(int argc, char** argv) {
         options.policy = options.numbers.scorers.empty() ? "streaming" : "kvpop";
     }
     check_policy_options(options, given);
+    check_backend(options, given);
     if (!has_prompt) {
         options.prompt.assign(std::istreambuf_iterator<char>(std::cin), std::istreambuf_iterator<char>());
     }
@@ -178,6 +227,70 @@ Options parse(int argc, char** argv) {
     }
     return options;
 }
+
+/// What the last line says.
+struct Summary {
+    double prompt_seconds = 0.0, tokens_per_second = 0.0;
+    std::int32_t written = 0;
+    std::int64_t seen = 0;
+    double rows_per_head = 0.0;
+    std::size_t bytes = 0;
+};
+
+Summary write_on_host(const Options& options, examples::PolicySetting& setting,
+                      const std::function<bool(std::int32_t)>& take) {
+    const auto attention = examples::generation_policy(options.policy).make(setting);
+    llama::Engine engine(setting.model);
+    std::span<const float> logits;
+    Summary summary;
+    const auto begin = std::chrono::steady_clock::now();
+    constexpr std::size_t chunk = 512;
+    for (std::size_t at = 0; at < setting.prompt.size(); at += chunk) {
+        const std::size_t count = std::min(chunk, setting.prompt.size() - at);
+        std::vector<std::int64_t> positions(count);
+        for (std::size_t i = 0; i < count; ++i) {
+            positions[i] = static_cast<std::int64_t>(at + i);
+        }
+        logits = engine.forward(setting.prompt.subspan(at, count), positions, *attention);
+    }
+    summary.prompt_seconds = std::chrono::duration<double>(std::chrono::steady_clock::now() - begin).count();
+
+    llama::Sampler sample(options.sampler);
+    const auto start = std::chrono::steady_clock::now();
+    while (summary.written < options.tokens) {
+        const std::int32_t token = sample(logits);
+        if (!take(token)) {
+            break;
+        }
+        const std::int64_t position = attention->length();
+        logits = engine.forward({&token, 1}, {&position, 1}, *attention);
+        ++summary.written;
+    }
+    summary.tokens_per_second =
+        summary.written / std::chrono::duration<double>(std::chrono::steady_clock::now() - start).count();
+    summary.seen = attention->length();
+    summary.rows_per_head = attention->rows_per_head();
+    summary.bytes = attention->bytes();
+    return summary;
+}
+
+#if KVPOLICY_EXAMPLES_CUDA
+Summary write_on_card(const Options& options, examples::PolicySetting& setting,
+                      const std::function<bool(std::int32_t)>& take) {
+    llama::DeviceEngine engine(setting.model, options.weights);
+    const examples::DeviceSetting device{engine.stream(), setting.model.config, options.numbers.rows,
+                                         llama::DeviceEngine::chunk};
+    const auto attention = examples::generation_policy(options.policy).make_on_device(setting, device);
+    Summary summary;
+    summary.written = engine.write(setting.prompt, *attention, options.sampler, options.tokens, take);
+    summary.prompt_seconds = engine.prompt_seconds();
+    summary.tokens_per_second = engine.tokens_per_second();
+    summary.seen = attention->length();
+    summary.rows_per_head = attention->rows_per_head();
+    summary.bytes = attention->bytes();
+    return summary;
+}
+#endif
 
 int run(int argc, char** argv) {
     const Options options = parse(argc, argv);
@@ -199,46 +312,30 @@ int run(int argc, char** argv) {
     }
     const auto longest = static_cast<std::int32_t>(tokens.size()) + options.tokens;
     examples::PolicySetting setting{on, model, tokens, longest, options.numbers};
-    const auto attention = examples::generation_policy(options.policy).make(setting);
 
-    llama::Engine engine(model);
-    std::span<const float> logits;
-    const auto begin = std::chrono::steady_clock::now();
-    constexpr std::size_t chunk = 512;
-    for (std::size_t at = 0; at < tokens.size(); at += chunk) {
-        const std::size_t count = std::min(chunk, tokens.size() - at);
-        std::vector<std::int64_t> positions(count);
-        for (std::size_t i = 0; i < count; ++i) {
-            positions[i] = static_cast<std::int64_t>(at + i);
-        }
-        logits = engine.forward(std::span(tokens).subspan(at, count), positions, *attention);
-    }
-    const std::chrono::duration<double> prompt_time = std::chrono::steady_clock::now() - begin;
-
-    llama::Sampler sample(options.sampler);
     llama::Utf8Stream text;
-    std::int32_t written = 0;
-    const auto start = std::chrono::steady_clock::now();
-    while (written < options.tokens) {
-        const std::int32_t token = sample(logits);
+    const auto take = [&](std::int32_t token) {
         if (std::ranges::find(model.config.eos, token) != model.config.eos.end()) {
-            break;
+            return false;
         }
         fmt::print("{}", text.push(tokenizer.piece(token)));
         std::fflush(stdout);
-        const std::int64_t position = attention->length();
-        logits = engine.forward({&token, 1}, {&position, 1}, *attention);
-        ++written;
-    }
-    const std::chrono::duration<double> time = std::chrono::steady_clock::now() - start;
+        return true;
+    };
+#if KVPOLICY_EXAMPLES_CUDA
+    const Summary summary =
+        options.on_card ? write_on_card(options, setting, take) : write_on_host(options, setting, take);
+#else
+    const Summary summary = write_on_host(options, setting, take);
+#endif
     fmt::print("{}\n", text.flush());
     fmt::print(stderr,
                "\n[prompt {} tokens in {:.1f} s; {} tokens at {:.1f} a second; {}: {} tokens seen, {:.0f} "
                "rows a head held, "
                "cache of {:.1f} MiB]\n",
-               tokens.size(), prompt_time.count(), written, written / time.count(), options.policy,
-               attention->length(), attention->rows_per_head(),
-               static_cast<double>(attention->bytes()) / (1 << 20));
+               tokens.size(), summary.prompt_seconds, summary.written, summary.tokens_per_second,
+               options.policy, summary.seen, summary.rows_per_head,
+               static_cast<double>(summary.bytes) / (1 << 20));
     return 0;
 }
 

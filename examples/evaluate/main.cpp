@@ -6,12 +6,16 @@
 #include "report.hpp"
 #include "support/progress.hpp"
 
+#if KVPOLICY_EXAMPLES_CUDA
+#include <llama/cuda/engine.hpp>
+#endif
 #include <llama/error.hpp>
 #include <llama/tokenizer.hpp>
 
 #include <algorithm>
 #include <charconv>
 #include <chrono>
+#include <memory>
 #include <string>
 #include <vector>
 
@@ -28,6 +32,7 @@ constexpr const char* usage = R"(usage: evaluate [OPTION...]
   --joined N         held-out sequences put together for a model that does not read bytes (2)
   --sinks N (4)  --window N (64)  --chunk N of prefill (1024)  --threads N (all)
   --speed N          tokens that are decoded after the first sequence to measure the speed, 0 for none (48)
+  --backend NAME     host, or cuda: the first card, with fp32 weights; policies that it does not have are left out (host)
   --out NAME         writes NAME.csv, NAME.json and NAME.txt, the table, after every line of it
 )";
 
@@ -36,6 +41,7 @@ struct Options {
     std::vector<std::string> scorers, policies, budgets{"75%", "88%", "94%"};
     std::int32_t sequences = 1 << 20, joined = 2, sinks = 4, window = 64, chunk = 1024, threads = 0,
                  speed = 48;
+    bool on_card = false;
 };
 
 std::int32_t number(const std::string& name, std::string_view text, std::int32_t least, std::int32_t most) {
@@ -94,6 +100,11 @@ Options parse(int argc, char** argv) {
             o.threads = number(name, value, 0, 4096);
         } else if (name == "--speed") {
             o.speed = number(name, value, 0, 1 << 20);
+        } else if (name == "--backend") {
+            if (value != "host" && value != "cuda") {
+                llama::fail("--backend: {} is not allowed; it must be host or cuda", llama::printable(value));
+            }
+            o.on_card = value == "cuda";
         } else if (name == "--out") {
             o.out = value;
         } else {
@@ -175,6 +186,14 @@ int run(int argc, char** argv) {
                         fmt::join(known_names, ", "));
         }
     }
+    if (o.on_card) {
+        std::erase_if(chosen, [](const EvaluatedPolicy* policy) { return !policy->make_on_device; });
+        if (chosen.empty()) {
+            llama::fail("--backend: cuda is not allowed; {}",
+                        KVPOLICY_EXAMPLES_CUDA ? "a card has none of these policies"
+                                               : "this program was built without it (KVPOLICY_ENABLE_CUDA)");
+        }
+    }
     std::vector<Result> results;
     std::vector<float> betas;
     const auto wants = [&](float beta) {
@@ -209,7 +228,15 @@ int run(int argc, char** argv) {
 
     examples::Progress progress;
     llama::Engine engine(model);
-    Bench bench(on, engine, data, o.chunk, o.sinks, o.window, o.speed);
+    llama::DeviceEngine* card = nullptr;
+#if KVPOLICY_EXAMPLES_CUDA
+    std::unique_ptr<llama::DeviceEngine> made_card;
+    if (o.on_card) {
+        made_card = std::make_unique<llama::DeviceEngine>(model, llama::DType::f32);
+        card = made_card.get();
+    }
+#endif
+    Bench bench(on, engine, data, o.chunk, o.sinks, o.window, o.speed, card);
     const Run of{std::filesystem::path(o.model).lexically_normal().filename().string(),
                  static_cast<std::int32_t>(sequences),
                  data.length,

@@ -4,6 +4,9 @@
 #include <kvpolicy/policies/decay.hpp>
 #include <kvpolicy/scorers/sequence.hpp>
 
+#if KVPOLICY_EXAMPLES_CUDA
+#include <llama/cuda/engine.hpp>
+#endif
 #include <llama/dense_attention.hpp>
 
 #include <algorithm>
@@ -60,21 +63,58 @@ void Bench::run(std::size_t sequence, const std::map<float, std::vector<float>>&
         given = padded(targets.at(policy.beta), length, length + static_cast<std::size_t>(decoded_));
         setting.oracle = given;
     }
+    if (card_ != nullptr) {
+        run_on_card(sequence, setting, result);
+        return;
+    }
     const auto attention = policy.make(setting);
     examples::SequenceScorer scorer(data_, sequence);
     examples::run_sequence(engine_, *attention, data_, sequence, chunk_, scorer,
                            policy.prompted ? data_.length / 4 * 3 : 0);
     scorer.add_to(result.score);
-    result.score.rows += attention->rows_per_head();
+    add(*attention, result);
+    if (result.score.sequences == 1 && decoded_ > 0) {
+        const std::int32_t token = data_.tokens[sequence].back();
+        result.tokens_per_second = examples::decode_speed(engine_, *attention, token, decoded_);
+    }
+}
 
+#if KVPOLICY_EXAMPLES_CUDA
+void Bench::run_on_card(std::size_t sequence, const Setting& setting, Result& result) {
+    const std::vector<std::int32_t>& tokens = data_.tokens[sequence];
+    const llama::Config& config = engine_.model().config;
+    const auto length = static_cast<std::size_t>(data_.length);
+    const auto attention = result.policy->make_on_device(
+        setting, {card_->stream(), config, llama::DType::bf16, llama::DeviceEngine::chunk});
+    std::vector<float> logits(length * static_cast<std::size_t>(config.vocab_size));
+    card_->forward(std::span(tokens).first(length), *attention, logits);
+    examples::SequenceScorer scorer(data_, sequence);
+    scorer.take(logits, 0, data_.length, config.vocab_size);
+    scorer.add_to(result.score);
+    add(*attention, result);
+    if (result.score.sequences == 1 && decoded_ > 0) {
+        const auto take = [](std::int32_t) { return true; };
+        card_->write(std::span(tokens).last(1), *attention, {}, decoded_, take);
+        result.tokens_per_second = card_->tokens_per_second();
+    }
+}
+#else
+void Bench::run_on_card(std::size_t, const Setting&, Result&) {}  // there is no card then
+#endif
+
+/// What a cache holds after the last token of a sequence.
+template <class Attention>
+void Bench::add(const Attention& attention, Result& result) const {
+    const llama::Config& config = engine_.model().config;
+    const auto length = static_cast<std::size_t>(data_.length);
+    result.score.rows += attention.rows_per_head();
     const auto kv_heads = static_cast<std::size_t>(config.kv_heads);
     const std::size_t heads = static_cast<std::size_t>(config.layers) * kv_heads;
     result.rows.resize(heads);
     result.kept.resize(static_cast<std::size_t>(config.layers) * position_bins);
-    const bool first = result.score.sequences == 1;
     for (std::size_t i = 0; i < heads; ++i) {
         const auto held =
-            attention->retained(static_cast<int>(i) / config.kv_heads, static_cast<int>(i) % config.kv_heads);
+            attention.retained(static_cast<int>(i) / config.kv_heads, static_cast<int>(i) % config.kv_heads);
         result.rows[i] += static_cast<double>(held.size());
         for (const kvpolicy::position_t t : held) {
             const std::size_t bin =
@@ -85,12 +125,8 @@ void Bench::run(std::size_t sequence, const std::map<float, std::vector<float>>&
                 1.0 / static_cast<double>((end - begin) * kv_heads);
         }
     }
-    if (first) {
-        result.mib = static_cast<double>(attention->bytes()) / (1 << 20);
-        if (decoded_ > 0) {
-            const std::int32_t token = data_.tokens[sequence].back();
-            result.tokens_per_second = examples::decode_speed(engine_, *attention, token, decoded_);
-        }
+    if (result.score.sequences == 1) {
+        result.mib = static_cast<double>(attention.bytes()) / (1 << 20);
     }
 }
 

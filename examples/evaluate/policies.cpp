@@ -10,6 +10,7 @@
 #include "support/keeping.hpp"
 
 #include <algorithm>
+#include <cstddef>
 #include <limits>
 #include <utility>
 
@@ -105,24 +106,53 @@ Made gated_oracle(const Setting& setting) {
     return std::make_unique<examples::Keeping<std::vector<float>>>(std::move(thresholds), std::move(cache));
 }
 
+// ---- on a card -------------------------------------------------------------------------------------------------------
+
+#if KVPOLICY_EXAMPLES_CUDA
+examples::DeviceBudget device_budget(const examples::PolicyChoice& choice) {
+    return {choice.sinks, choice.window,
+            kvpolicy::budget_for_total(choice.budget, choice.sinks, choice.window)};
+}
+examples::DeviceCache device_dense(const Setting& setting, const examples::DeviceSetting& device) {
+    return examples::make_device_window(device, {0, setting.longest, 0});
+}
+examples::DeviceCache device_streaming(const Setting& setting, const examples::DeviceSetting& device) {
+    const examples::PolicyChoice& choice = setting.choice;
+    return examples::make_device_window(device, {choice.sinks, choice.budget - choice.sinks, 0});
+}
+examples::DeviceCache device_key_norm(const Setting& setting, const examples::DeviceSetting& device) {
+    return examples::make_device_keynorm(device, device_budget(setting.choice), 0.0f);
+}
+examples::DeviceCache device_random(const Setting& setting, const examples::DeviceSetting& device) {
+    return examples::make_device_random(device, device_budget(setting.choice), 1);
+}
+examples::DeviceCache device_oracle(const Setting& setting, const examples::DeviceSetting& device) {
+    return examples::make_device_given(device, device_budget(setting.choice), setting.oracle,
+                                       setting.longest);
+}
+#else
+constexpr std::nullptr_t device_dense = nullptr, device_streaming = nullptr, device_key_norm = nullptr,
+                         device_random = nullptr, device_oracle = nullptr;
+#endif
+
 constexpr float infinity = std::numeric_limits<float>::infinity();
 
 // One line each; others' baselines come here. `scorers` stays null, --scorers adds those below.
 const EvaluatedPolicy table[] = {
-    {"dense", "dense", false, false, 0.0f, nullptr, dense},
-    {"streaming", "StreamingLLM", true, false, 0.0f, nullptr, streaming},
-    {"keynorm", "small key norms", true, false, 0.0f, nullptr, key_norm},
-    {"random", "random keys", true, false, 0.0f, nullptr, random},
-    {"stride", "keys at a stride", true, false, 0.0f, nullptr, stride},
-    {"h2o", "H2O", true, false, 0.0f, nullptr, h2o},
-    {"tova", "TOVA", true, false, 0.0f, nullptr, tova},
-    {"snapkv", "SnapKV, chunks of 64", true, false, 0.0f, nullptr, snapkv_chunks},
-    {"snapkv-prompt", "SnapKV, prompt then decode", true, true, 0.0f, nullptr, snapkv_prompt},
-    {"oracle-1", "oracle, beta 1", true, false, 1.0f, nullptr, oracle},
-    {"oracle-2", "oracle, beta 2", true, false, 2.0f, nullptr, oracle},
-    {"oracle-4", "oracle, beta 4", true, false, 4.0f, nullptr, oracle},
-    {"oracle-inf", "oracle, beta inf", true, false, infinity, nullptr, oracle},
-    {"gated-2", "gated, oracle, beta 2", true, false, 2.0f, nullptr, gated_oracle},
+    {"dense", "dense", false, false, 0.0f, nullptr, dense, device_dense},
+    {"streaming", "StreamingLLM", true, false, 0.0f, nullptr, streaming, device_streaming},
+    {"keynorm", "small key norms", true, false, 0.0f, nullptr, key_norm, device_key_norm},
+    {"random", "random keys", true, false, 0.0f, nullptr, random, device_random},
+    {"stride", "keys at a stride", true, false, 0.0f, nullptr, stride, {}},
+    {"h2o", "H2O", true, false, 0.0f, nullptr, h2o, {}},
+    {"tova", "TOVA", true, false, 0.0f, nullptr, tova, {}},
+    {"snapkv", "SnapKV, chunks of 64", true, false, 0.0f, nullptr, snapkv_chunks, {}},
+    {"snapkv-prompt", "SnapKV, prompt then decode", true, true, 0.0f, nullptr, snapkv_prompt, {}},
+    {"oracle-1", "oracle, beta 1", true, false, 1.0f, nullptr, oracle, device_oracle},
+    {"oracle-2", "oracle, beta 2", true, false, 2.0f, nullptr, oracle, device_oracle},
+    {"oracle-4", "oracle, beta 4", true, false, 4.0f, nullptr, oracle, device_oracle},
+    {"oracle-inf", "oracle, beta inf", true, false, infinity, nullptr, oracle, device_oracle},
+    {"gated-2", "gated, oracle, beta 2", true, false, 2.0f, nullptr, gated_oracle, {}},
 };
 
 }  // namespace
@@ -140,17 +170,39 @@ std::vector<EvaluatedPolicy> all_policies(std::span<const examples::TrainedScore
                 return examples::make_trained(setting.on, setting.config, trained, setting.choice, match);
             };
         };
-        all.push_back({names[i], label, true, false, 0.0f, &trained, make(false)});
+        decltype(EvaluatedPolicy::make_on_device) on_device;
+#if KVPOLICY_EXAMPLES_CUDA
+        if (trained.spec.kind == "mlp" ||
+            trained.spec.delay != 0) {  // an mLSTM that is read on arrival has no kernel
+            on_device = [&trained](const Setting& setting, const examples::DeviceSetting& device) {
+                examples::check_window(trained, setting.choice.window);
+                return examples::make_device_trained(device, device_budget(setting.choice), trained);
+            };
+        }
+#endif
+        all.push_back({names[i], label, true, false, 0.0f, &trained, make(false), on_device});
         if (trained.spec.kind == "mlp" && !trained.quantiles.empty()) {
-            all.push_back({names[i] + "-gated", label + ", gated", true, false, 0.0f, nullptr,
+            all.push_back({names[i] + "-gated",
+                           label + ", gated",
+                           true,
+                           false,
+                           0.0f,
+                           nullptr,
                            [&trained](const Setting& setting) {
                                return examples::make_gated(setting.on, setting.config, trained,
                                                            setting.choice, setting.length, setting.longest);
-                           }});
+                           },
+                           {}});
         }
         if (trained.spec.kind == "mlstm") {
-            all.push_back(
-                {names[i] + "-matched", label + ", less its state", true, false, 0.0f, nullptr, make(true)});
+            all.push_back({names[i] + "-matched",
+                           label + ", less its state",
+                           true,
+                           false,
+                           0.0f,
+                           nullptr,
+                           make(true),
+                           {}});
         }
     }
     return all;

@@ -3,6 +3,7 @@
 
 #include <kvpolicy/core/context.hpp>
 
+#include "support/device_policies.hpp"
 #include "support/trained.hpp"
 
 #include <llama/cache_attention.hpp>
@@ -37,6 +38,8 @@ struct EvaluatedPolicy {
     float beta = 0.0f;  ///< scores are the oracle's with this beta; 0: no oracle
     const examples::TrainedScorers* scorers = nullptr;
     std::function<std::unique_ptr<llama::KvAttention>(const Setting&)> make;
+    /// On a CUDA card; empty where there is none, or where this program was built without CUDA.
+    std::function<examples::DeviceCache(const Setting&, const examples::DeviceSetting&)> make_on_device;
 };
 
 /// All of them, the trained ones by their files' names.

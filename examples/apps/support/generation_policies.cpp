@@ -29,17 +29,27 @@ using kvpolicy::Sink;
 using kvpolicy::TopKBudget;
 using kvpolicy::Window;
 
+/// The cache whose rows are of the type that was asked for.
+template <class Float, class Half, class P>
+std::unique_ptr<llama::KvAttention> make(const PolicySetting& setting, const P& policy) {
+    const llama::Config& config = setting.model.config;
+    if (setting.options.rows == llama::DType::f32) {
+        return std::make_unique<Float>(setting.on, config, policy, nullptr, setting.longest);
+    }
+    return std::make_unique<Half>(setting.on, config, policy, nullptr, setting.longest);
+}
 template <class P>
 std::unique_ptr<llama::KvAttention> fixed(const PolicySetting& setting, const P& policy) {
-    return std::make_unique<llama::CacheAttention<P, bf16>>(setting.on, setting.model.config, policy);
+    return make<llama::CacheAttention<P, float>, llama::CacheAttention<P, bf16>>(setting, policy);
 }
 template <class P>
 std::unique_ptr<llama::KvAttention> growing(const PolicySetting& setting, const P& policy) {
-    return std::make_unique<llama::CacheAttention<P, bf16, kvpolicy::DualCache>>(
-        setting.on, setting.model.config, policy, nullptr, setting.longest);
+    return make<llama::CacheAttention<P, float, kvpolicy::DualCache>,
+                llama::CacheAttention<P, bf16, kvpolicy::DualCache>>(setting, policy);
 }
 
 KeyNormScorer key_norms(const PolicySetting& setting) { return KeyNormScorer{setting.model.config.head_dim}; }
+float log_gamma(const PolicyOptions& options) { return static_cast<float>(std::log(options.gamma)); }
 std::int32_t long_range(const PolicyOptions& options) {
     return kvpolicy::budget_for_total(options.budget, options.sinks, options.window);
 }
@@ -58,9 +68,11 @@ void calibrate(PolicySetting& setting, bool strictly) {
         std::vector<float> key(dim);
         for (std::size_t row = 0; row < positions.size() * static_cast<std::size_t>(config.kv_heads); ++row) {
             // The cache will see the key as it stores it.
-            std::transform(k.begin() + static_cast<std::ptrdiff_t>(row * dim),
-                           k.begin() + static_cast<std::ptrdiff_t>((row + 1) * dim), key.begin(),
-                           [](float x) { return static_cast<float>(bf16(x)); });
+            std::transform(
+                k.begin() + static_cast<std::ptrdiff_t>(row * dim),
+                k.begin() + static_cast<std::ptrdiff_t>((row + 1) * dim), key.begin(), [&](float x) {
+                    return setting.options.rows == llama::DType::f32 ? x : static_cast<float>(bf16(x));
+                });
             scores[first + row % static_cast<std::size_t>(config.kv_heads)].push_back(
                 scorer.score(0, key.data(), nullptr, nullptr));
         }
@@ -102,29 +114,35 @@ std::unique_ptr<llama::KvAttention> dense(PolicySetting& setting) {
     return fixed(setting, Dense{Window<>{setting.longest}});
 }
 
-std::unique_ptr<llama::KvAttention> streaming(PolicySetting& setting) {
-    const PolicyOptions& options = setting.options;
+/// The window of StreamingLLM, which has the whole budget but for the sinks.
+std::int32_t streaming_window(const PolicyOptions& options) {
     if (options.budget <= options.sinks) {
         llama::fail("budget: {} is not allowed; it must be more than the sinks, {}", options.budget,
                     options.sinks);
     }
+    return options.budget - options.sinks;
+}
+
+std::unique_ptr<llama::KvAttention> streaming(PolicySetting& setting) {
+    const PolicyOptions& options = setting.options;
     return fixed(setting,
-                 kvpolicy::StreamingLLM<>{Sink<>{options.sinks}, Window<>{options.budget - options.sinks}});
+                 kvpolicy::StreamingLLM<>{Sink<>{options.sinks}, Window<>{streaming_window(options)}});
 }
 
 std::unique_ptr<llama::KvAttention> keynorm(PolicySetting& setting) {
     const PolicyOptions& options = setting.options;
     using KeyNorm = kvpolicy::KVpop<dynamic, dynamic, dynamic, KeyNormScorer>;
-    return fixed(
-        setting,
-        KeyNorm{Sink<>{options.sinks}, Window<>{options.window}, TopKBudget<>{long_range(options)},
-                kvpolicy::Decay<1>{static_cast<float>(std::log(options.gamma))}, key_norms(setting)});
+    return fixed(setting,
+                 KeyNorm{Sink<>{options.sinks}, Window<>{options.window}, TopKBudget<>{long_range(options)},
+                         kvpolicy::Decay<1>{log_gamma(options)}, key_norms(setting)});
 }
 
 std::unique_ptr<llama::KvAttention> random(PolicySetting& setting) {
     const PolicyOptions& options = setting.options;
-    return make_random(setting.on, setting.model.config, {"", options.budget, options.sinks, options.window},
-                       options.seed);
+    const PolicyChoice choice{"", options.budget, options.sinks, options.window};
+    return options.rows == llama::DType::f32
+               ? make_random<float>(setting.on, setting.model.config, choice, options.seed)
+               : make_random<bf16>(setting.on, setting.model.config, choice, options.seed);
 }
 
 std::unique_ptr<llama::KvAttention> stride(PolicySetting& setting) {
@@ -153,7 +171,8 @@ std::unique_ptr<llama::KvAttention> capped(PolicySetting& setting) {
                                    gate<kvpolicy::above>(setting), TopKBudget<>{k}, key_norms(setting)});
 }
 
-std::unique_ptr<llama::KvAttention> kvpop(PolicySetting& setting) {
+/// Reads the scorers that the options name into the setting.
+const TrainedScorers& load(PolicySetting& setting) {
     const PolicyOptions& options = setting.options;
     const llama::Config& config = setting.model.config;
     if (options.scorers.empty()) {
@@ -162,31 +181,80 @@ std::unique_ptr<llama::KvAttention> kvpop(PolicySetting& setting) {
     }
     setting.scorers = load_scorers(options.scorers);
     check_fits(*setting.scorers, config.layers, config.kv_heads, config.head_dim, options.scorers);
-    return make_trained(setting.on, config, *setting.scorers,
-                        {"", options.budget, options.sinks, options.window});
+    return *setting.scorers;
 }
 
+std::unique_ptr<llama::KvAttention> kvpop(PolicySetting& setting) {
+    const PolicyOptions& options = setting.options;
+    return make_trained(setting.on, setting.model.config, load(setting),
+                        {"", options.budget, options.sinks, options.window}, false, options.rows);
+}
+
+// ---- on a card -------------------------------------------------------------------------------------------------------
+
+#if KVPOLICY_EXAMPLES_CUDA
+DeviceBudget device_budget(const PolicyOptions& options) {
+    return {options.sinks, options.window, long_range(options)};
+}
+DeviceCache device_dense(PolicySetting& setting, const DeviceSetting& device) {
+    return make_device_window(device, {0, setting.longest, 0});
+}
+DeviceCache device_streaming(PolicySetting& setting, const DeviceSetting& device) {
+    return make_device_window(device, {setting.options.sinks, streaming_window(setting.options), 0});
+}
+DeviceCache device_keynorm(PolicySetting& setting, const DeviceSetting& device) {
+    return make_device_keynorm(device, device_budget(setting.options), log_gamma(setting.options));
+}
+DeviceCache device_random(PolicySetting& setting, const DeviceSetting& device) {
+    return make_device_random(device, device_budget(setting.options), setting.options.seed);
+}
+DeviceCache device_capped(PolicySetting& setting, const DeviceSetting& device) {
+    const DeviceBudget budget = device_budget(setting.options);
+    calibrate(setting, true);
+    return make_device_capped(device, budget, setting.thresholds);
+}
+DeviceCache device_kvpop(PolicySetting& setting, const DeviceSetting& device) {
+    const TrainedScorers& trained = load(setting);
+    check_window(trained, setting.options.window);
+    return make_device_trained(device, device_budget(setting.options), trained);
+}
+#else
+constexpr decltype(NamedPolicy::make_on_device) device_dense = nullptr, device_streaming = nullptr,
+                                                device_keynorm = nullptr, device_random = nullptr,
+                                                device_capped = nullptr, device_kvpop = nullptr;
+#endif
+
 constexpr NamedPolicy table[] = {
-    {"dense", "every key", 0, dense},
+    {"dense", "every key", 0, dense, device_dense},
     {"streaming", "StreamingLLM: sinks and a window, together the budget", uses_budget | uses_sinks,
-     streaming},
+     streaming, device_streaming},
     {"keynorm", "KVpop's rule: of the keys out of the window, those with the smallest norms",
-     uses_budget | uses_sinks | uses_window | uses_gamma, keynorm},
+     uses_budget | uses_sinks | uses_window | uses_gamma, keynorm, device_keynorm},
     {"kvpop", "KVpop: of the keys out of the window, those that trained scorers rank highest",
-     uses_budget | uses_sinks | uses_window | uses_scorers, kvpop},
+     uses_budget | uses_sinks | uses_window | uses_scorers, kvpop, device_kvpop},
     {"random", "the same budget, a uniform sample of the keys out of the window",
-     uses_budget | uses_sinks | uses_window, random},
+     uses_budget | uses_sinks | uses_window, random, device_random},
     {"stride", "of the keys out of the window, every (1 / density)-th",
      uses_sinks | uses_window | uses_density, stride},
     {"gated", "WG-KV's rule: a key whose norm is small enough when it leaves the window stays for good",
      uses_sinks | uses_window | uses_density, gated},
     {"capped", "LTE's rule: the same gate, and at most a budget",
-     uses_budget | uses_sinks | uses_window | uses_density, capped},
+     uses_budget | uses_sinks | uses_window | uses_density, capped, device_capped},
 };
 
 }  // namespace
 
 std::span<const NamedPolicy> generation_policies() { return table; }
+
+std::vector<std::string_view> device_policy_names() {
+    std::vector<std::string_view> names;
+    for (const NamedPolicy& policy : table) {
+        if (policy.make_on_device != nullptr) {
+            names.push_back(policy.name);
+        }
+    }
+    return names;
+}
 
 const NamedPolicy& generation_policy(std::string_view name) {
     const auto* const found = std::ranges::find(table, name, &NamedPolicy::name);

@@ -3,6 +3,7 @@
 
 #include <kvpolicy/core/context.hpp>
 
+#include "device_policies.hpp"
 #include "scorers.hpp"
 
 #include <llama/cache_attention.hpp>
@@ -26,7 +27,8 @@ struct PolicyOptions {
     double density = 0.25;  ///< of the keys out of the window, the fraction that is kept
     double gamma = 1.0;     ///< by which scores decay with every token, in (0, 1]
     std::uint64_t seed = 1;
-    std::string scorers;  ///< file of trained scorers (docs/training.md)
+    std::string scorers;                     ///< file of trained scorers (docs/training.md)
+    llama::DType rows = llama::DType::bf16;  ///< BF16 or F32: what the cache stores
 };
 
 /// Flags of PolicyOptions, to say which a policy uses.
@@ -55,9 +57,14 @@ struct NamedPolicy {
     std::string_view summary;
     unsigned uses;  ///< policy_flag
     std::unique_ptr<llama::KvAttention> (*make)(PolicySetting& setting);
+    /// The same in a cache on a CUDA card; null where there is none, or where this program was built without CUDA.
+    DeviceCache (*make_on_device)(PolicySetting& setting, const DeviceSetting& device) = nullptr;
 };
 
 std::span<const NamedPolicy> generation_policies();
+
+/// Names of those that run on a card, for messages.
+std::vector<std::string_view> device_policy_names();
 
 /// Refuses a name that is not in the table.
 const NamedPolicy& generation_policy(std::string_view name);

@@ -42,15 +42,16 @@ class Keeping final : public llama::KvAttention {
 };
 
 /// Sinks, a window, and of the other keys as many as the budget has room for at random, drawn anew in every layer and head.
-inline std::unique_ptr<llama::KvAttention> make_random(const kvpolicy::host& on, const llama::Config& config,
-                                                       const PolicyChoice& choice, std::uint64_t seed) {
+template <class T = kvpolicy::bf16>
+std::unique_ptr<llama::KvAttention> make_random(const kvpolicy::host& on, const llama::Config& config,
+                                                const PolicyChoice& choice, std::uint64_t seed) {
     using Policy = kvpolicy::RandomKeys<>;
     std::vector<kvpolicy::RandomScorer> layers;
     layers.reserve(static_cast<std::size_t>(config.layers));
     for (std::int32_t layer = 0; layer < config.layers; ++layer) {
         layers.push_back({.seed = seed, .layer = layer});
     }
-    auto cache = std::make_unique<llama::CacheAttention<Policy, kvpolicy::bf16>>(
+    auto cache = std::make_unique<llama::CacheAttention<Policy, T>>(
         on, config,
         Policy{kvpolicy::Sink<>{choice.sinks}, kvpolicy::Window<>{choice.window},
                kvpolicy::TopKBudget<>{kvpolicy::budget_for_total(choice.budget, choice.sinks, choice.window)},

@@ -21,7 +21,7 @@ using kvpolicy::dynamic;
 template <class S>
 std::unique_ptr<llama::KvAttention> make(const kvpolicy::host& on, const llama::Config& config,
                                          const TrainedScorers& trained, const PolicyChoice& choice,
-                                         bool match_state, std::vector<S> scorers) {
+                                         bool match_state, llama::DType rows, std::vector<S> scorers) {
     using Policy = kvpolicy::KVpop<dynamic, dynamic, dynamic, S>;
     std::int32_t k = kvpolicy::budget_for_total(choice.budget, choice.sinks, choice.window);
     if constexpr (kvpolicy::StatefulScorer<S>) {
@@ -35,33 +35,42 @@ std::unique_ptr<llama::KvAttention> make(const kvpolicy::host& on, const llama::
                         kvpolicy::Decay<1>{kvpolicy::per_head(trained.log_gamma.data(), trained.spec.layers,
                                                               trained.spec.heads)},
                         scorers.front()};
-    auto cache =
-        std::make_unique<llama::CacheAttention<Policy, kvpolicy::bf16>>(on, config, policy, scorers.data());
+    std::unique_ptr<llama::KvAttention> cache;
+    if (rows == llama::DType::f32) {
+        cache = std::make_unique<llama::CacheAttention<Policy, float>>(on, config, policy, scorers.data());
+    } else {
+        cache = std::make_unique<llama::CacheAttention<Policy, kvpolicy::bf16>>(on, config, policy,
+                                                                                scorers.data());
+    }
     return std::make_unique<Keeping<std::vector<S>>>(std::move(scorers), std::move(cache));
 }
 
 }  // namespace
 
+void check_window(const TrainedScorers& trained, std::int32_t window) {
+    if (trained.spec.delay != 0 && window != trained.spec.window) {
+        llama::fail("window: {} is not allowed; these scorers read keys after {} tokens, so it must be {}",
+                    window, trained.spec.window, trained.spec.window);
+    }
+}
+
 std::unique_ptr<llama::KvAttention> make_trained(const kvpolicy::host& on, const llama::Config& config,
                                                  const TrainedScorers& trained, const PolicyChoice& choice,
-                                                 bool match_state) {
+                                                 bool match_state, llama::DType rows) {
     check_fits(trained, config.layers, config.kv_heads, config.head_dim, "scorers");
-    if (trained.spec.delay != 0 && choice.window != trained.spec.window) {
-        llama::fail("window: {} is not allowed; these scorers read keys after {} tokens, so it must be {}",
-                    choice.window, trained.spec.window, trained.spec.window);
-    }
+    check_window(trained, choice.window);
     if (const auto* mlp = std::get_if<ScorerStack<Mlp>>(&trained.stack)) {
-        return make<Mlp>(on, config, trained, choice, match_state, mlp->scorers);
+        return make<Mlp>(on, config, trained, choice, match_state, rows, mlp->scorers);
     }
     const auto& mlstm = std::get<ScorerStack<Mlstm>>(trained.stack);
     if (trained.spec.delay != 0) {
-        return make<Mlstm>(on, config, trained, choice, match_state, mlstm.scorers);
+        return make<Mlstm>(on, config, trained, choice, match_state, rows, mlstm.scorers);
     }
     std::vector<ImmediateScorer<Mlstm>> scorers;
     for (const Mlstm& scorer : mlstm.scorers) {
         scorers.push_back({scorer, choice.window});
     }
-    return make<ImmediateScorer<Mlstm>>(on, config, trained, choice, match_state, std::move(scorers));
+    return make<ImmediateScorer<Mlstm>>(on, config, trained, choice, match_state, rows, std::move(scorers));
 }
 
 std::unique_ptr<llama::KvAttention> make_gated(const kvpolicy::host& on, const llama::Config& config,

@@ -1,0 +1,215 @@
+// The byte model on a card: the text that the host writes, with every policy that a card has; and one captured graph against
+// eager calls, for ten thousand tokens.
+#include "support/device_policies.hpp"
+#include "support/keeping.hpp"
+#include "support/policies.hpp"
+#include "support/trained.hpp"
+
+#include <doctest/doctest.h>
+#include <llama/cuda/engine.hpp>
+#include <llama/engine.hpp>
+#include <llama/model.hpp>
+#include <llama/tokenizer.hpp>
+
+#include <cmath>
+#include <functional>
+#include <limits>
+#include <string>
+#include <vector>
+
+namespace {
+
+using namespace examples;
+
+constexpr std::string_view prompt_text =
+    "NAME\n    strcpy, stpcpy, strcat - copy or catenate a string\n\nSYNOPSIS\n    #include <string.h>\n\n"
+    "    char *strcpy(char *restrict dst, const char *restrict src);\n\nDESCRIPTION\n    The functions copy "
+    "the "
+    "string pointed to by src, into a string at the buffer pointed to by dst. The programmer is responsible "
+    "for allocating a destination buffer large enough.\n\n";
+
+struct ByteModel {
+    llama::Model model = llama::load_model(KVPOLICY_BYTE_MODEL);
+    std::vector<std::int32_t> prompt = llama::Tokenizer::bytes().encode(prompt_text);
+    kvpolicy::host on{0};
+    TrainedScorers mlp = load_scorers(KVPOLICY_BYTE_MODEL "/scorers/kvpop-mlp.safetensors");
+    TrainedScorers mlstm = load_scorers(KVPOLICY_BYTE_MODEL "/scorers/kvpop.safetensors");
+};
+ByteModel& byte_model() {
+    static ByteModel made;
+    return made;
+}
+
+using HostCache = std::unique_ptr<llama::KvAttention>;
+
+struct Written {
+    std::vector<std::int32_t> tokens;
+    std::vector<std::vector<float>> logits;  // that each was picked from
+};
+
+Written on_host(llama::KvAttention& attention, std::int32_t count) {
+    ByteModel& m = byte_model();
+    llama::Engine engine(m.model);
+    Written written;
+    std::vector<std::int64_t> positions(m.prompt.size());
+    for (std::size_t i = 0; i < positions.size(); ++i) {
+        positions[i] = static_cast<std::int64_t>(i);
+    }
+    llama::Sampler sample;
+    auto logits = engine.forward(m.prompt, positions, attention);
+    while (static_cast<std::int32_t>(written.tokens.size()) < count) {
+        written.logits.emplace_back(logits.begin(), logits.end());
+        const std::int32_t token = sample(logits);
+        written.tokens.push_back(token);
+        const std::int64_t position = attention.length();
+        logits = engine.forward({&token, 1}, {&position, 1}, attention);
+    }
+    return written;
+}
+
+std::vector<std::int32_t> on_card(llama::DeviceEngine& engine, llama::DeviceAttention& attention,
+                                  std::int32_t count, llama::Replay how = llama::Replay::graph,
+                                  const llama::SamplerOptions& sampler = {}) {
+    std::vector<std::int32_t> tokens;
+    const auto take = [&](std::int32_t token) {
+        tokens.push_back(token);
+        return true;
+    };
+    CHECK(engine.write(byte_model().prompt, attention, sampler, count, take, how) == count);
+    return tokens;
+}
+
+/// A text of 200 bytes on both. Logits are sums of a few thousand products of which both round every one to fp32: they agree to
+/// about 1e-4. So texts may part only where the best two logits lie closer than that.
+void check_same_text(const std::string& name, const HostCache& host_cache, const DeviceCache& device_cache,
+                     llama::DeviceEngine& engine, float bound = 1e-3f) {
+    CAPTURE(name);
+    constexpr std::int32_t count = 200;
+    const Written expected = on_host(*host_cache, count);
+    const std::vector<std::int32_t> got = on_card(engine, *device_cache, count);
+    std::size_t at = 0;
+    while (at < got.size() && got[at] == expected.tokens[at]) {
+        ++at;
+    }
+    if (at < got.size()) {
+        const std::vector<float>& logits = expected.logits[at];
+        const float margin =
+            logits[static_cast<std::size_t>(expected.tokens[at])] - logits[static_cast<std::size_t>(got[at])];
+        MESSAGE(name, ": texts part at byte ", at, ", where the host's logits are ", margin, " apart");
+        CHECK(margin <= bound);
+    } else {
+        CHECK(device_cache->rows_per_head() == doctest::Approx(host_cache->rows_per_head()).epsilon(0.02));
+    }
+}
+
+DeviceSetting device_setting(llama::DeviceEngine& engine, llama::DType rows) {
+    return {engine.stream(), engine.config(), rows, llama::DeviceEngine::chunk};
+}
+
+}  // namespace
+
+TEST_CASE("the host's text, rows and weights in fp32") {
+    ByteModel& m = byte_model();
+    const llama::Config& config = m.model.config;
+    llama::DeviceEngine engine(m.model, llama::DType::f32);
+    const DeviceSetting device = device_setting(engine, llama::DType::f32);
+    const PolicyChoice choice{"", 128, 4, 64};
+    const DeviceBudget budget{4, 64, 60};
+    const auto longest = static_cast<std::int32_t>(m.prompt.size()) + 200;
+    const auto host_cache = [&](const char* name) {
+        PolicyChoice named = choice;
+        named.name = name;
+        return make_attention<float>(m.on, config, named, longest);
+    };
+    check_same_text("dense", host_cache("dense"), make_device_window(device, {0, longest, 0}), engine);
+    check_same_text("streaming", host_cache("streaming"), make_device_window(device, {4, 124, 0}), engine);
+    check_same_text("keynorm", host_cache("keynorm"), make_device_keynorm(device, budget, 0.0f), engine);
+    check_same_text("random", make_random<float>(m.on, config, choice, 3),
+                    make_device_random(device, budget, 3), engine);
+    check_same_text("kvpop, MLP", make_trained(m.on, config, m.mlp, choice, false, llama::DType::f32),
+                    make_device_trained(device, budget, m.mlp), engine);
+    check_same_text("kvpop, mLSTM", make_trained(m.on, config, m.mlstm, choice, false, llama::DType::f32),
+                    make_device_trained(device, budget, m.mlstm), engine);
+}
+
+TEST_CASE("one graph writes what eager calls write, for 10,000 tokens") {
+    ByteModel& m = byte_model();
+    llama::DeviceEngine engine(m.model, llama::DType::f32);
+    constexpr std::int32_t count = 10'000;
+    for (const llama::DType rows : {llama::DType::bf16, llama::DType::f32}) {
+        const DeviceSetting device = device_setting(engine, rows);
+        const DeviceBudget budget{2, 16, 14};
+        // Sampled, so that the text does not repeat itself.
+        const llama::SamplerOptions sampler{.temperature = 0.9, .top_k = 40, .top_p = 0.95, .seed = 7};
+        const DeviceCache eager = make_device_keynorm(device, budget, -0.01f),
+                          replayed = make_device_keynorm(device, budget, -0.01f);
+        const auto expected = on_card(engine, *eager, count, llama::Replay::eager, sampler);
+        CHECK(on_card(engine, *replayed, count, llama::Replay::graph, sampler) == expected);
+        CHECK(replayed->length() == static_cast<std::int64_t>(m.prompt.size()) + count - 1);
+        CHECK(replayed->rows_per_head() == 32.0);
+        CHECK(replayed->retained(3, 1) == eager->retained(3, 1));
+    }
+}
+
+TEST_CASE("samples are the host's") {
+    ByteModel& m = byte_model();
+    llama::DeviceEngine engine(m.model, llama::DType::f32);
+    const llama::SamplerOptions sampler{.temperature = 0.7, .top_k = 20, .top_p = 0.95, .seed = 11};
+    const DeviceCache cache = make_device_window(device_setting(engine, llama::DType::f32), {0, 1 << 12, 0});
+    const auto got = on_card(engine, *cache, 64, llama::Replay::graph, sampler);
+
+    // Logits of the card's own text, so that a near-tie parts nothing.
+    ByteModel& host_model = m;
+    llama::Engine host_engine(host_model.model);
+    const auto attention = make_attention<float>(m.on, m.model.config, {"dense", 0, 4, 64}, 1 << 12);
+    std::vector<std::int32_t> text = m.prompt;
+    text.insert(text.end(), got.begin(), got.end());
+    std::vector<std::int64_t> positions(text.size());
+    for (std::size_t i = 0; i < positions.size(); ++i) {
+        positions[i] = static_cast<std::int64_t>(i);
+    }
+    const auto logits = host_engine.forward(text, positions, *attention, llama::Logits::all);
+    const auto vocab = static_cast<std::size_t>(m.model.config.vocab_size);
+    llama::Sampler sample(sampler);
+    std::size_t different = 0;
+    for (std::size_t i = 0; i < got.size(); ++i) {
+        different += sample(logits.subspan((m.prompt.size() - 1 + i) * vocab, vocab)) != got[i] ? 1 : 0;
+    }
+    CHECK(different <= 1);  // a draw within 1e-4 of an edge
+}
+
+TEST_CASE("logits in bf16 weights, and refusals") {
+    ByteModel& m = byte_model();
+    llama::DeviceEngine engine(m.model, llama::DType::bf16);
+    const DeviceSetting device = device_setting(engine, llama::DType::bf16);
+    const DeviceCache cache = make_device_window(device, {0, 1024, 0});
+    const auto vocab = static_cast<std::size_t>(m.model.config.vocab_size);
+    std::vector<float> got(m.prompt.size() * vocab);
+    engine.forward(m.prompt, *cache, got);
+    llama::Engine host_engine(m.model);
+    const auto attention = make_attention<kvpolicy::bf16>(m.on, m.model.config, {"dense", 0, 4, 64}, 1024);
+    std::vector<std::int64_t> positions(m.prompt.size());
+    for (std::size_t i = 0; i < positions.size(); ++i) {
+        positions[i] = static_cast<std::int64_t>(i);
+    }
+    const auto expected = host_engine.forward(m.prompt, positions, *attention, llama::Logits::all);
+    double worst = 0.0;
+    for (std::size_t i = 0; i < got.size(); ++i) {
+        worst = std::max(worst, std::abs(static_cast<double>(got[i]) - static_cast<double>(expected[i])));
+    }
+    MESSAGE("bf16 products: logits are off by ", worst, " at most");
+    CHECK(worst < 0.5);
+
+    const auto refused = [&](std::vector<std::int32_t> prompt, const llama::SamplerOptions& sampler) {
+        try {
+            engine.write(prompt, *cache, sampler, 1, [](std::int32_t) { return true; });
+        } catch (const std::exception& error) {
+            return std::string(error.what());
+        }
+        return std::string();
+    };
+    CHECK(refused({}, {}) == "prompt: 0 tokens are not allowed; there must be 1 or more");
+    CHECK(refused({1, 256}, {}) == "prompt[1] is 256, it must be from 0 to 255");
+    CHECK(refused({1}, {.temperature = 1.0}) == "top_k is 0, on a card it must be from 1 to 64");
+    CHECK(refused({1}, {.temperature = -1.0}) == "temperature is -1, it must be finite and at least 0");
+}
