@@ -32,7 +32,8 @@ constexpr const char* usage = R"(usage: evaluate [OPTION...]
   --joined N         held-out sequences put together for a model that does not read bytes (2)
   --sinks N (4)  --window N (64)  --chunk N of prefill (1024)  --threads N (all)
   --speed N          tokens that are decoded after the first sequence to measure the speed, 0 for none (48)
-  --backend NAME     host, or cuda: the first card, with fp32 weights; policies that it does not have are left out (host)
+  --backend NAME     host (the default), or cuda: the first card, with fp32 weights; policies that it does not have are left
+                     out, and so is what only the host measures: scorers beside the oracle
   --out NAME         writes NAME.csv, NAME.json and NAME.txt, the table, after every line of it
 )";
 
@@ -205,7 +206,7 @@ int run(int argc, char** argv) {
         if (policy->beta != 0.0f) {
             wants(policy->beta);
         }
-        if (policy->scorers != nullptr) {  // its recall is measured against these
+        if (policy->scorers != nullptr && !o.on_card) {  // its recall is measured against these
             wants(1.0f);
             wants(2.0f);
         }
@@ -253,7 +254,7 @@ int run(int argc, char** argv) {
             targets[s][beta] = bench.targets(oracle, beta);
         }
         for (Result& result : results) {
-            if (result.policy->scorers != nullptr) {
+            if (result.policy->scorers != nullptr && !o.on_card) {
                 bench.oracle_recall(oracle, targets[s], result);
             }
         }

@@ -21,7 +21,7 @@ using Policy = kvp::Policy<kvp::Sink<2>, kvp::Window<16>, kvp::TopKBudget<30>>;
 using Cache = kvp::FixedBudgetCache<Policy, bf16>;
 using Dims = kvp::head_dims<64>;  // compiled for nothing else
 
-constexpr int batch = 3, heads = 8, kv_heads = 2, dim = 64, all = heads + 2 * kv_heads, layers = 2;
+constexpr int batch = 3, heads = 8, kv_heads = 2, dim = 64, row_heads = heads + 2 * kv_heads, layers = 2;
 
 template <class T>
 T* raw(thrust::device_vector<T>& memory) {
@@ -30,7 +30,7 @@ T* raw(thrust::device_vector<T>& memory) {
 
 // `count` heads of every sequence's fused row, from head `first` on.
 kvp::rows_view<const bf16> heads_of(const bf16* fused, int first, int count) {
-    return {fused + first * dim, batch, count, 1, dim, all * dim, dim, all * dim};
+    return {fused + first * dim, batch, count, 1, dim, row_heads * dim, dim, row_heads * dim};
 }
 
 int main() {
@@ -56,7 +56,7 @@ int main() {
 
     const std::vector<int> slots{5, 0, 3};
     std::vector<int> q_len(batch);
-    std::vector<bf16> fused(batch * all * dim), out(batch * heads * dim), expected(out);
+    std::vector<bf16> fused(batch * row_heads * dim), out(batch * heads * dim), expected(out);
     std::vector<float> scores(batch * kv_heads);
     thrust::device_vector<int> device_slots(slots), device_len(batch);
     thrust::device_vector<bf16> device_fused(fused.size()), device_out(out.size());

@@ -18,19 +18,19 @@ using Policy = kvp::Policy<kvp::Sink<4>, kvp::Window<12>, kvp::TopKBudget<48>>;
 using Cache = kvp::FixedBudgetCache<Policy, bf16>;
 using Dims = kvp::head_dims<64>;  // compiled for nothing else
 
-constexpr int layers = 4, batch = 2, heads = 4, kv_heads = 2, dim = 64, all = heads + 2 * kv_heads;
-constexpr int numbers = batch * all * dim;
+constexpr int layers = 4, batch = 2, heads = 4, kv_heads = 2, dim = 64, row_heads = heads + 2 * kv_heads;
+constexpr int numbers = batch * row_heads * dim;
 
 template <class T>
 T* raw(thrust::device_vector<T>& memory) {
     return thrust::raw_pointer_cast(memory.data());
 }
 
-// Stands for the engine's projections and its predictor: rows [batch, all, dim] and scores [batch, kv_heads] of the next token.
+// Stands for the engine's projections and its predictor: rows [batch, row_heads, dim] and scores [batch, kv_heads] of the next token.
 __global__ void next_token(int layer, const kvp::position_t* length, bf16* rows, float* scores) {
     const int i = static_cast<int>(blockIdx.x * blockDim.x + threadIdx.x);
     if (i < numbers) {
-        const auto t = static_cast<std::uint64_t>(length[i / (all * dim)]);
+        const auto t = static_cast<std::uint64_t>(length[i / (row_heads * dim)]);
         const auto stream = static_cast<std::uint64_t>(layer) << 32 | static_cast<std::uint64_t>(i);
         rows[i] = bf16(static_cast<float>(4.0 * kvp::random_unit(1, stream, t) - 2.0));
         if (i < batch * kv_heads) {
@@ -65,8 +65,8 @@ struct Decoder {
             next_token<<<(numbers + 255) / 256, 256, 0, on.stream>>>(layer, ref.length, raw(rows),
                                                                      raw(scores));
             const auto heads_from = [&](int first, int count) {
-                return kvp::rows_view<const bf16>{
-                    raw(rows) + first * dim, batch, count, 1, dim, all * dim, dim, dim};
+                return kvp::rows_view<const bf16>{raw(rows) + first * dim, batch, count, 1, dim,
+                                                  row_heads * dim,         dim,   dim};
             };
             kvp::step<Dims>(on, ref, {batch}, heads_from(0, heads), heads_from(heads, kv_heads),
                             heads_from(heads + kv_heads, kv_heads),
