@@ -78,7 +78,14 @@ class SharedArray {
 /// A stream of its own, so that it can be captured.
 class Stream {
   public:
-    Stream() { ok(cudaStreamCreateWithFlags(&stream_, cudaStreamNonBlocking), "cudaStreamCreate"); }
+    Stream() {
+        int devices = 0;
+        const cudaError_t error = cudaGetDeviceCount(&devices);
+        if (error != cudaSuccess || devices == 0) {
+            throw std::runtime_error(std::string("there is no CUDA device: ") + cudaGetErrorString(error));
+        }
+        ok(cudaStreamCreateWithFlags(&stream_, cudaStreamNonBlocking), "cudaStreamCreate");
+    }
     Stream(const Stream&) = delete;
     Stream& operator=(const Stream&) = delete;
     ~Stream() { static_cast<void>(cudaStreamDestroy(stream_)); }

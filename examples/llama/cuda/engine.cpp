@@ -90,25 +90,24 @@ DeviceEngine::DeviceEngine(const Model& model, DType weights) : config_(model.co
     for (int i = 0; i < config_.head_dim / 2; ++i)
         frequency.push_back(std::pow(config_.rope_theta, -2.0 * i / config_.head_dim));
     frequency_ = DeviceArray<double>(std::span<const double>(frequency));
-    reserve(chunk);
+    make_room();
     ok(cudaDeviceSynchronize(), "cudaDeviceSynchronize");  // the copies went to another stream
 }
 
-void DeviceEngine::reserve(int count) {
+void DeviceEngine::make_room() {
     const Config& c = config_;
     const int all = (c.heads + 2 * c.kv_heads) * c.head_dim;
-    const std::size_t widest = sizeof(float);
-    room_ = count;
-    tokens_ = DeviceArray<std::int32_t>(size(count, 1));
-    hidden_ = DeviceArray<float>(size(count, c.hidden_size));
-    wide_ = DeviceArray<float>(size(count, std::max(all, 2 * c.intermediate_size)));
-    cos_ = DeviceArray<float>(size(count, c.head_dim / 2));
-    sin_ = DeviceArray<float>(size(count, c.head_dim / 2));
-    normed_ = DeviceArray<std::byte>(size(count, c.hidden_size) * widest);
-    inner_ = DeviceArray<std::byte>(size(count, c.intermediate_size) * widest);
-    rows_ = DeviceArray<std::byte>(size(count, all) * widest);
-    attended_ = DeviceArray<std::byte>(size(count, c.heads * c.head_dim) * widest);
-    converted_ = DeviceArray<std::byte>(size(count, c.heads * c.head_dim) * widest);
+    const auto bytes = [](int width) { return DeviceArray<std::byte>(size(chunk, width) * sizeof(float)); };
+    tokens_ = DeviceArray<std::int32_t>(chunk);
+    hidden_ = DeviceArray<float>(size(chunk, c.hidden_size));
+    wide_ = DeviceArray<float>(size(chunk, std::max(all, 2 * c.intermediate_size)));
+    cos_ = DeviceArray<float>(size(chunk, c.head_dim / 2));
+    sin_ = DeviceArray<float>(size(chunk, c.head_dim / 2));
+    normed_ = bytes(c.hidden_size);
+    inner_ = bytes(c.intermediate_size);
+    rows_ = bytes(all);
+    attended_ = bytes(c.heads * c.head_dim);
+    converted_ = bytes(c.heads * c.head_dim);
     logits_ = DeviceArray<float>(size(1, c.vocab_size));
 }
 

@@ -55,7 +55,7 @@ class DeviceEngine {
     };
 
     void check_tokens(std::span<const std::int32_t> tokens, const char* name) const;
-    void reserve(int count);
+    void make_room();
     void layers(const std::int32_t* tokens, int count, DeviceAttention& attention);
     void logits(int first, int count);
 
