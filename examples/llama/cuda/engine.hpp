@@ -30,10 +30,10 @@ class DeviceEngine {
     cudaStream_t stream() const noexcept { return stream_.get(); }
 
     /// Reads a prompt of one token or more, then writes up to `count` tokens. Each is given to take(token) in its order, as soon as
-    /// it is there; the card runs a few steps ahead meanwhile. Where take says false the text ends. Returns how many tokens were
-    /// taken. The greedy token is the largest logit, the smaller id of equals; samples are Sampler's: the same generator,
-    /// and the same arithmetic in double (exp may differ in its last bit). Refuses a top_k above most_candidates, tokens that
-    /// there are not, and NaN among the logits.
+    /// it is there. Where take says false the text ends; the card is up to 16 steps ahead by then, which the sequence keeps. Returns
+    /// how many tokens were taken. The greedy token is the largest logit, the smaller id of equals; samples are Sampler's: the same
+    /// generator, and the same arithmetic in double (exp may differ in its last bit). Refuses a top_k above most_candidates, tokens
+    /// that there are not, and NaN among the logits.
     ///
     /// The prompt's last token is a decode step: it loads the kernels, so that the step can be captured before the first token
     /// of the text. With Replay::graph all tokens of the text but the first come from launches of that one graph.
