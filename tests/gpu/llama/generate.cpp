@@ -156,7 +156,8 @@ TEST_CASE("samples are the host's") {
     llama::DeviceEngine engine(m.model, llama::DType::f32);
     const llama::SamplerOptions sampler{.temperature = 0.7, .top_k = 20, .top_p = 0.95, .seed = 11};
     const DeviceCache cache = make_device_window(device_setting(engine, llama::DType::f32), {0, 1 << 12, 0});
-    const auto got = on_card(engine, *cache, 64, llama::Replay::graph, sampler);
+    // More than the generator has words.
+    const auto got = on_card(engine, *cache, 400, llama::Replay::graph, sampler);
 
     // Logits of the card's own text, so that a near-tie parts nothing.
     llama::Engine host_engine(m.model);
@@ -174,7 +175,7 @@ TEST_CASE("samples are the host's") {
     for (std::size_t i = 0; i < got.size(); ++i) {
         different += sample(logits.subspan((m.prompt.size() - 1 + i) * vocab, vocab)) != got[i] ? 1 : 0;
     }
-    CHECK(different <= 1);  // a draw within 1e-4 of an edge
+    CHECK(different <= 2);  // a draw within 1e-4 of an edge
 }
 
 TEST_CASE("logits in bf16 weights, and refusals") {
