@@ -31,9 +31,9 @@ void check_small(std::int32_t dim) {
 
 }  // namespace
 
-TEST_CASE("small future masses, head_dim 64") { check_small(64); }
-TEST_CASE("small future masses, head_dim 128") { check_small(128); }
-TEST_CASE("small future masses, head_dim 256") { check_small(256); }
+TEST_CASE("small future masses of head_dim 64") { check_small(64); }
+TEST_CASE("small future masses of head_dim 128") { check_small(128); }
+TEST_CASE("small future masses of head_dim 256") { check_small(256); }
 TEST_CASE("small future masses by the plain kernels") {
     const std::vector<std::int32_t> windows = {3, 300};
     FutureMassOptions by_head;
