@@ -107,6 +107,20 @@ mlstm without projections/batch 8, 16k x 8/forward + backward  | 2.8  | 2.2  |
 
 # ---- losses ----------------------------------------------------------------------------------------------------------
 
+profiled[losses]='(boundary/16k x 8, all queries|step/16k x 8, mlp)/'
 sanitized[losses]="
 gpu.losses.boundary | $all_checks | lengths*
+gpu.losses.gates    | $all_checks | packed*,the controller*
+gpu.losses.distill  | $all_checks | infinite*,L2*
+"
+targets[losses]="
+step/16k x 8, mlp   | 4.5 | 4 |
+step/16k x 8, mlstm | 4.5 | 4 |
+"
+
+# ---- train -----------------------------------------------------------------------------------------------------------
+
+# AdamW of the examples. train_scorer's own test needs the examples, which are not built here.
+sanitized[train]="
+gpu.train.adamw | $all_checks | a gradient*,too many*
 "

@@ -48,7 +48,8 @@ std::map<std::string, std::string> Trainer<S>::run_settings() const {
 }
 
 template <class S>
-void Trainer<S>::save_checkpoint(const std::string& file) const {
+void Trainer<S>::save_checkpoint(const std::string& file) {
+    pull();
     std::vector<examples::TensorPlan> plan;
     for (const AdamW::Array& array : optimizer_.arrays) {
         for (const char* suffix : suffixes) {
@@ -124,6 +125,7 @@ void Trainer<S>::resume(const std::string& file) {
     }
     optimizer_.steps_taken = taken;
     step_ = at;
+    push();
 }
 
 template class Trainer<examples::Mlp>;

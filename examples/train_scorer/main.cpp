@@ -5,6 +5,9 @@
 #include "support/evaluation.hpp"
 #include "support/progress.hpp"
 #include "trainer.hpp"
+#if KVPOLICY_TRAIN_ON_CUDA
+#include "device_trainer.hpp"
+#endif
 
 #include <llama/error.hpp>
 #include <llama/model.hpp>
@@ -66,12 +69,12 @@ class Report {
         }
     }
 
-    void look(std::int64_t step, const LossSums& since, std::int64_t steps, double rate, double norm,
+    void look(std::int64_t step, const LossSums& since, double rate, double norm,
               const std::vector<HeldOutNumbers>& held_out) {
-        const double n = static_cast<double>(std::max<std::int64_t>(steps, 1));
+        const double n = static_cast<double>(std::max<std::int64_t>(since.steps, 1));
         nlohmann::json line{{"step", step}};
         std::string text = fmt::format("step {:>5}:", step);
-        if (steps > 0) {
+        if (since.steps > 0) {
             line["loss"] = since.loss / n;
             line["keep_share"] = since.keep_share();
             line["agreement"] = since.agreement();
@@ -122,10 +125,80 @@ class Report {
 };
 
 template <class S>
+std::unique_ptr<Trainer<S>> make_trainer(const kvpolicy::host& on, const Options& o, Data& data) {
+    if (!o.on_device) {
+        return std::make_unique<Trainer<S>>(on, o, *data.training, data.held_out.get());
+    }
+#if KVPOLICY_TRAIN_ON_CUDA
+    return std::make_unique<DeviceTrainer<S>>(on, o, *data.training, data.held_out.get());
+#else
+    llama::fail(
+        "--backend cuda: this train_scorer was built without CUDA; configure with -DKVPOLICY_ENABLE_CUDA=ON");
+#endif
+}
+
+/// A step without any decision says that the sequences are too short, and all that follow will be like it.
+void refuse_empty(const Options& o, Data& data, const LossSums& sums) {
+    if (sums.first_empty > 0) {
+        llama::fail(
+            "step {}: no query has a decision to learn from: a sequence of {} tokens must be longer than a "
+            "budget's {} rows; nothing was trained",
+            sums.first_empty, data.training->get(0).length, fmt::join(o.budgets, ", "));
+    }
+}
+
+/// --compare: losses of both backends at every step, and what a step takes. The card's time is that of steps that follow, since
+/// reading a loss is not part of one.
+template <class S>
+void compare(const kvpolicy::host& on, const Options& o, Data& data) {
+#if KVPOLICY_TRAIN_ON_CUDA
+    using Clock = std::chrono::steady_clock;
+    const auto milliseconds = [](Clock::time_point from) {
+        return std::chrono::duration<double, std::milli>(Clock::now() - from).count();
+    };
+    Trainer<S> host(on, o, *data.training, nullptr);
+    DeviceTrainer<S> card(on, o, *data.training, nullptr);
+    card.hold_all();
+    double of_host = 0.0, most = 0.0;
+    fmt::print("{}\n step  loss: host      cuda  agreement: host   cuda\n", o.spec.architecture());
+    for (std::int64_t i = 0; i < o.compare; ++i) {
+        const auto start = Clock::now();
+        host.step();
+        of_host += milliseconds(start);
+        card.step();
+        const LossSums a = host.take(), b = card.take();
+        refuse_empty(o, data, a);
+        most = std::max(most, std::abs(a.loss - b.loss));
+        fmt::print("{:>5}  {:>10.6f}  {:>8.6f}  {:>14.4f}  {:.4f}\n", i + 1, a.loss, b.loss, a.agreement(),
+                   b.agreement());
+    }
+    const auto start = Clock::now();
+    for (std::int64_t i = 0; i < o.compare; ++i) {
+        card.step();
+    }
+    const double enqueued = milliseconds(start) / static_cast<double>(o.compare);
+    static_cast<void>(card.take());
+    const double of_card = milliseconds(start) / static_cast<double>(o.compare);
+    of_host /= static_cast<double>(o.compare);
+    fmt::print(
+        "largest difference of losses: {:.2e}\nhost: {:.1f} ms a step on {} threads; cuda: {:.3f} ms a step, "
+        "{:.3f} of it to enqueue; {:.0f} times as fast\n",
+        most, of_host, on.threads(), of_card, enqueued, of_host / of_card);
+#else
+    static_cast<void>(make_trainer<S>(on, o, data));  // refuses
+#endif
+}
+
+template <class S>
 void run_training(const kvpolicy::host& on, const Options& o, Data& data) {
+    if (o.compare > 0) {
+        compare<S>(on, o, data);
+        return;
+    }
     examples::Progress progress;
     progress.show("the first sequence");
-    Trainer<S> trainer(on, o, *data.training, data.held_out.get());
+    const std::unique_ptr<Trainer<S>> made = make_trainer<S>(on, o, data);
+    Trainer<S>& trainer = *made;
     if (!o.resume.empty()) {
         trainer.resume(o.resume);
     }
@@ -143,34 +216,28 @@ void run_training(const kvpolicy::host& on, const Options& o, Data& data) {
     Report report(o);
     const auto start = std::chrono::steady_clock::now();
     if (trainer.steps_done() == 0) {
-        report.look(0, {}, 0, 0.0, 0.0, trainer.evaluate());
+        report.look(0, {}, 0.0, 0.0, trainer.evaluate());
     }
     const std::int64_t end = o.stop_after > 0 ? std::min(o.stop_after, o.steps) : o.steps;
     LossSums since;
-    std::int64_t steps_since = 0;
     while (trainer.steps_done() < end) {
         const double rate = trainer.next_rate();
-        const LossSums step = trainer.step();
-        if (step.count == 0) {
-            llama::fail(
-                "step {}: no query has a decision to learn from: a sequence of {} tokens must be longer than "
-                "a "
-                "budget's {} rows; nothing was trained",
-                trainer.steps_done(), data.training->get(0).length, fmt::join(o.budgets, ", "));
-        }
-        since.loss += step.loss;
-        since.count += step.count, since.kept += step.kept, since.agreed += step.agreed;
-        ++steps_since;
+        trainer.step();
         const std::int64_t at = trainer.steps_done();
-        progress.show(fmt::format("step {} of {}: loss {:.4f}", at, o.steps, step.loss));
-        if (at % o.evaluate_every == 0 && at < o.steps) {
-            progress.done();
-            report.look(at, since, steps_since, rate, trainer.last_gradient_norm(), trainer.evaluate());
-            since = {};
-            steps_since = 0;
+        const bool look = at % o.evaluate_every == 0 && at < o.steps;
+        const bool save =
+            !o.checkpoint.empty() && (at == end || (o.checkpoint_every > 0 && at % o.checkpoint_every == 0));
+        progress.show(fmt::format("step {} of {}", at, o.steps));
+        if (trainer.done() || look || save || at == end) {  // a card goes on meanwhile
+            since.add(trainer.take());
+            refuse_empty(o, data, since);
         }
-        if (!o.checkpoint.empty() &&
-            (at == end || (o.checkpoint_every > 0 && at % o.checkpoint_every == 0))) {
+        if (look) {
+            progress.done();
+            report.look(at, since, rate, trainer.last_gradient_norm(), trainer.evaluate());
+            since = {};
+        }
+        if (save) {
             trainer.save_checkpoint(o.checkpoint);
         }
     }
@@ -182,7 +249,7 @@ void run_training(const kvpolicy::host& on, const Options& o, Data& data) {
     }
     trainer.round_weights();
     const std::vector<HeldOutNumbers> last = trainer.evaluate();
-    report.look(o.steps, since, steps_since, o.last_rate, trainer.last_gradient_norm(), last);
+    report.look(o.steps, since, o.last_rate, trainer.last_gradient_norm(), last);
     std::map<std::string, std::string> notes;
     for (const HeldOutNumbers& h : last) {
         notes[fmt::format("held_out.{}", h.budget)] =

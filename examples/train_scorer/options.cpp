@@ -42,6 +42,11 @@ the loss and the optimiser:
   --steps N (300)  --batch N (1)  --rate R (1e-3)  --last-rate R (8e-5)  --warm-up N (100)
   --weight-decay W (1e-4)  --clip C (1)  --seed N (1)  --threads N (all)
 
+where it runs:
+  --backend host|cuda     (host); cuda: targets, steps and held-out numbers on the present GPU, in one stream
+  --rows bf16|fp32        of keys and values there (bf16: tensor cores)
+  --compare N             with --backend cuda: N steps of both backends from the same start, losses and times; writes nothing
+
 what comes out:
   --out FILE              the scorers (scorers.safetensors); matrices in bf16 unless --fp32
   --metrics FILE          JSON lines: training and held-out numbers
@@ -147,6 +152,9 @@ Options parse(int argc, char** argv) {
         {"--dump", text(o.dump)},
         {"--dump-targets", [&] { o.dump_targets = list<float>(value, beta_of); }},
         {"--threads", count(o.threads, 0, 4096)},
+        {"--backend", [&] { o.on_device = !one_of("host", "cuda"); }},
+        {"--rows", [&] { o.fp32_rows = !one_of("bf16", "fp32"); }},
+        {"--compare", count(o.compare, 1, 1 << 20)},
     };
     const std::map<std::string, std::function<void()>, std::less<>> flags{
         {"--dump-eval", [&] { o.dump_eval = true; }}, {"--norm", [&] { o.spec.norm = true; }},
@@ -200,7 +208,14 @@ Options parse(int argc, char** argv) {
     if (o.immediate && o.spec.kind == "mlp") {
         llama::fail("--immediate: is for --scorer mlstm; an mlp always scores on arrival");
     }
+    if (o.compare > 0 && !o.on_device) {
+        llama::fail("--compare: goes with --backend cuda");
+    }
+    if (o.compare > o.steps) {
+        llama::fail("--compare: {} is not allowed; it must be at most --steps, {}", o.compare, o.steps);
+    }
     o.target.window = o.spec.window;
+    o.target.leave_out = o.on_device && o.compare == 0 && o.dump.empty();
     o.spec.delay = o.spec.kind == "mlstm" && !o.immediate ? o.spec.window : 0;
     return o;
 }

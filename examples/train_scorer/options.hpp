@@ -58,6 +58,11 @@ struct Options {
     bool dump_eval = false;  ///< the sequences of the model's eval.bin instead of the text's
     std::vector<float> dump_targets;
     std::int32_t threads = 0;
+
+    // where
+    bool on_device = false;    ///< --backend cuda
+    bool fp32_rows = false;    ///< on a device: keys and values in fp32, not bf16
+    std::int64_t compare = 0;  ///< steps of both backends, side by side; 0: train
 };
 
 extern const char* const usage;

@@ -65,7 +65,8 @@ class ModelSource final : public QkvSource {
             observe(model_, tokens, oracle);
             example.emplace();
             example->length = static_cast<std::int32_t>(tokens.size());
-            const std::vector<float> target = oracle.scores(on_, mass_options(target_));
+            const std::vector<float> target =
+                target_.leave_out ? std::vector<float>() : oracle.scores(on_, mass_options(target_));
             const std::size_t plane = target.size() / static_cast<std::size_t>(shape_.layers);
             for (std::int32_t l = 0; l < shape_.layers; ++l) {
                 const auto round = [](std::span<const float> from) {
@@ -75,6 +76,11 @@ class ModelSource final : public QkvSource {
                 };
                 example->k.push_back(round(oracle.keys(l)));
                 example->v.push_back(round(oracle.values(l)));
+                if (target_.leave_out) {
+                    const std::span<const float> q = oracle.queries(l);
+                    example->q.emplace_back(q.begin(), q.end());
+                    continue;
+                }
                 const auto at = target.begin() + l * static_cast<std::ptrdiff_t>(plane);
                 example->target.emplace_back(at, at + static_cast<std::ptrdiff_t>(plane));
             }
@@ -146,16 +152,20 @@ class FileSource final : public QkvSource {
                 continue;
             }
             const std::string stored = name(index, l, "target.") + examples::beta_name(target_.beta);
-            if (use_stored_ && file_.find(stored) != nullptr) {
+            if (target_.leave_out && !all_stored(index)) {
+                example_.q.push_back(queries(index, l, stored));
+            } else if (use_stored_ && file_.find(stored) != nullptr) {
                 targets.push_back(load(stored, {shape_.kv_heads, length}, 0, 1));
             } else {
                 targets.push_back(compute(index, l, stored));
             }
         }
-        if (before == targets_.end()) {
-            targets_[index] = std::move(targets);
+        if (example_.q.empty()) {
+            if (before == targets_.end()) {
+                targets_[index] = std::move(targets);
+            }
+            example_.target = targets_[index];
         }
-        example_.target = targets_[index];
         loaded_ = index;
         return example_;
     }
@@ -163,6 +173,14 @@ class FileSource final : public QkvSource {
   private:
     static std::string name(std::size_t i, std::int32_t l, const char* what) {
         return fmt::format("sequences.{}.layers.{}.{}", i, l, what);
+    }
+
+    bool all_stored(std::size_t index) const {
+        bool all = use_stored_;
+        for (std::int32_t l = 0; l < shape_.layers && all; ++l) {
+            all = file_.find(name(index, l, "target.") + examples::beta_name(target_.beta)) != nullptr;
+        }
+        return all;
     }
 
     const llama::Tensor& need(const std::string& name, std::size_t rank) const {
@@ -202,7 +220,8 @@ class FileSource final : public QkvSource {
         return values;
     }
 
-    std::vector<float> compute(std::size_t index, std::int32_t l, const std::string& stored) {
+    /// q of a layer, [length, heads, dim_k].
+    std::vector<float> queries(std::size_t index, std::int32_t l, const std::string& stored) {
         const std::string name_q = name(index, l, "q");
         if (file_.find(name_q) == nullptr) {
             llama::fail(
@@ -214,7 +233,13 @@ class FileSource final : public QkvSource {
             llama::fail("{}: {} has {} heads; a multiple of the {} heads of k is needed", file_.path(),
                         name_q, heads, shape_.kv_heads);
         }
-        const std::vector<float> rows = load(name_q, {length, heads, shape_.dim_k}, 1, 0);
+        return load(name_q, {length, heads, shape_.dim_k}, 1, 0);
+    }
+
+    std::vector<float> compute(std::size_t index, std::int32_t l, const std::string& stored) {
+        const std::vector<float> rows = queries(index, l, stored);
+        const std::int64_t length = example_.length;
+        const auto heads = static_cast<std::int64_t>(rows.size()) / (length * shape_.dim_k);
         const auto n = example_.length;
         const auto q = kvpolicy::view_bshd<const float>(rows.data(), 1, n, static_cast<std::int32_t>(heads),
                                                         shape_.dim_k);

@@ -41,15 +41,18 @@ struct TargetOptions {
     std::int32_t window = 64;
     float beta = 2.0f;
     kvpolicy::group_aggregate aggregate = kvpolicy::group_aggregate::max;
+    /// Where a target would have to be computed, examples have q instead: a device computes it.
+    bool leave_out = false;
 };
 
 const char* aggregate_name(kvpolicy::group_aggregate aggregate);
 
-/// One sequence: k and v of each layer, and its targets.
+/// One sequence: k and v of each layer, and its targets; or, where TargetOptions::leave_out says so, q and no targets.
 struct Example {
     std::int32_t length = 0;
     std::vector<std::vector<float>> k, v;    // [layers][length, kv_heads, dim]
-    std::vector<std::vector<float>> target;  // [layers][kv_heads, length]
+    std::vector<std::vector<float>> target;  // [layers][kv_heads, length], or empty
+    std::vector<std::vector<float>> q;       // [layers][length, query_heads, dim_k], or empty
 
     kvpolicy::rows_view<const float> keys(const QkvShape& shape, std::int32_t layer) const {
         return kvpolicy::view_bshd<const float>(k[static_cast<std::size_t>(layer)].data(), 1, length,

@@ -2,6 +2,7 @@
 
 #include <kvpolicy/core/random.hpp>
 #include <kvpolicy/masks/build.hpp>
+#include <kvpolicy/metrics/recall.hpp>
 #include <kvpolicy/scorers/backward.hpp>
 #include <kvpolicy/scorers/initialize.hpp>
 #include <kvpolicy/scorers/sequence.hpp>
@@ -44,6 +45,23 @@ double HeldOutNumbers::mean_chance() const {
         sum += r.chance_mean;
     }
     return sum / static_cast<double>(recall.size());
+}
+
+void HeldOutNumbers::add(std::size_t head, const kvpolicy::Recall& one, double sequences) {
+    kvpolicy::Recall& sum = recall[head];
+    sum.queries += one.queries;
+    sum.mean += one.mean / sequences;
+    sum.chance_mean += one.chance_mean / sequences;
+    sum.last += one.last / sequences;
+    sum.chance_last += one.chance_last / sequences;
+}
+
+kvpolicy::BoundaryLoss loss_of(const Options& options) {
+    kvpolicy::BoundaryLoss loss;
+    loss.temperature = options.temperature;
+    loss.margin = {options.omega_min, options.margin_temperature};
+    loss.balance.on = options.balance;
+    return loss;
 }
 
 template <class S>
@@ -186,18 +204,29 @@ std::size_t Trainer<S>::sequence_at(std::int64_t visit) {
 }
 
 template <class S>
-LossSums Trainer<S>::step() {
+std::uint64_t Trainer<S>::seed_at(std::int64_t visit) const {
+    return kvpolicy::random_bits(options_.seed, 1, static_cast<std::uint64_t>(visit));
+}
+
+template <class S>
+void Trainer<S>::refuse_gradient(std::int64_t step) const {
+    llama::fail("step {}: the gradient is not finite; a smaller --rate or a --softcap may help", step);
+}
+
+template <class S>
+LossSums Trainer<S>::take() {
+    return std::exchange(sums_, {});
+}
+
+template <class S>
+void Trainer<S>::step() {
     const QkvShape& shape = source_.shape();
     const auto heads = static_cast<std::size_t>(shape.kv_heads);
-    const std::int32_t budget = options_.budgets[static_cast<std::size_t>(step_) % options_.budgets.size()];
     const std::vector<float> log_gamma = examples::log_gammas(options_.spec, alpha_);
-    const Policy rules = policy(budget, log_gamma);
+    const Policy rules = policy(next_budget(), log_gamma);
     const double share = 1.0 / (shape.layers * options_.batch);
 
-    kvpolicy::BoundaryLoss loss;
-    loss.temperature = options_.temperature;
-    loss.margin = {options_.omega_min, options_.margin_temperature};
-    loss.balance.on = options_.balance;
+    kvpolicy::BoundaryLoss loss = loss_of(options_);
     if (options_.positions > 0) {
         loss.sampler.count = options_.positions;
     }
@@ -211,7 +240,7 @@ LossSums Trainer<S>::step() {
         const std::int64_t visit = step_ * options_.batch + b;
         const Example& example = source_.get(sequence_at(visit));
         const kvpolicy::Sequences sequences{.batch = 1, .length = example.length};
-        loss.sampler.seed = kvpolicy::random_bits(options_.seed, 1, static_cast<std::uint64_t>(visit));
+        loss.sampler.seed = seed_at(visit);
         for (std::int32_t l = 0; l < shape.layers; ++l) {
             const auto at = static_cast<std::size_t>(l);
             score(example, l, scores);
@@ -241,16 +270,16 @@ LossSums Trainer<S>::step() {
     }
     if (sums.count == 0) {  // nothing was learned, so nothing decays either
         gradient_norm_ = 0.0;
-        ++step_;
-        return sums;
+        sums.first_empty = step_ + 1;
+    } else {
+        gradient_norm_ = optimizer_.step(schedule_.at(step_));
+        if (!std::isfinite(gradient_norm_)) {
+            refuse_gradient(step_ + 1);
+        }
     }
-    gradient_norm_ = optimizer_.step(schedule_.at(step_));
-    if (!std::isfinite(gradient_norm_)) {
-        llama::fail("step {}: the gradient is not finite; a smaller --rate or a --softcap may help",
-                    step_ + 1);
-    }
+    sums.steps = 1;
+    sums_.add(sums);
     ++step_;
-    return sums;
 }
 
 template <class S>
@@ -281,10 +310,7 @@ std::vector<HeldOutNumbers> Trainer<S>::evaluate() {
             unused.resize(scores.size());
             for (HeldOutNumbers& numbers : all) {
                 const Policy rules = policy(numbers.budget, log_gamma);
-                kvpolicy::BoundaryLoss loss;
-                loss.temperature = options_.temperature;
-                loss.margin = {options_.omega_min, options_.margin_temperature};
-                loss.balance.on = options_.balance;
+                kvpolicy::BoundaryLoss loss = loss_of(options_);
                 loss.layer = l;
                 numbers.loss.add(
                     loss(on_, rules, plane<const float>(scores, shape.kv_heads, n), example.targets(shape, l),
@@ -308,17 +334,22 @@ std::vector<HeldOutNumbers> Trainer<S>::evaluate() {
                     sequences, recall.data(),
                     room(kvpolicy::oracle_recall_workspace_bytes(on_, of_teacher, sequences)), l);
                 for (std::size_t h = 0; h < heads; ++h) {
-                    kvpolicy::Recall& sum = numbers.recall[static_cast<std::size_t>(l) * heads + h];
-                    sum.queries += recall[h].queries;
-                    sum.mean += recall[h].mean / sequences_count;
-                    sum.chance_mean += recall[h].chance_mean / sequences_count;
-                    sum.last += recall[h].last / sequences_count;
-                    sum.chance_last += recall[h].chance_last / sequences_count;
+                    numbers.add(static_cast<std::size_t>(l) * heads + h, recall[h], sequences_count);
                 }
             }
         }
     }
     return all;
+}
+
+template <class S>
+std::vector<std::vector<float>> Trainer<S>::scores_of(std::size_t index) {
+    const Example& example = source_.get(index);
+    std::vector<std::vector<float>> scores(static_cast<std::size_t>(source_.shape().layers));
+    for (std::size_t l = 0; l < scores.size(); ++l) {
+        score(example, static_cast<std::int32_t>(l), scores[l]);
+    }
+    return scores;
 }
 
 /// Quantiles of the scores of keys that leave the window, over some training sequences: what a threshold is set by.
@@ -329,15 +360,15 @@ std::vector<float> Trainer<S>::score_quantiles() {
     constexpr std::int32_t count = examples::TrainedScorers::quantile_count;
     const auto heads = static_cast<std::size_t>(std::int64_t{shape.kv_heads} * shape.layers);
     std::vector<std::vector<float>> pools(heads);
-    std::vector<float> scores;
     for (std::size_t i = 0; i < some; ++i) {
-        const Example& example = source_.get(i);
+        const std::vector<std::vector<float>> scores = scores_of(i);
         for (std::int32_t l = 0; l < shape.layers; ++l) {
-            score(example, l, scores);
+            const std::vector<float>& of_layer = scores[static_cast<std::size_t>(l)];
+            const auto length = static_cast<std::int32_t>(std::ssize(of_layer) / shape.kv_heads);
             for (std::int32_t h = 0; h < shape.kv_heads; ++h) {
-                const auto row = scores.begin() + std::ptrdiff_t{h} * example.length;
+                const auto row = of_layer.begin() + std::ptrdiff_t{h} * length;
                 auto& pool = pools[static_cast<std::size_t>(std::int64_t{l} * shape.kv_heads + h)];
-                const std::int32_t end = std::max(options_.spec.sinks, example.length - options_.spec.window);
+                const std::int32_t end = std::max(options_.spec.sinks, length - options_.spec.window);
                 pool.insert(pool.end(), row + options_.spec.sinks, row + end);
             }
         }
@@ -357,16 +388,19 @@ std::vector<float> Trainer<S>::score_quantiles() {
 
 template <class S>
 void Trainer<S>::round_weights() {
+    pull();
     for (auto& array : stack_.arrays) {
         if (!options_.fp32 && array.shape.size() == 3) {
             std::transform(array.data.begin(), array.data.end(), array.data.begin(),
                            examples::rounded_to_bf16);
         }
     }
+    push();
 }
 
 template <class S>
 void Trainer<S>::finish(const std::map<std::string, std::string>& notes) {
+    pull();
     examples::ScorerSpec spec = options_.spec;
     spec.training = run_settings();
     spec.training.insert(notes.begin(), notes.end());

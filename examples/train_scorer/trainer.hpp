@@ -1,11 +1,10 @@
 // Trains the scorers of all layers and KV heads on a frozen model's k, v and targets, with the library's loss and gradients.
 #pragma once
 
-#include <kvpolicy/losses/boundary.hpp>
-#include <kvpolicy/metrics/recall.hpp>
 #include <kvpolicy/policies/compose.hpp>
 #include <kvpolicy/policies/decay.hpp>
 
+#include "numbers.hpp"
 #include "options.hpp"
 #include "qkv.hpp"
 #include "support/scorers.hpp"
@@ -17,52 +16,43 @@
 
 namespace train {
 
-/// Sums over layers, heads and sequences.
-struct LossSums {
-    double loss = 0.0;  ///< of each layer and head, averaged
-    std::int64_t count = 0, kept = 0, agreed = 0;
+using TrainingPolicy =
+    kvpolicy::Policy<kvpolicy::Sink<>, kvpolicy::Window<>, kvpolicy::TopKBudget<>, kvpolicy::Decay<1>>;
 
-    void add(const kvpolicy::BoundaryValue& value, double share) {
-        loss += value.value * share;
-        count += value.count;
-        kept += value.kept;
-        agreed += value.agreed;
-    }
-    double keep_share() const { return count == 0 ? 0.0 : double(kept) / double(count); }
-    double agreement() const { return count == 0 ? 0.0 : double(agreed) / double(count); }
-};
+/// The loss as options say it, without a seed and for layer 0.
+kvpolicy::BoundaryLoss loss_of(const Options& options);
 
-/// On held-out sequences, at one budget.
-struct HeldOutNumbers {
-    std::int32_t budget = 0;  ///< rows a head
-    LossSums loss;
-    std::vector<kvpolicy::Recall> recall;  ///< [layers, heads], means over sequences
-
-    double mean_recall() const;
-    double mean_chance() const;
-};
-
+/// On the host; DeviceTrainer does the same on a card.
 template <class S>
 class Trainer {
   public:
-    using Policy =
-        kvpolicy::Policy<kvpolicy::Sink<>, kvpolicy::Window<>, kvpolicy::TopKBudget<>, kvpolicy::Decay<1>>;
+    using Policy = TrainingPolicy;
 
     /// `source` has the shape that options.spec says; `held_out` may be null.
     Trainer(const kvpolicy::host& on, const Options& options, QkvSource& source, QkvSource* held_out);
 
+    Trainer(const Trainer&) = delete;
+    Trainer& operator=(const Trainer&) = delete;
+    virtual ~Trainer() = default;
+
     /// From where a checkpoint left off. Refuses a checkpoint of another architecture or run.
     void resume(const std::string& file);
-    void save_checkpoint(const std::string& file) const;
+    void save_checkpoint(const std::string& file);
 
-    /// One step of the optimiser. Throws llama::Error where the gradient is not finite.
-    LossSums step();
+    /// One step of the optimiser, which a card may still have to do when the call returns.
+    virtual void step();
+    /// Whether take() waits for nothing.
+    virtual bool done() const { return true; }
+    /// Sums over the steps since the last call. Throws llama::Error where a gradient was not finite; a step without
+    /// any decision leaves the weights as they are.
+    virtual LossSums take();
     std::int64_t steps_done() const { return step_; }
+    /// Of the last step that take() has seen.
     double last_gradient_norm() const { return gradient_norm_; }
     double next_rate() const { return schedule_.at(step_); }
 
     /// Held-out numbers at each budget; empty without held-out sequences.
-    std::vector<HeldOutNumbers> evaluate();
+    virtual std::vector<HeldOutNumbers> evaluate();
 
     /// Rounds matrices as they will be stored; after the last step.
     void round_weights();
@@ -71,15 +61,19 @@ class Trainer {
     const std::vector<float>& alpha() const { return alpha_; }
     const examples::ScorerStack<S>& stack() const { return stack_; }
 
-  private:
-    Policy policy(std::int32_t budget, const std::vector<float>& log_gamma) const;
-    /// Scores [heads, length] of one layer.
-    void score(const Example& example, std::int32_t layer, std::vector<float>& scores);
+  protected:
+    /// Weights and moments from where steps are done to this object's arrays, and back.
+    virtual void pull() {}
+    virtual void push() {}
+    /// The next step's budget, and its sequences and seeds.
+    std::int32_t next_budget() const {
+        return options_.budgets[static_cast<std::size_t>(step_) % options_.budgets.size()];
+    }
     std::size_t sequence_at(std::int64_t visit);
-    void standardize_inputs();
-    std::vector<float> score_quantiles();
-    std::map<std::string, std::string> run_settings() const;
-    kvpolicy::workspace_view room(std::size_t bytes);
+    std::uint64_t seed_at(std::int64_t visit) const;
+    /// [layers][heads, length] of a training sequence.
+    virtual std::vector<std::vector<float>> scores_of(std::size_t index);
+    [[noreturn]] void refuse_gradient(std::int64_t step) const;
 
     const kvpolicy::host& on_;
     const Options& options_;
@@ -89,10 +83,21 @@ class Trainer {
     std::vector<float> alpha_;  // [layers, heads]; empty without decay
     AdamW optimizer_;
     Schedule schedule_;
-    std::vector<typename S::template parameters<float>> gradients_;  // [layers]
-    std::vector<float*> alpha_gradient_;                             // one array, or none
     std::int64_t step_ = 0;
     double gradient_norm_ = 0.0;
+
+  private:
+    Policy policy(std::int32_t budget, const std::vector<float>& log_gamma) const;
+    /// Scores [heads, length] of one layer.
+    void score(const Example& example, std::int32_t layer, std::vector<float>& scores);
+    void standardize_inputs();
+    std::vector<float> score_quantiles();
+    std::map<std::string, std::string> run_settings() const;
+    kvpolicy::workspace_view room(std::size_t bytes);
+
+    LossSums sums_;                                                  // since the last take()
+    std::vector<typename S::template parameters<float>> gradients_;  // [layers]
+    std::vector<float*> alpha_gradient_;                             // one array, or none
     std::int64_t epoch_ = -1;
     std::vector<std::uint32_t> order_;  // of the sequences in this epoch
     std::vector<unsigned char> memory_;

@@ -10,7 +10,9 @@
 #include <kvpolicy/cuda/cache_chunk.cuh>
 #include <kvpolicy/cuda/cache_owner.cuh>
 #include <kvpolicy/cuda/cache_step.cuh>
+#include <kvpolicy/cuda/distill_losses.cuh>
 #include <kvpolicy/cuda/future_mass.cuh>
+#include <kvpolicy/cuda/gate_losses.cuh>
 #include <kvpolicy/cuda/log_bias.cuh>
 #include <kvpolicy/cuda/metrics.cuh>
 #include <kvpolicy/cuda/score_backward.cuh>

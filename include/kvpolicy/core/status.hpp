@@ -14,6 +14,7 @@ enum status_bits : std::uint32_t {
     status_bad_length = 1u << 2,      ///< a length in device memory was negative or too large: treated as 0
     status_not_finite =
         1u << 3,  ///< a NaN or infinity in what a backward pass reads; its results mean nothing
+    status_bad_index = 1u << 4,  ///< a label or index in device memory was outside its row: left out
 };
 
 }  // namespace kvpolicy

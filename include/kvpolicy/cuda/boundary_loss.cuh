@@ -57,14 +57,16 @@ std::size_t boundary_loss_workspace_bytes(const cuda& on, const BoundaryLoss&, c
 template <AnyPolicy P>
 void boundary_loss(const cuda& on, const BoundaryLoss& loss, const P& policy, plane_view<const float> scores,
                    plane_view<const float> target, const Sequences& sequences, plane_view<float> d_scores,
-                   double* d_log_gamma, BoundaryValue* value, workspace_view workspace,
-                   std::uint32_t* status) {
+                   double* d_log_gamma, BoundaryValue* value, workspace_view workspace, std::uint32_t* status,
+                   const BoundaryOptions& options) {
     namespace cb = cuda_backend;
     static_assert(P::has_budget && !P::has_gate,
                   "kvpolicy: BoundaryLoss needs a policy with a TopKBudget and without a gate");
     const std::int32_t heads = d_scores.heads;
     host_backend::check_boundary(loss);
     policy.check_layer(loss.layer, heads);
+    detail::require(options.layers >= 1 && heads % options.layers == 0, "options.layers", options.layers,
+                    [&] { return detail::text("1 or more, and a divisor of the ", heads, " heads"); });
     cb::check_sequences(sequences, d_scores.batch, d_scores.length);
     cb::check_plane("d_scores", d_scores, sequences.batch, heads, sequences.length);
     cb::check_plane("scores", scores, sequences.batch, heads, sequences.length);
@@ -77,12 +79,13 @@ void boundary_loss(const cuda& on, const BoundaryLoss& loss, const P& policy, pl
         return view_bhs(data, sequences.batch, heads, sequences.length);
     };
     // Refuses packed segments and decay steps above 1.
-    build_cutoffs(on, policy, target, sequences, plane(memory.rank), plane(memory.cutoff),
-                  {memory.ranking, memory.ranking_bytes}, loss.layer, status);
+    cb::cutoffs_of<ParallelCutoff>(on, policy, options.log_gamma, target, sequences, plane(memory.rank),
+                                   plane(memory.cutoff), {memory.ranking, memory.ranking_bytes}, loss.layer,
+                                   status);
     const std::int64_t planes = std::int64_t{sequences.batch} * heads;
     if (planes > 0 && sequences.length > 0) {
-        const auto mask =
-            cb::make_problem(on, policy, target, sequences, heads, loss.layer, memory.small, status);
+        auto mask = cb::make_problem(on, policy, target, sequences, heads, loss.layer, memory.small, status);
+        mask.rules.log_gamma = options.log_gamma;
         using Gate = std::remove_cvref_t<decltype(mask.gate)>;
         using Keep = std::remove_cvref_t<decltype(mask.keep)>;
         cb::boundary_problem<Gate, Keep> problem{mask, scores, d_scores, {}};
@@ -98,7 +101,8 @@ void boundary_loss(const cuda& on, const BoundaryLoss& loss, const P& policy, pl
         numbers.late =
             std::llround(static_cast<double>(loss.sampler.late) * static_cast<double>(loss.sampler.count));
         numbers.seed = loss.sampler.seed;
-        numbers.stream = static_cast<std::uint64_t>(loss.layer) << 40;
+        numbers.layer = loss.layer;
+        numbers.heads = heads / options.layers;
         problem.rank = memory.rank;
         problem.cutoff = memory.cutoff;
         problem.order = memory.order;

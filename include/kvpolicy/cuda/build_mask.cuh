@@ -135,14 +135,16 @@ std::size_t build_cutoffs_workspace_bytes(const cuda& on, const P&, const Sequen
     return parts.bytes();
 }
 
-template <Cutoff C, AnyPolicy P>
-void build_cutoffs(const cuda& on, const P& policy, plane_view<const float> scores,
-                   const Sequences& sequences, plane_view<std::int32_t> rank, plane_view<std::int32_t> cutoff,
-                   workspace_view workspace, std::int32_t layer, std::uint32_t* status) {
-    using namespace cuda_backend;
+namespace cuda_backend {
+
+/// build_cutoffs; with log_gamma [heads], in device memory, in place of the policy's.
+template <Cutoff C, class P>
+void cutoffs_of(const cuda& on, const P& policy, const float* log_gamma, plane_view<const float> scores,
+                const Sequences& sequences, plane_view<std::int32_t> rank, plane_view<std::int32_t> cutoff,
+                workspace_view workspace, std::int32_t layer, std::uint32_t* status) {
     static_assert(P::has_budget, "kvpolicy: build_cutoffs needs a policy with a TopKBudget");
     const std::int32_t heads = rank.heads;
-    cuda_backend::check_mask_call(policy, scores, sequences, rank.batch, heads, rank.length, layer);
+    check_mask_call(policy, scores, sequences, rank.batch, heads, rank.length, layer);
     check_plane("rank", rank, sequences.batch, heads, sequences.length);
     check_plane("cutoff", cutoff, sequences.batch, heads, sequences.length);
     detail::require(sequences.cu_seqlens == nullptr, "sequences.cu_seqlens", "given",
@@ -152,7 +154,7 @@ void build_cutoffs(const cuda& on, const P& policy, plane_view<const float> scor
         const std::int32_t step = policy.rule(layer, h).decay_step;
         detail::require(step == 1, "decay step n", step, "1, since ranks are static only then");
     }
-    cuda_backend::check_workspace(workspace, build_cutoffs_workspace_bytes<C>(on, policy, sequences, heads));
+    check_workspace(workspace, build_cutoffs_workspace_bytes<C>(on, policy, sequences, heads));
     if (sequences.batch == 0 || heads == 0 || sequences.length == 0) {
         return;
     }
@@ -161,8 +163,10 @@ void build_cutoffs(const cuda& on, const P& policy, plane_view<const float> scor
     const mask_tuning tuning = select_mask_tuning(device.capability());
     workspace_parts parts(workspace.data);
     const small_numbers small = small_numbers::take(parts, sequences, heads);
-    const auto problem = make_problem(on, policy, scores, sequences, heads, layer, small, status);
-    const mask_plan plan = plan_mask(policy, sequences, heads, layer, rebase_limit, tuning);
+    auto problem = make_problem(on, policy, scores, sequences, heads, layer, small, status);
+    problem.rules.log_gamma = log_gamma;
+    mask_plan plan = plan_mask(policy, sequences, heads, layer, rebase_limit, tuning);
+    plan.decayed = plan.decayed || log_gamma != nullptr;
     const ranking_memory memory = ranking_memory::take(parts, plan, sequences, heads, on);
     constexpr bool parallel = std::is_same_v<C, ParallelCutoff>;
     rank_and_expire(on, device, plan, problem, memory,
@@ -178,6 +182,16 @@ void build_cutoffs(const cuda& on, const P& policy, plane_view<const float> scor
                (planes + plane_threads - 1) / plane_threads, plane_threads, 0, on, problem,
                plane_view<const std::int32_t>(rank), cutoff, scratch, each);
     }
+}
+
+}  // namespace cuda_backend
+
+template <Cutoff C, AnyPolicy P>
+void build_cutoffs(const cuda& on, const P& policy, plane_view<const float> scores,
+                   const Sequences& sequences, plane_view<std::int32_t> rank, plane_view<std::int32_t> cutoff,
+                   workspace_view workspace, std::int32_t layer, std::uint32_t* status) {
+    cuda_backend::cutoffs_of<C>(on, policy, nullptr, scores, sequences, rank, cutoff, workspace, layer,
+                                status);
 }
 
 template <AnyPolicy P>

@@ -91,3 +91,6 @@ struct L2Distillation {
 namespace kvpolicy {
 static_assert(DistillationLoss<TopDistillation> && DistillationLoss<L2Distillation>);
 }  // namespace kvpolicy
+#if defined(__CUDACC__)
+#include <kvpolicy/losses/distill.cuh>
+#endif

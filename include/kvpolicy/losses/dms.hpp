@@ -66,3 +66,6 @@ inline float eviction_target(std::int64_t step, double compression, std::int64_t
 namespace kvpolicy {
 static_assert(GateLoss<CompressionLoss, Policy<Window<8>>>);
 }  // namespace kvpolicy
+#if defined(__CUDACC__)
+#include <kvpolicy/losses/dms.cuh>
+#endif

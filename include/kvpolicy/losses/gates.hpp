@@ -20,11 +20,19 @@ enum class gate_scope : std::uint8_t {
     all,      ///< every key, as the papers' sums have it; a gate that nobody asks gets a gradient too
 };
 
+/// What one key adds to a gate loss, and the slope of that for its logit.
+struct GateTerm {
+    double value, slope;
+};
+
 /// WG-KV's sparsity term (3.3): scale * mean over heads and keys of g + g (1 - g).
 struct GateSparsity {
     float scale = 1.0f;  ///< lambda, over the number of layers
     gate_scope scope = gate_scope::all;
     std::int32_t layer = 0;
+
+    static constexpr bool mean_over_keys = true;
+    [[nodiscard]] KVPOLICY_HOST_DEVICE GateTerm term(std::int32_t head, double z) const;
 
     /// scores and d_scores [B, Hkv, S]; overwrites d_scores for the sequences' lengths. Refuses a NaN score that is read.
     template <AnyPolicy P, class Real>
@@ -39,6 +47,9 @@ struct GateDensity {
     gate_scope scope = gate_scope::all;
     std::int32_t layer = 0;
 
+    static constexpr bool mean_over_keys = true;
+    [[nodiscard]] KVPOLICY_HOST_DEVICE GateTerm term(std::int32_t head, double z) const;
+
     template <AnyPolicy P, class Real>
     LossValue operator()(const host& on, const P& policy, std::type_identity_t<plane_view<const Real>> scores,
                          const Sequences& sequences, plane_view<Real> d_scores) const;
@@ -50,6 +61,9 @@ struct RetentionPenalty {
     float scale = 1.0f;
     gate_scope scope = gate_scope::all;
     std::int32_t layer = 0;
+
+    static constexpr bool mean_over_keys = false;  // over sequences
+    [[nodiscard]] KVPOLICY_HOST_DEVICE GateTerm term(std::int32_t head, double z) const;
 
     template <AnyPolicy P, class Real>
     LossValue operator()(const host& on, const P& policy, std::type_identity_t<plane_view<const Real>> scores,
@@ -92,6 +106,11 @@ struct LambdaController {
     [[nodiscard]] bool due(std::int64_t step) const { return step % every == 0; }
     void update() const;
     void check() const;
+
+    // One head of these, which is also what a device runs.
+    KVPOLICY_HOST_DEVICE void start_head(std::int32_t head) const;
+    KVPOLICY_HOST_DEVICE void observe_head(std::int32_t head, double count) const;
+    KVPOLICY_HOST_DEVICE void update_head(std::int32_t head) const;
 };
 
 }  // namespace kvpolicy
@@ -102,3 +121,6 @@ namespace kvpolicy {
 static_assert(GateLoss<GateSparsity, Policy<Window<8>>> && GateLoss<GateDensity, Policy<Window<8>>>);
 static_assert(GateLoss<RetentionPenalty, Policy<Window<8>>>);
 }  // namespace kvpolicy
+#if defined(__CUDACC__)
+#include <kvpolicy/losses/gates.cuh>
+#endif

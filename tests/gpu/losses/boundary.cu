@@ -177,6 +177,84 @@ TEST_CASE("lengths, tiles, budgets that never fill") {
     check(short_one);
 }
 
+TEST_CASE("layers in one call are layers one by one; a decay that stays on the device") {
+    constexpr std::int32_t layers = 3, heads = 2, length = 700, all = layers * heads;
+    const std::vector<float> log_gamma{-0.01f, -0.002f, 0.0f, -0.03f, -0.0005f, -0.2f};
+    std::mt19937 generator(5);
+    std::normal_distribution<float> normal;
+    std::vector<float> scores(2 * all * length), target(scores.size());
+    for (std::size_t i = 0; i < scores.size(); ++i) {
+        scores[i] = normal(generator), target[i] = normal(generator);
+    }
+    const std::vector<std::int32_t> budgets{7, 40, 100, 7, 3, 650};
+    BoundaryLoss loss;
+    loss.layer = 2;
+    loss.sampler = {100, 0.5f, 9};
+    loss.scale = 0.25f;
+    const Sequences sequences{2, length};
+    // The host, layer by layer: planes [2, layers * heads, length].
+    const host on_host(1);
+    std::vector<float> wanted(scores.size());
+    std::vector<double> wanted_gamma(all, 0.0);
+    BoundaryValue sum;
+    for (std::int32_t l = 0; l < layers; ++l) {
+        const Any policy{Sink<>{2}, Window<>{5}, TopKBudget<>{per_head(budgets.data() + l * heads, 1, heads)},
+                         Decay<dynamic>{per_head(log_gamma.data() + l * heads, 1, heads), 1}};
+        const auto plane = [&](auto* data) {
+            auto view = view_bhs(data + l * heads * length, 2, heads, length);
+            view.batch_stride = std::int64_t{all} * length;
+            return view;
+        };
+        BoundaryLoss one = loss;
+        one.layer = loss.layer + l;
+        std::vector<std::byte> memory(one.workspace_bytes(on_host, policy, sequences, heads));
+        const BoundaryValue value =
+            one(on_host, policy, plane(static_cast<const float*>(scores.data())),
+                plane(static_cast<const float*>(target.data())), sequences, plane(wanted.data()),
+                wanted_gamma.data() + l * heads, {memory.data(), memory.size()});
+        sum.value += value.value;
+        sum.sampled += value.sampled, sum.count += value.count, sum.kept += value.kept,
+            sum.agreed += value.agreed;
+    }
+    // The policy's own decay is another: it must not be looked at.
+    const Any policy{Sink<>{2}, Window<>{5}, TopKBudget<>{per_head(budgets.data(), 1, all)},
+                     Decay<dynamic>{0.0f, 1}};
+    const Device<float> device_scores(scores), device_target(target), gradient(scores.size()),
+        gammas(log_gamma);
+    const Device<double> of_gamma(std::vector<double>(all, 0.0));
+    const Device<BoundaryValue> result(1);
+    const kvpolicy::cuda on{};
+    const Device<unsigned char> workspace(boundary_loss_workspace_bytes(on, loss, policy, sequences, all));
+    const auto plane = [](auto* data) { return view_bhs(data, 2, all, length); };
+    BoundaryOptions options;
+    options.layers = layers;
+    options.log_gamma = gammas.data();
+    boundary_loss(on, loss, policy, plane(static_cast<const float*>(device_scores.data())),
+                  plane(static_cast<const float*>(device_target.data())), sequences, plane(gradient.data()),
+                  of_gamma.data(), result.data(), workspace, nullptr, options);
+    const BoundaryValue got = result.read()[0];
+    CHECK(got.sampled == sum.sampled);
+    CHECK(got.count == sum.count);
+    CHECK(got.kept == sum.kept);
+    CHECK(got.agreed == sum.agreed);
+    CHECK(got.value == doctest::Approx(sum.value).epsilon(1e-12));
+    const std::vector<float> gradients = gradient.read();
+    for (std::size_t i = 0; i < wanted.size(); ++i) {
+        CAPTURE(i);
+        REQUIRE(std::fabs(gradients[i] - wanted[i]) <= 1e-6f * std::fabs(wanted[i]) + 1e-12f);
+    }
+    const std::vector<double> got_gamma = of_gamma.read();
+    for (std::size_t h = 0; h < got_gamma.size(); ++h) {
+        CHECK(std::fabs(got_gamma[h] - wanted_gamma[h]) <= 1e-10 * (1.0 + std::fabs(wanted_gamma[h])));
+    }
+    options.layers = 4;
+    CHECK_THROWS_WITH_AS(
+        boundary_loss(on, loss, policy, plane(static_cast<const float*>(device_scores.data())),
+                      plane(static_cast<const float*>(device_target.data())), sequences,
+                      plane(gradient.data()), nullptr, result.data(), workspace, nullptr, options),
+        doctest::Contains("options.layers: 4 is not allowed"), invalid_argument);
+}
+
 TEST_CASE("a NaN target ranks last, a NaN score is told") {
     Case c;
     const Any policy = c.policy();

@@ -1,5 +1,8 @@
-// The boundary loss's own kernels; what ranks its target is compiled with the masks' tests.
+// The losses' own kernels; what ranks the boundary loss's target is compiled with the masks' tests.
+#include <kvpolicy/cuda/distill_losses.cuh>
+#include <kvpolicy/cuda/gate_losses.cuh>
 #include <kvpolicy/cuda/kernels/boundary.cuh>
+#include <kvpolicy/policies/window.hpp>
 
 namespace kvpolicy::cuda_backend {
 using Gate = detail::no_gate;
@@ -9,3 +12,27 @@ template __global__ void boundary_gradient_kernel<Gate, Keep>(const boundary_pro
 template __global__ void boundary_value_kernel<BoundaryValue>(const boundary_plane*, std::int64_t,
                                                               std::int32_t, double*, BoundaryValue*);
 }  // namespace kvpolicy::cuda_backend
+
+namespace kvpolicy {
+using Rules = Policy<Window<256>>;
+template void gate_loss(const cuda&, const GateSparsity&, const Rules&, plane_view<const float>,
+                        const Sequences&, plane_view<float>, LossValue*, workspace_view, std::uint32_t*);
+template void compression_loss(const cuda&, const CompressionLoss&, const Rules&, plane_view<const float>,
+                               const Sequences&, plane_view<float>, LossValue*, workspace_view,
+                               const EvictionSums*, std::uint32_t*);
+template void retention_counts(const cuda&, const Rules&, plane_view<const float>, const Sequences&, double*,
+                               workspace_view, std::int32_t, std::uint32_t*);
+template void controller_update(const cuda&, const LambdaController&);
+template void straight_through_values<Rules, bf16>(const cuda&, const Rules&, plane_view<const float>,
+                                                   rows_view<const bf16>, rows_view<const bf16>,
+                                                   const Sequences&, plane_view<float>, workspace_view,
+                                                   std::int32_t, std::uint32_t*);
+template void row_loss<bf16>(const cuda&, const TopDistillation&, rows_view<const bf16>,
+                             rows_view<const bf16>, const Sequences&, rows_view<bf16>, LossValue*,
+                             workspace_view, std::uint32_t*);
+template void row_loss<bf16>(const cuda&, const CrossEntropy&, plane_view<const std::int32_t>,
+                             rows_view<const bf16>, const Sequences&, rows_view<bf16>, LossValue*,
+                             workspace_view, std::uint32_t*);
+template void row_loss<bf16>(const cuda&, const L2Distillation&, rows_view<const bf16>, rows_view<const bf16>,
+                             const Sequences&, rows_view<bf16>, LossValue*, workspace_view, std::uint32_t*);
+}  // namespace kvpolicy

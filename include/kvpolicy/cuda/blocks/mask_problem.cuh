@@ -19,9 +19,16 @@ namespace cuda_backend {
 /// The rules of a layer's heads: one for all, or a table in device memory.
 struct rule_table {
     HeadRule common;
-    const HeadRule* table = nullptr;  // [heads]
+    const HeadRule* table = nullptr;   // [heads]
+    const float* log_gamma = nullptr;  // [heads]: in place of the rules', where it is given
 
-    __device__ HeadRule of(std::int32_t head) const { return table == nullptr ? common : table[head]; }
+    __device__ HeadRule of(std::int32_t head) const {
+        HeadRule rule = table == nullptr ? common : table[head];
+        if (log_gamma != nullptr) {
+            rule.log_gamma = log_gamma[head];
+        }
+        return rule;
+    }
 };
 
 /// One sequence, or one packed segment of it, of one head: tokens [begin, end) of plane b * heads + h.

@@ -1,12 +1,13 @@
-// The boundary loss: draws and the boundary key of each query, sums over a head, then value and gradient. One block has a plane (a
-// head of a sequence), and goes through it tile by tile, so sums have one order.
+// The boundary loss: draws and the boundary key of each query, sums over a head, then value and gradient. One block
+// has a plane (a head of a sequence), and goes through it tile by tile, so sums have one order.
 //
-// As q grows the cutoff's rank only falls, so a key is the boundary of one run of queries, and its gradient a difference of two prefix
-// sums over them, in double.
+// As q grows the cutoff's rank only falls, so a key is the boundary of one run of queries, and its gradient a
+// difference of two prefix sums over them, in double.
 #pragma once
 
 #include <kvpolicy/core/random.hpp>
 #include <kvpolicy/core/status.hpp>
+#include <kvpolicy/cuda/blocks/block_sum.cuh>
 #include <kvpolicy/cuda/blocks/mask_problem.cuh>
 #include <kvpolicy/cuda/blocks/warp.cuh>
 #include <kvpolicy/cuda/config.cuh>
@@ -36,7 +37,8 @@ struct boundary_numbers {
     std::int32_t count;  // of the sampler
     std::int64_t late;   // draws that are the later of two, of `count`
     std::uint64_t seed;
-    std::uint64_t stream;  // of plane 0
+    std::int32_t layer;  // the first
+    std::int32_t heads;  // of a layer
 };
 
 template <class Gate, class Keep>
@@ -104,25 +106,6 @@ struct boundary_row {
     }
 };
 
-/// The sum over a block of 512 threads, in every thread.
-template <class Number>
-__device__ inline Number boundary_sum(Number x, Number* shared) {
-#pragma unroll
-    for (int step = 16; step > 0; step /= 2) {
-        x += __shfl_xor_sync(all_lanes, x, step);
-    }
-    __syncthreads();
-    if (lane_id() == 0) {
-        shared[warp_id()] = x;
-    }
-    __syncthreads();
-    Number sum = 0;
-    for (int w = 0; w < boundary_threads / 32; ++w) {
-        sum += shared[w];
-    }
-    return sum;
-}
-
 /// Draws, the token of each rank, and counts.
 template <class Gate, class Keep>
 __global__ void __launch_bounds__(boundary_threads)
@@ -143,7 +126,10 @@ __global__ void __launch_bounds__(boundary_threads)
     }
     __syncthreads();
     if (!all) {
-        const std::uint64_t stream = numbers.stream + static_cast<std::uint64_t>(of.plane);
+        // As the host numbers them: the layer, then the plane in it.
+        const std::uint64_t stream =
+            (static_cast<std::uint64_t>(numbers.layer + of.h / numbers.heads) << 40) +
+            static_cast<std::uint64_t>(std::int64_t{of.b} * numbers.heads + of.h % numbers.heads);
         const auto places = static_cast<std::uint32_t>(valid);
         for (std::int32_t i = thread; i < numbers.count; i += boundary_threads) {
             const std::uint64_t index = 2 * static_cast<std::uint64_t>(i);
@@ -162,8 +148,8 @@ __global__ void __launch_bounds__(boundary_threads)
         count += e.counts ? problem.drawn[of.row + q] : 0;
         kept += e.keeps ? problem.drawn[of.row + q] : 0;
     }
-    count = boundary_sum(count, shared);
-    kept = boundary_sum(kept, shared);
+    count = sum_over_block<boundary_threads>(count, shared);
+    kept = sum_over_block<boundary_threads>(kept, shared);
     if (thread == 0) {
         problem.planes[of.plane] = {all ? valid : numbers.count, count, kept, 0, 0.0, 0.0};
     }
@@ -187,13 +173,14 @@ __global__ void __launch_bounds__(boundary_threads)
     long long all = 0, count = 0, kept = 0;
     for (std::int64_t plane = thread; plane < problem.mask.planes(); plane += boundary_threads) {
         const boundary_plane& one = problem.planes[plane];
-        all += one.count;
-        count += plane % heads == of.h ? one.count : 0;
-        kept += plane % heads == of.h ? one.kept : 0;
+        const auto h = static_cast<std::int32_t>(plane % heads);
+        all += h / numbers.heads == of.h / numbers.heads ? one.count : 0;
+        count += h == of.h ? one.count : 0;
+        kept += h == of.h ? one.kept : 0;
     }
-    all = boundary_sum(all, shared_counts);
-    count = boundary_sum(count, shared_counts);
-    kept = boundary_sum(kept, shared_counts);
+    all = sum_over_block<boundary_threads>(all, shared_counts);
+    count = sum_over_block<boundary_threads>(count, shared_counts);
+    kept = sum_over_block<boundary_threads>(kept, shared_counts);
     const double mean = all > 0 ? numbers.scale / static_cast<double>(all) : 0.0;
     double of_drops = 1.0, of_keeps = 1.0;
     if (numbers.balance && kept > 0 && kept < count) {
@@ -269,9 +256,9 @@ __global__ void __launch_bounds__(boundary_threads)
         }
         carried += tile;
     }
-    value = boundary_sum(value, shared);
-    of_gamma = boundary_sum(of_gamma, shared);
-    agreed = boundary_sum(agreed, shared_counts);
+    value = sum_over_block<boundary_threads>(value, shared);
+    of_gamma = sum_over_block<boundary_threads>(of_gamma, shared);
+    agreed = sum_over_block<boundary_threads>(agreed, shared_counts);
     __syncthreads();
     float* const to = problem.d_scores.head(of.b, of.h);
     for (std::int32_t t = thread; t < of.length; t += boundary_threads) {
@@ -309,11 +296,11 @@ __global__ void __launch_bounds__(boundary_threads)
         kept += planes[plane].kept;
         agreed += planes[plane].agreed;
     }
-    value = boundary_sum(value, shared);
-    sampled = boundary_sum(sampled, shared_counts);
-    examples = boundary_sum(examples, shared_counts);
-    kept = boundary_sum(kept, shared_counts);
-    agreed = boundary_sum(agreed, shared_counts);
+    value = sum_over_block<boundary_threads>(value, shared);
+    sampled = sum_over_block<boundary_threads>(sampled, shared_counts);
+    examples = sum_over_block<boundary_threads>(examples, shared_counts);
+    kept = sum_over_block<boundary_threads>(kept, shared_counts);
+    agreed = sum_over_block<boundary_threads>(agreed, shared_counts);
     if (thread == 0 && out != nullptr) {
         out->value = value;
         out->count = examples;

@@ -28,10 +28,6 @@ void for_each_in_scope(const P& policy, gate_scope scope, const HeadRule& rule, 
     });
 }
 
-struct LossTerm {
-    double value, slope;
-};
-
 /// Names the first number of a row that is not finite.
 template <class T>
 void refuse_not_finite(const char* name, std::int64_t b, std::int64_t h, std::int64_t t,
@@ -45,41 +41,42 @@ void refuse_not_finite(const char* name, std::int64_t b, std::int64_t h, std::in
     }
 }
 
-/// A loss that is the sum over keys of term(h, z), divided by the number of keys or of sequences.
-template <class P, class Real, class Term>
-LossValue gate_loss(const host& on, const P& policy, gate_scope scope, std::int32_t layer,
-                    const plane_view<const Real>& scores, const Sequences& sequences,
-                    const plane_view<Real>& d_scores, bool by_keys, Term&& term) {
+/// A loss that is the sum over keys of its terms, divided by the number of keys or of sequences.
+template <class L, class P, class Real>
+LossValue gate_loss(const L& loss, const P& policy, const plane_view<const Real>& scores,
+                    const Sequences& sequences, const plane_view<Real>& d_scores) {
     const std::int32_t heads = d_scores.heads, batch = d_scores.batch;
-    policy.check_layer(layer, heads);
+    policy.check_layer(loss.layer, heads);
     check_sequences(sequences, batch, d_scores.length);
     check_plane("d_scores", d_scores, batch, heads, sequences.length);
     check_plane("scores", scores, batch, heads, sequences.length);
     LossValue result;
     for (std::int32_t b = 0; b < batch; ++b) {
         for (std::int32_t h = 0; h < heads; ++h) {
-            for_each_in_scope(policy, scope, policy.rule(layer, h), sequences, b, [&](std::int32_t t) {
-                refuse_nan("scores", b, h, t, scores.head(b, h)[t]);
-                ++result.count;
-            });
+            for_each_in_scope(policy, loss.scope, policy.rule(loss.layer, h), sequences, b,
+                              [&](std::int32_t t) {
+                                  refuse_nan("scores", b, h, t, scores.head(b, h)[t]);
+                                  ++result.count;
+                              });
         }
     }
-    const double mean = result.count == 0 ? 0.0 : 1.0 / static_cast<double>(by_keys ? result.count : batch);
+    const double mean =
+        result.count == 0 ? 0.0 : 1.0 / static_cast<double>(L::mean_over_keys ? result.count : batch);
     for (std::int32_t b = 0; b < batch; ++b) {
         for (std::int32_t h = 0; h < heads; ++h) {
             const Real* z = scores.head(b, h);
             Real* d = d_scores.head(b, h);
             std::fill_n(d, sequences.length_of(b), Real(0));
             double sum = 0.0;
-            for_each_in_scope(policy, scope, policy.rule(layer, h), sequences, b, [&](std::int32_t t) {
-                const LossTerm one = term(h, static_cast<double>(z[t]));
-                sum += one.value;
-                d[t] = static_cast<Real>(mean * one.slope);
-            });
+            for_each_in_scope(policy, loss.scope, policy.rule(loss.layer, h), sequences, b,
+                              [&](std::int32_t t) {
+                                  const GateTerm one = loss.term(h, static_cast<double>(z[t]));
+                                  sum += one.value;
+                                  d[t] = static_cast<Real>(mean * one.slope);
+                              });
             result.value += mean * sum;
         }
     }
-    static_cast<void>(on);
     return result;
 }
 
@@ -87,47 +84,47 @@ inline void check_gate_scale(float scale) { detail::require(std::isfinite(scale)
 
 }  // namespace host_backend
 
+KVPOLICY_HOST_DEVICE inline GateTerm GateSparsity::term(std::int32_t, double z) const {
+    const double g = host_backend::sigmoid(z), closed = host_backend::sigmoid(-z);
+    const auto factor = static_cast<double>(scale);
+    return {factor * (g + g * closed), factor * 2.0 * closed * closed * g};
+}
+KVPOLICY_HOST_DEVICE inline GateTerm GateDensity::term(std::int32_t, double z) const {
+    const double u = host_backend::sigmoid(z), factor = -static_cast<double>(scale);
+    return {factor * u, factor * u * host_backend::sigmoid(-z)};
+}
+KVPOLICY_HOST_DEVICE inline GateTerm RetentionPenalty::term(std::int32_t head, double z) const {
+    if (!(z > 0.0)) {
+        return {0.0, 0.0};
+    }
+    const double r = host_backend::sigmoid(z);
+    const double factor = static_cast<double>(scale) * static_cast<double>(lambda[head]);
+    return {factor * (r - 0.5), factor * r * host_backend::sigmoid(-z)};
+}
+
 template <AnyPolicy P, class Real>
-LossValue GateSparsity::operator()(const host& on, const P& policy,
+LossValue GateSparsity::operator()(const host&, const P& policy,
                                    std::type_identity_t<plane_view<const Real>> scores,
                                    const Sequences& sequences, plane_view<Real> d_scores) const {
-    namespace hb = host_backend;
-    hb::check_gate_scale(scale);
-    return hb::gate_loss(
-        on, policy, scope, layer, scores, sequences, d_scores, true, [&](std::int32_t, double z) {
-            const double g = hb::sigmoid(z), closed = hb::sigmoid(-z), factor = static_cast<double>(scale);
-            return hb::LossTerm{factor * (g + g * closed), factor * 2.0 * closed * closed * g};
-        });
+    host_backend::check_gate_scale(scale);
+    return host_backend::gate_loss(*this, policy, scores, sequences, d_scores);
 }
 
 template <AnyPolicy P, class Real>
-LossValue GateDensity::operator()(const host& on, const P& policy,
+LossValue GateDensity::operator()(const host&, const P& policy,
                                   std::type_identity_t<plane_view<const Real>> scores,
                                   const Sequences& sequences, plane_view<Real> d_scores) const {
-    namespace hb = host_backend;
-    hb::check_gate_scale(scale);
-    return hb::gate_loss(on, policy, scope, layer, scores, sequences, d_scores, true,
-                         [&](std::int32_t, double z) {
-                             const double u = hb::sigmoid(z), factor = -static_cast<double>(scale);
-                             return hb::LossTerm{factor * u, factor * u * hb::sigmoid(-z)};
-                         });
+    host_backend::check_gate_scale(scale);
+    return host_backend::gate_loss(*this, policy, scores, sequences, d_scores);
 }
 
 template <AnyPolicy P, class Real>
-LossValue RetentionPenalty::operator()(const host& on, const P& policy,
+LossValue RetentionPenalty::operator()(const host&, const P& policy,
                                        std::type_identity_t<plane_view<const Real>> scores,
                                        const Sequences& sequences, plane_view<Real> d_scores) const {
-    namespace hb = host_backend;
-    hb::check_gate_scale(scale);
+    host_backend::check_gate_scale(scale);
     detail::require(lambda != nullptr || d_scores.heads == 0, "lambda", "null", "an array by head");
-    return hb::gate_loss(
-        on, policy, scope, layer, scores, sequences, d_scores, false, [&](std::int32_t h, double z) {
-            if (!(z > 0.0)) {
-                return hb::LossTerm{0.0, 0.0};
-            }
-            const double factor = static_cast<double>(scale) * static_cast<double>(lambda[h]);
-            return hb::LossTerm{factor * (hb::sigmoid(z) - 0.5), factor * hb::sigmoid(z) * hb::sigmoid(-z)};
-        });
+    return host_backend::gate_loss(*this, policy, scores, sequences, d_scores);
 }
 
 template <AnyPolicy P, Storage T>
@@ -206,34 +203,48 @@ inline void LambdaController::check() const {
     detail::require(least > 0.0f && least <= 1.0f, "least", least, "above 0 and at most 1");
     detail::require(every >= 1, "every", every, "1 or more");
 }
+KVPOLICY_HOST_DEVICE inline void LambdaController::start_head(std::int32_t head) const {
+    lambda[head] = least;
+    average[head] = -1.0;
+}
+KVPOLICY_HOST_DEVICE inline void LambdaController::observe_head(std::int32_t head, double count) const {
+    // With every = 1 or 2 the paper's coefficient reaches 1: the average is the last count.
+    const double a = every < 2 ? 1.0 : 2.0 / (1.0 + 0.5 * every);
+    average[head] = average[head] < 0.0 ? count : (1.0 - a) * average[head] + a * count;
+}
+KVPOLICY_HOST_DEVICE inline void LambdaController::update_head(std::int32_t head) const {
+    const double c = average[head];
+    float weight = lambda[head];
+    if (c > cap) {
+        weight *= factor;
+    }
+    if (c < slack * cap) {
+        weight /= factor;
+    }
+    weight = weight < 1.0f ? weight : 1.0f;
+    if (weight < least) {
+        weight = c > cap ? least : 0.0f;
+    }
+    lambda[head] = weight;
+}
 inline void LambdaController::start() const {
     check();
-    std::fill_n(lambda, heads, least);
-    std::fill_n(average, heads, -1.0);
+    for (std::int32_t h = 0; h < heads; ++h) {
+        start_head(h);
+    }
 }
 inline void LambdaController::observe(const double* counts) const {
     check();
-    // With every = 1 or 2 the paper's coefficient reaches 1: the average is the last count.
-    const double a = std::min(1.0, 2.0 / (1.0 + 0.5 * every));
     for (std::int32_t h = 0; h < heads; ++h) {
         detail::require(
             counts[h] >= 0.0, [&] { return detail::text("counts[", h, "]"); }, counts[h], "0 or more");
-        average[h] = average[h] < 0.0 ? counts[h] : (1.0 - a) * average[h] + a * counts[h];
+        observe_head(h, counts[h]);
     }
 }
 inline void LambdaController::update() const {
     check();
     for (std::int32_t h = 0; h < heads; ++h) {
-        if (average[h] > cap) {
-            lambda[h] *= factor;
-        }
-        if (average[h] < slack * cap) {
-            lambda[h] /= factor;
-        }
-        lambda[h] = std::min(lambda[h], 1.0f);
-        if (lambda[h] < least) {
-            lambda[h] = average[h] > cap ? least : 0.0f;
-        }
+        update_head(h);
     }
 }
 
