@@ -146,19 +146,13 @@ struct mlstm_call {
     }
     /// States before each chunk.
     void states(const cuda& on) {
-        widths([&](auto features, auto values) {
-            constexpr int F = features, V = values;
-            launch("mlstm_add_kernel", mlstm_add_kernel<T, F, V, false>, call.chunks(), 256,
-                   mlstm_add_memory<E, F, V>(nullptr).bytes, on, problem);
-            launch("mlstm_frames_kernel", mlstm_frames_kernel<T>, planes(), 32, 0, on, problem);
-            launch("mlstm_scan_kernel", mlstm_scan_kernel<T, F, V, false>, planes() * (F * V / 1024 + 1), 128,
-                   0, on, problem);
-        });
+        launch("mlstm_frames_kernel", mlstm_frames_kernel<T>, planes(), 32, 0, on, problem);
+        walk<false>(on);
     }
     void read(const cuda& on) {
         widths([&](auto features, auto values) {
             constexpr int F = features, V = values;
-            launch("mlstm_read_kernel", mlstm_read_kernel<T, F, V>, call.chunks(), 128,
+            launch("mlstm_read_kernel", mlstm_read_kernel<T, F, V>, call.chunks(), mlstm_threads,
                    mlstm_read_memory<E, F, V, false>(nullptr).bytes, on, problem);
         });
     }
@@ -170,13 +164,10 @@ struct mlstm_call {
                 return;  // refused by check_mlstm
             } else {
                 launch("mlstm_reads_backward_kernel", mlstm_reads_backward_kernel<T, F, V>, call.chunks(),
-                       128, mlstm_read_memory<E, F, V, true>(nullptr).bytes, on, problem);
-                launch("mlstm_add_kernel", mlstm_add_kernel<T, F, V, true>, call.chunks(), 256,
-                       mlstm_add_memory<E, F, V>(nullptr).bytes, on, problem);
-                launch("mlstm_scan_kernel", mlstm_scan_kernel<T, F, V, true>, planes() * (F * V / 1024 + 1),
-                       128, 0, on, problem);
+                       mlstm_threads, mlstm_read_memory<E, F, V, true>(nullptr).bytes, on, problem);
+                walk<true>(on);
                 launch("mlstm_tokens_backward_kernel", mlstm_tokens_backward_kernel<T, F, V>, call.chunks(),
-                       128, mlstm_tokens_memory<E, F, V>(nullptr).bytes, on, problem);
+                       mlstm_threads, mlstm_tokens_memory<E, F, V>(nullptr).bytes, on, problem);
             }
         });
     }
@@ -207,6 +198,25 @@ struct mlstm_call {
     [[nodiscard]] std::int64_t planes() const {
         return std::int64_t{call.streams.batch} * call.streams.heads;
     }
+    /// The walk over the chunks, by blocks with large parts of a state where those are enough for the card: less is read twice.
+    template <bool Backward>
+    void walk(const cuda& on) {
+        widths([&](auto features, auto values) {
+            constexpr int F = features, V = values;
+            const auto with = [&](auto part) {
+                constexpr int P = part;
+                problem.sum_parts = 2 * V / P;
+                launch("mlstm_walk_kernel", mlstm_walk_kernel<T, F, V, P, P, Backward>,
+                       planes() * (F / P) * (V / P), 128, mlstm_walk_memory<E, P, P>(nullptr).bytes, on,
+                       problem);
+            };
+            if (planes() * (F / 64) * (V / 64) >= device_scope(on).attribute(cudaDevAttrMultiProcessorCount)) {
+                with(std::integral_constant<int, 64>{});
+            } else {
+                with(std::integral_constant<int, 32>{});
+            }
+        });
+    }
     template <int F, int V>
     void take_rows(workspace_parts& parts, bool backward) {
         const std::int64_t rows = call.rows(), chunks = call.chunks();
@@ -230,7 +240,7 @@ struct mlstm_call {
         problem.d_g = parts.take<float>(rows);
         problem.carried = parts.take<float>(rows);
         problem.d_memory = parts.take<E>(chunks * F * V);
-        problem.d_sums = parts.take<float>(chunks * F);
+        problem.d_sums = parts.take<float>(chunks * F * (V / 16));
         problem.d_readout = parts.take<float>(chunks * (2 * std::int64_t{problem.width} + 1));
         problem.d_gates = parts.take<float>(chunks * 2);
     }

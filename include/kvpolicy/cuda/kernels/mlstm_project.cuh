@@ -168,17 +168,18 @@ __device__ inline void compute_gates(const mlstm_problem<T>& problem, const scor
 /// s_j, top_l and the chunk's frame from its gates, by one warp; each lane has two tokens.
 template <class T>
 __device__ inline void scan_gates(const mlstm_problem<T>& problem, const scorer_span& s,
-                                  const mlstm_project_memory<T>& memory) {
+                                  const double* log_input, const double* log_forget,
+                                  const std::int32_t* bad) {
     const int lane = lane_id(), at = 2 * lane;
-    const double first = memory.log_forget[at];
-    double sum = first + memory.log_forget[at + 1];
+    const double first = log_forget[at];
+    double sum = first + log_forget[at + 1];
 #pragma unroll
     for (int step = 1; step < 32; step *= 2) {
         const double other = __shfl_up_sync(all_lanes, sum, static_cast<unsigned>(step));
         sum += lane >= step ? other : 0.0;
     }
-    const double before = sum - memory.log_forget[at + 1];  // b of the first of the two
-    const double source[2] = {memory.log_input[at] - before, memory.log_input[at + 1] - sum};
+    const double before = sum - log_forget[at + 1];  // b of the first of the two
+    const double source[2] = {log_input[at] - before, log_input[at + 1] - sum};
     double most = source[0] > source[1] ? source[0] : source[1];
 #pragma unroll
     for (int step = 1; step < 32; step *= 2) {
@@ -189,14 +190,21 @@ __device__ inline void scan_gates(const mlstm_problem<T>& problem, const scorer_
     const double first_top = lane > 0 && earlier > source[0] ? earlier : source[0];
     const double top = __shfl_sync(all_lanes, most, 31);
     const std::int64_t row = s.row(problem.streams.slots) + at;
+    float weights = 0.0f;
 #pragma unroll
     for (int i = 0; i < 2; ++i) {
         problem.log_source[row + i] = source[i];
         problem.log_top[row + i] = i == 0 ? first_top : most;
-        problem.weight[row + i] = expf(static_cast<float>(source[i] - top));
+        const float weight = expf(static_cast<float>(source[i] - top));
+        problem.weight[row + i] = weight;
+        weights += weight;
     }
-    const unsigned even = __ballot_sync(all_lanes, memory.bad[at]);
-    const unsigned odd = __ballot_sync(all_lanes, memory.bad[at + 1]);
+    weights = warp_sum(weights);
+    const unsigned even = __ballot_sync(all_lanes, bad[at]);
+    const unsigned odd = __ballot_sync(all_lanes, bad[at + 1]);
+    const unsigned tops = __ballot_sync(all_lanes, source[0] == top || source[1] == top ? 1 : 0);
+    const int lane_of_top = tops != 0u ? __ffs(static_cast<int>(tops)) - 1 : 0;
+    const int second = __shfl_sync(all_lanes, source[0] == top ? 0 : 1, lane_of_top);
     const double forgotten = __shfl_sync(all_lanes, sum, 31);
     if (lane == 0) {
         const int first_even = even != 0u ? 2 * (__ffs(static_cast<int>(even)) - 1) : scorer_chunk;
@@ -204,6 +212,8 @@ __device__ inline void scan_gates(const mlstm_problem<T>& problem, const scorer_
         mlstm_frame& frame = problem.frames[problem.chunk(s)];
         frame.top = top;
         frame.forgotten = forgotten;
+        frame.weights = weights;
+        frame.heavy = 2 * lane_of_top + second;
         frame.bad = first_even < first_odd ? first_even : first_odd;
     }
 }
@@ -250,7 +260,7 @@ __global__ void __launch_bounds__(128) mlstm_project_kernel(const mlstm_problem<
     copy_wait<0>();
     __syncthreads();
     if (warp_id() == 0) {
-        scan_gates(problem, s, memory);
+        scan_gates(problem, s, memory.log_input, memory.log_forget, memory.bad);
     }
     // What is not finite must not reach the reads before it, not even multiplied by 0.
     for (int r = warp_id(); r < s.count; r += 4) {

@@ -1,4 +1,5 @@
-// An mLSTM's states between chunks: what each chunk adds, and the scans over chunks, forwards (C, z) and backwards (A, a).
+// An mLSTM's states between chunks, forwards (C, z) and backwards (A, a): a scan over the stabilisers, then walks over the chunks, each
+// block with a part of a state's features and values in registers.
 #pragma once
 
 #include <kvpolicy/cuda/blocks/mlstm_problem.cuh>
@@ -11,89 +12,8 @@ namespace kvpolicy {
 inline namespace KVPOLICY_CUDA_NAMESPACE KVPOLICY_HIDDEN {
 namespace cuda_backend {
 
-/// Shared memory of mlstm_add_kernel.
-template <class E, int F, int V>
-struct mlstm_add_memory {
-    shared_tile<E> a, b;
-    float* scale;
-    float* ratio;
-    std::size_t bytes;
-
-    KVPOLICY_HOST_DEVICE explicit mlstm_add_memory(unsigned char* memory) {
-        shared_parts parts(memory);
-        a = parts.tile<E>(scorer_chunk, F);
-        b = parts.tile<E>(scorer_chunk, V);
-        scale = parts.take<float>(scorer_chunk);
-        ratio = parts.take<float>(scorer_chunk);
-        bytes = parts.bytes();
-    }
-};
-
-/// What a chunk adds to a state: memory = sum of scale_r a_r b_r^T over its rows, sums = sum of scale_r ratio_r a_r. Forwards a is
-/// k~, b v~, and scale the tokens' weights; backwards a is q~, b d N, scale exp(m - M_l), and ratio d g_l / 1 (null: 1).
-/// Eight warps, four across the features. Chunks without reads add nothing backwards, and are passed over.
-template <class T, int F, int V, bool Backward>
-__global__ void __launch_bounds__(256) mlstm_add_kernel(const mlstm_problem<T> problem) {
-    using E = mlstm_element<T>;
-    constexpr int MI = F / 64, NI = V / 16;
-    const scorer_streams& streams = problem.streams;
-    const scorer_span s = streams.span(static_cast<std::int32_t>(blockIdx.x) / streams.slots,
-                                       static_cast<std::int32_t>(blockIdx.x) % streams.slots);
-    const std::int32_t skipped = Backward ? max(0, s.begin + streams.delay - s.first) : 0;
-    if (skipped >= s.count) {
-        return;
-    }
-    const mlstm_add_memory<E, F, V> memory(aligned_dynamic_shared());
-    const std::int64_t row = s.row(streams.slots), chunk = problem.chunk(s);
-    copy_rows(memory.a, (Backward ? problem.q : problem.k) + row * F, F, F, scorer_chunk, 256);
-    copy_rows(memory.b, (Backward ? problem.d_n : problem.v) + row * V, V, V, scorer_chunk, 256);
-    copy_commit();
-    const auto thread = static_cast<int>(threadIdx.x);
-    if (thread < scorer_chunk) {
-        memory.scale[thread] = (Backward ? problem.kept : problem.weight)[row + thread];
-        memory.ratio[thread] = Backward ? problem.d_g[row + thread] : 1.0f;
-    }
-    copy_wait<0>();
-    __syncthreads();
-    for (int i = thread; i < scorer_chunk * F / 8; i += 256) {
-        const int r = i / (F / 8), c = i % (F / 8) * 8;
-        float x[8];
-        memory.a.get_eight(r, c, x);
-#pragma unroll
-        for (int e = 0; e < 8; ++e) {
-            x[e] *= memory.scale[r];
-        }
-        memory.a.set_eight(r, c, x);
-    }
-    __syncthreads();
-    if (thread < F) {
-        float sum = 0.0f;
-        for (int r = 0; r < scorer_chunk; ++r) {
-            sum += memory.ratio[r] * memory.a.get(r, thread);
-        }
-        (Backward ? problem.d_sums : problem.sums)[chunk * F + thread] = sum;
-    }
-    float acc[MI][NI][4];
-    clear(acc);
-    const int m0 = warp_id() % 4 * (F / 4), n0 = warp_id() / 4 * (V / 2);
-    add_product<MI, NI, scorer_chunk, true, true>(acc, memory.a, m0, memory.b, n0);
-    E* const to = (Backward ? problem.d_memory : problem.memory) + chunk * F * V;
-    const int lane = lane_id();
-#pragma unroll
-    for (int i = 0; i < MI; ++i) {
-#pragma unroll
-        for (int j = 0; j < NI; ++j) {
-#pragma unroll
-            for (int r = 0; r < 2; ++r) {
-                store_pair(to + (m0 + 16 * i + lane / 4 + 8 * r) * V + n0 + 8 * j + lane % 4 * 2,
-                           acc[i][j][2 * r], acc[i][j][2 * r + 1]);
-            }
-        }
-    }
-}
-
-/// Stabilisers before each chunk, and the scan's steps: one warp a plane, a chunk a lane. m' = forgotten + max(m, top) is
-/// max(m + a, b), and such maps compose. Continued sequences take up and leave the caller's m.
+/// Stabilisers before each chunk, the walks' steps, and the heaviest token before each chunk: one warp a plane, a chunk a lane.
+/// m' = forgotten + max(m, top) is max(m + a, b), and such maps compose. Continued sequences take up and leave the caller's m.
 template <class T>
 __global__ void __launch_bounds__(32) mlstm_frames_kernel(const mlstm_problem<T> problem) {
     const scorer_streams& streams = problem.streams;
@@ -107,51 +27,92 @@ __global__ void __launch_bounds__(32) mlstm_frames_kernel(const mlstm_problem<T>
         m = static_cast<double>(stabiliser[0]) + static_cast<double>(stabiliser[1]);
     }
     bool any = false;
+    float weights = 1.0f;  // of all tokens before the next 32 chunks, from m on; of the caller's state nothing is known
+    std::int32_t heavy = -1;
+    mlstm_frame next{};
+    if (lane < streams.slots) {
+        next = problem.frames[std::int64_t{plane} * streams.slots + lane];
+    }
     for (std::int32_t first = 0; first < streams.slots; first += 32) {
         const std::int32_t slot = first + lane;
         scorer_span s{};
         if (slot < streams.slots) {
             s = streams.span(plane, slot);
         }
-        mlstm_frame& frame =
-            problem.frames[std::int64_t{plane} * streams.slots + (slot < streams.slots ? slot : 0)];
+        mlstm_frame frame = next;
+        if (slot + 32 < streams.slots) {
+            next = problem.frames[std::int64_t{plane} * streams.slots + slot + 32];
+        }
         const bool there = s.count > 0;
         const bool fresh = there && s.first == s.begin;
         double a = 0.0, b = -INFINITY;
+        std::int32_t own_heavy = -1;  // what b is of
         if (there) {
             a = fresh ? -INFINITY : frame.forgotten;
             b = frame.forgotten + frame.top;
+            own_heavy = slot * scorer_chunk + frame.heavy;
         }
 #pragma unroll
         for (int step = 1; step < 32; step *= 2) {
             const double before_a = __shfl_up_sync(all_lanes, a, static_cast<unsigned>(step));
             const double before_b = __shfl_up_sync(all_lanes, b, static_cast<unsigned>(step));
+            const std::int32_t other = __shfl_up_sync(all_lanes, own_heavy, static_cast<unsigned>(step));
             if (lane >= step) {
                 const double moved = before_b + a;
+                own_heavy = moved > b ? other : own_heavy;
                 b = moved > b ? moved : b;
                 a += before_a;
             }
         }
         const double moved = m + a;
         const double after = moved > b ? moved : b;
+        const std::int32_t heavy_after = moved > b ? heavy : own_heavy;
         const double before = __shfl_up_sync(all_lanes, after, 1u);
+        const std::int32_t heavy_before = __shfl_up_sync(all_lanes, heavy_after, 1u);
         const double own = fresh ? -INFINITY : lane == 0 ? m : before;
-        if (slot < streams.slots) {
-            frame.count = s.count;
-            frame.fresh = fresh ? 1 : 0;
-            frame.reads = scorer_chunk;
-        }
+        frame.keep = 1.0f;
+        float add = 0.0f;
         if (there) {
             const double most = own > frame.top ? own : frame.top;
             frame.m = own;
             frame.keep = expf(static_cast<float>(own - most));
+            add = expf(static_cast<float>(frame.top - most));
+        }
+        // weights' = keep weights + add the chunk's
+        float keep_all = frame.keep, add_all = there ? add * frame.weights : 0.0f;
+#pragma unroll
+        for (int step = 1; step < 32; step *= 2) {
+            const float before_keep = __shfl_up_sync(all_lanes, keep_all, static_cast<unsigned>(step));
+            const float before_add = __shfl_up_sync(all_lanes, add_all, static_cast<unsigned>(step));
+            if (lane >= step) {
+                add_all += keep_all * before_add;
+                keep_all *= before_keep;
+            }
+        }
+        const float weights_after = keep_all * weights + add_all;
+        const float weights_before = __shfl_up_sync(all_lanes, weights_after, 1u);
+        frame.count = s.count;
+        frame.fresh = fresh ? 1 : 0;
+        frame.reads = scorer_chunk;
+        if (there) {
             // A token that is not finite makes all later states NaN.
-            frame.add = frame.bad < s.count ? NAN : expf(static_cast<float>(frame.top - most));
+            frame.add = frame.bad < s.count ? NAN : add;
             const std::int32_t skipped = max(0, s.begin + streams.delay - s.first);
             frame.reads = skipped < s.count ? skipped : scorer_chunk;
+            frame.before = fresh ? -1 : lane == 0 ? heavy : heavy_before;
+            const float all = lane == 0 ? weights : weights_before;
+            frame.share = frame.before >= 0 && all >= 0.5f ? 1.0f / all : 0.0f;
+        } else {
+            frame.before = -1;
+            frame.share = 0.0f;
+        }
+        if (slot < streams.slots) {
+            problem.frames[std::int64_t{plane} * streams.slots + slot] = frame;
         }
         any = any || __any_sync(all_lanes, there ? 1 : 0) != 0;
         m = __shfl_sync(all_lanes, after, 31);
+        heavy = __shfl_sync(all_lanes, heavy_after, 31);
+        weights = __shfl_sync(all_lanes, weights_after, 31);
     }
     if (lane == 0 && stabiliser != nullptr && (any || start == 0)) {
         const auto high = static_cast<float>(m);
@@ -160,122 +121,328 @@ __global__ void __launch_bounds__(32) mlstm_frames_kernel(const mlstm_problem<T>
     }
 }
 
-/// A chunk's part in a scan.
+/// A chunk's part in a walk.
 struct mlstm_step {
     float keep, add;
-    bool there, adds, fresh;
+    float share;           // of the reference
+    std::int32_t heavy;    // its row of the plane; -1: none
+    std::int32_t there;    // the chunk has tokens
+    std::int32_t adds;     // and adds to the state
+    std::int32_t fresh;    // a stream's first
+    std::int32_t unused;
 };
 
-/// The scan of N neighbouring elements of a plane's states by one thread; all threads of a block go together. What chunks add is
-/// loaded `ahead` chunks before it is needed. Returns whether there was a chunk.
-template <int N, bool Backward, class E>
-__device__ inline bool scan_chunks(const mlstm_frame* frames, std::int32_t slots, mlstm_step* steps,
-                                   bool active, E* memory, std::int64_t stride, float (&running)[N]) {
-    constexpr int ahead = 8, tile = 64;
-    struct alignas(N * sizeof(E)) group {
-        E of[N];
-    };
-    bool any = false;
-    for (std::int32_t base = 0; base < slots; base += tile) {
-        __syncthreads();
-        const std::int32_t mine = base + static_cast<std::int32_t>(threadIdx.x);
-        if (threadIdx.x < tile && mine < slots) {
-            const mlstm_frame& frame = frames[Backward ? slots - 1 - mine : mine];
-            const bool there = frame.count > 0;
-            steps[threadIdx.x] = {frame.keep, Backward ? 1.0f : frame.add, there,
-                                  Backward ? there && frame.reads < scorer_chunk : there, frame.fresh != 0};
+/// Shared memory of mlstm_walk_kernel: a ring of what chunks add.
+template <class E, int FS, int VS>
+struct mlstm_walk_memory {
+    static constexpr int stages = 4, batch = 64;
+    static constexpr int b_columns = (VS + 16 + 63) / 64 * 64;
+
+    shared_tile<E> a[stages];  // k~ or q~, FS columns
+    shared_tile<E> b[stages];  // v~ or d N, VS columns, then the factors of the sums: rounded, and what rounding takes away
+    float* scale;              // [stages][64]
+    float* ratio;              // [stages][64]
+    E* heavy;                  // [stages][VS]
+    mlstm_step* steps;         // [2][batch]
+    float* z;                  // [2][FS]
+    std::size_t bytes;
+
+    KVPOLICY_HOST_DEVICE explicit mlstm_walk_memory(unsigned char* memory) {
+        shared_parts parts(memory);
+        for (int i = 0; i < stages; ++i) {
+            a[i] = parts.tile<E>(scorer_chunk, 64);
+            b[i] = parts.tile<E>(scorer_chunk, b_columns);
         }
-        __syncthreads();
-        for (int first = 0; active && first < tile && base + first < slots; first += ahead) {
-            group delta[ahead];
-#pragma unroll
-            for (int n = 0; n < ahead; ++n) {
-                const std::int32_t at = base + first + n;
-                const std::int32_t slot = Backward ? slots - 1 - at : at;
-#pragma unroll
-                for (int e = 0; e < N; ++e) {
-                    delta[n].of[e] = static_cast<E>(0.0f);
-                }
-                if (at < slots && steps[first + n].adds) {
-                    delta[n] = *reinterpret_cast<const group*>(memory + slot * stride);
-                }
-            }
-#pragma unroll
-            for (int n = 0; n < ahead; ++n) {
-                const std::int32_t at = base + first + n;
-                const std::int32_t slot = Backward ? slots - 1 - at : at;
-                if (at >= slots || !steps[first + n].there) {
-                    continue;
-                }
-                any = true;
-                const mlstm_step step = steps[first + n];
-                group out;
-#pragma unroll
-                for (int e = 0; e < N; ++e) {
-                    // Streams begin without a state, and nothing goes back beyond their first token.
-                    const float before = !Backward && step.fresh ? 0.0f : running[e];
-                    out.of[e] = static_cast<E>(before);
-                    running[e] = step.keep * before + step.add * static_cast<float>(delta[n].of[e]);
-                    if (Backward && step.fresh) {
-                        running[e] = 0.0f;
-                    }
-                }
-                *reinterpret_cast<group*>(memory + slot * stride) = out;
-            }
-        }
+        scale = parts.take<float>(stages * scorer_chunk);
+        ratio = parts.take<float>(stages * scorer_chunk);
+        heavy = parts.take<E>(stages * VS);
+        steps = parts.take<mlstm_step>(2 * batch);
+        z = parts.take<float>(2 * FS);
+        bytes = parts.bytes();
     }
-    return any;
+};
+
+/// `count` elements side by side, a multiple of 16 bytes, by the threads from `from` on.
+template <class E>
+__device__ inline void copy_line(E* to, const E* line, int count, int from) {
+    constexpr int each = 16 / sizeof(E);
+    const int i = static_cast<int>(threadIdx.x) - from;
+    if (i >= 0 && i < count / each) {
+        copy_16(shared_address(to + i * each), line + i * each, 16);
+    }
 }
 
-/// Turns what chunks add into the states before them; backwards into those after them. A thread has eight neighbouring
-/// elements of a plane's state; in a plane's last block one of its sums. Continued sequences take up and leave the caller's
-/// states, features (width + 1) + 2 numbers in the features' own order.
-template <class T, int F, int V, bool Backward>
-__global__ void __launch_bounds__(128) mlstm_scan_kernel(const mlstm_problem<T> problem) {
+/// States before each chunk, or backwards those after it. A block has FS features and VS values of a plane's state in registers, four
+/// warps of half of each, and walks over the plane's chunks:
+///
+///     state <- keep state + sum_r scale_r a_r b_r^T,   sums <- keep sums + sum_r scale_r ratio_r a_r
+///
+/// Forwards a is k~, b v~, scale the tokens' weights; backwards a is q~, b d N, scale exp(m - M_l), ratio d g_l (forwards 1). Chunks without
+/// reads add nothing backwards. Products of ratios are made with the same rounded scale_r a_r, in two more columns of b. Continued
+/// sequences take up and leave the caller's states, features (width + 1) + 2 numbers in the features' own order.
+template <class T, int F, int V, int FS, int VS, bool Backward>
+__global__ void __launch_bounds__(128) mlstm_walk_kernel(const mlstm_problem<T> problem) {
     using E = mlstm_element<T>;
-    constexpr int threads = 128;
-    constexpr int blocks = F * V / 8 / threads;
-    static_assert(blocks * threads * 8 == F * V && threads >= F);
-    __shared__ mlstm_step steps[64];
+    using memory_type = mlstm_walk_memory<E, FS, VS>;
+    constexpr int stages = memory_type::stages, batch = memory_type::batch;
+    constexpr int MI = FS / 32, NI = VS / 16, parts = F / FS * (V / VS);
     const scorer_streams& streams = problem.streams;
-    const std::int32_t plane = static_cast<std::int32_t>(blockIdx.x) / (blocks + 1);
-    const std::int32_t part = static_cast<std::int32_t>(blockIdx.x) % (blocks + 1);
-    const auto thread = static_cast<int>(threadIdx.x);
-    const std::int64_t first = std::int64_t{plane} * streams.slots;
-    const mlstm_frame* const frames = problem.frames + first;
-    const std::int64_t size = std::int64_t{problem.features} * (problem.width + 1) + 2;
-    float* const state = Backward || problem.states == nullptr ? nullptr : problem.states + plane * size;
-    const std::int32_t start = streams.start_of(plane / streams.heads);
-    if (part == blocks) {
-        const std::int32_t feature = thread < F ? problem.feature_of(thread, F) : -1;
-        float* const lasting = state == nullptr || feature < 0
-                                   ? nullptr
-                                   : state + std::int64_t{problem.features} * problem.width + feature;
-        float running[1] = {lasting != nullptr && start > 0 ? *lasting : 0.0f};
-        float* const sums = (Backward ? problem.d_sums : problem.sums) + first * F + thread;
-        const bool any = scan_chunks<1, Backward>(frames, streams.slots, steps, thread < F, sums, F, running);
-        if (lasting != nullptr && (any || start == 0)) {
-            *lasting = running[0];
+    const memory_type memory(aligned_dynamic_shared());
+    const auto block = static_cast<std::int32_t>(blockIdx.x);
+    const std::int32_t plane = block / parts, slots = streams.slots;
+    const int f0 = block % parts / (V / VS) * FS, part_v = block % (V / VS), v0 = part_v * VS;
+    const int thread = static_cast<int>(threadIdx.x), lane = lane_id();
+    const int m0 = warp_id() % 2 * (FS / 2), wn = warp_id() / 2, n0 = wn * (VS / 2);
+    const std::int64_t first_chunk = std::int64_t{plane} * slots, first_row = first_chunk * scorer_chunk;
+    const auto slot_of = [&](std::int32_t n) { return Backward ? slots - 1 - n : n; };
+
+    const auto load_steps = [&](std::int32_t base) {
+        if (thread < batch) {
+            mlstm_step step{};
+            step.heavy = -1;
+            if (base + thread < slots) {
+                const std::int32_t slot = slot_of(base + thread);
+                const mlstm_frame& frame = problem.frames[first_chunk + slot];
+                step.there = frame.count > 0 ? 1 : 0;
+                step.adds = step.there != 0 && (!Backward || frame.reads < scorer_chunk) ? 1 : 0;
+                step.fresh = frame.fresh;
+                step.keep = frame.keep;
+                step.add = Backward ? 1.0f : frame.add;
+                if (!Backward) {
+                    step.heavy = frame.before;
+                    step.share = frame.share;
+                } else if (slot + 1 < slots) {  // the reference after the chunk; streams that end need none
+                    step.heavy = problem.frames[first_chunk + slot + 1].before;
+                    step.share = problem.frames[first_chunk + slot + 1].share;
+                }
+            }
+            memory.steps[base % (2 * batch) + thread] = step;
         }
+    };
+    const auto prefetch = [&](std::int32_t n) {
+        if (n < slots) {
+            const int stage = n % stages;
+            const mlstm_step& step = memory.steps[n % (2 * batch)];
+            const std::int64_t row = first_row + std::int64_t{slot_of(n)} * scorer_chunk;
+            if (step.adds != 0) {
+                copy_rows(memory.a[stage], (Backward ? problem.q : problem.k) + row * F + f0, F, FS,
+                          scorer_chunk, 128);
+                copy_rows(memory.b[stage], (Backward ? problem.d_n : problem.v) + row * V + v0, V, VS,
+                          scorer_chunk, 128);
+                copy_line(memory.scale + stage * scorer_chunk,
+                          (Backward ? problem.kept : problem.weight) + row, scorer_chunk, 0);
+                if (Backward) {
+                    copy_line(memory.ratio + stage * scorer_chunk, problem.d_g + row, scorer_chunk, 32);
+                }
+            }
+            if (step.heavy >= 0) {
+                copy_line(memory.heavy + stage * VS,
+                          static_cast<const E*>(problem.v + (first_row + step.heavy) * V + v0), VS, 64);
+            }
+        }
+        copy_commit();
+    };
+    // Multiplies what came for step n by its scales, and writes the factors of the sums.
+    const auto scale_stage = [&](std::int32_t n) {
+        if (n >= slots || memory.steps[n % (2 * batch)].adds == 0) {
+            return;
+        }
+        const int stage = n % stages;
+        const float add = memory.steps[n % (2 * batch)].add;
+        const float* const scale = memory.scale + stage * scorer_chunk;
+#pragma unroll
+        for (int i = thread; i < scorer_chunk * FS / 8; i += 128) {
+            const int r = i / (FS / 8), c = i % (FS / 8) * 8;
+            const float by = scale[r] * add;
+            float x[8];
+            memory.a[stage].get_eight(r, c, x);
+#pragma unroll
+            for (int e = 0; e < 8; ++e) {
+                x[e] *= by;
+            }
+            memory.a[stage].set_eight(r, c, x);
+        }
+        if (Backward && thread < scorer_chunk) {
+            const float ratio = memory.ratio[stage * scorer_chunk + thread];
+            float high = ratio, none = 0.0f;
+            round_pair<E>(high, none);
+            memory.b[stage].set_pair(thread, VS, high, ratio - high);
+        }
+    };
+
+    // The factors of the sums stand beside the values: columns that nothing overwrites are written once.
+    for (int i = thread; i < stages * scorer_chunk * 2; i += 128) {
+        float x[8] = {};
+        x[0] = !Backward && i % 2 == 0 ? 1.0f : 0.0f;
+        memory.b[i / (2 * scorer_chunk)].set_eight(i / 2 % scorer_chunk, VS + i % 2 * 8, x);
+    }
+    load_steps(0);
+    __syncthreads();
+#pragma unroll
+    for (int n = 0; n < stages - 1; ++n) {
+        prefetch(n);
+    }
+    float acc[MI][NI][4], of_sums[MI][2][4];
+    clear(acc);
+    clear(of_sums);
+    const std::int64_t size = std::int64_t{problem.features} * (problem.width + 1) + 2;
+    const std::int32_t start = streams.start_of(plane / streams.heads);
+    float* const state = Backward || problem.states == nullptr ? nullptr : problem.states + plane * size;
+    float* const state_sums =
+        state == nullptr ? nullptr : state + std::int64_t{problem.features} * problem.width;
+    const auto row_of = [&](int i, int r) { return m0 + 16 * i + lane / 4 + 8 * r; };
+    if (!Backward && state != nullptr && start > 0) {
+#pragma unroll
+        for (int i = 0; i < MI; ++i) {
+#pragma unroll
+            for (int r = 0; r < 2; ++r) {
+                const std::int32_t feature = problem.feature_of(f0 + row_of(i, r), F);
+                if (feature < 0) {
+                    continue;
+                }
+#pragma unroll
+                for (int j = 0; j < NI; ++j) {
+#pragma unroll
+                    for (int e = 0; e < 2; ++e) {
+                        const std::int32_t column = v0 + n0 + 8 * j + lane % 4 * 2 + e;
+                        if (column < problem.width) {
+                            acc[i][j][2 * r + e] = state[std::int64_t{feature} * problem.width + column];
+                        }
+                    }
+                }
+                if (wn == 0 && lane % 4 == 0) {
+                    of_sums[i][0][2 * r] = state_sums[feature];
+                }
+            }
+        }
+    }
+    const auto publish = [&](std::int32_t n) {  // z for step n
+        if (!Backward && wn == 0 && lane % 4 == 0) {
+#pragma unroll
+            for (int i = 0; i < MI; ++i) {
+#pragma unroll
+                for (int r = 0; r < 2; ++r) {
+                    memory.z[n % 2 * FS + row_of(i, r)] = of_sums[i][0][2 * r] + of_sums[i][0][2 * r + 1];
+                }
+            }
+        }
+    };
+    publish(0);
+    copy_wait<stages - 2>();
+    __syncthreads();
+    scale_stage(0);
+    bool any = false;
+    for (std::int32_t n = 0; n < slots; ++n) {
+        copy_wait<stages - 3>();  // step n + 1 is there
+        __syncthreads();
+        prefetch(n + stages - 1);
+        if (n % batch == 0) {
+            load_steps(n + batch);
+        }
+        const mlstm_step step = memory.steps[n % (2 * batch)];
+        if (step.there != 0) {
+            any = true;
+            const int stage = n % stages;
+            const std::int64_t chunk = first_chunk + slot_of(n);
+            // Streams begin without a state, and nothing goes back beyond their first token.
+            if (!Backward && step.fresh != 0) {
+                clear(acc);
+                clear(of_sums);
+            }
+            E* const to = (Backward ? problem.d_memory : problem.memory) + chunk * F * V;
+            float rho[NI][2];
+#pragma unroll
+            for (int j = 0; j < NI; ++j) {
+#pragma unroll
+                for (int e = 0; e < 2; ++e) {
+                    rho[j][e] = step.heavy >= 0 ? step.share * static_cast<float>(
+                                                                   memory.heavy[stage * VS + n0 + 8 * j +
+                                                                                lane % 4 * 2 + e])
+                                                : 0.0f;
+                }
+            }
+#pragma unroll
+            for (int i = 0; i < MI; ++i) {
+#pragma unroll
+                for (int r = 0; r < 2; ++r) {
+                    const int row = row_of(i, r);
+                    const float z = Backward || step.fresh != 0 ? 0.0f : memory.z[n % 2 * FS + row];
+                    float lost = 0.0f;
+#pragma unroll
+                    for (int j = 0; j < NI; ++j) {
+                        float x[2] = {acc[i][j][2 * r] - z * rho[j][0], acc[i][j][2 * r + 1] - z * rho[j][1]};
+                        store_pair(to + (f0 + row) * V + v0 + n0 + 8 * j + lane % 4 * 2, x[0], x[1]);
+                        if (Backward) {
+                            round_pair<E>(x[0], x[1]);
+                            lost += (acc[i][j][2 * r] - x[0]) * rho[j][0] +
+                                    (acc[i][j][2 * r + 1] - x[1]) * rho[j][1];
+                        }
+                    }
+                    if (Backward) {
+                        lost = row_sum(lost);
+                        if (part_v == 0 && wn == 0) {
+                            lost += of_sums[i][0][2 * r] + of_sums[i][0][2 * r + 1];
+                        }
+                        if (lane % 4 == 0) {
+                            problem.d_sums[(chunk * problem.sum_parts + part_v * 2 + wn) * F + f0 + row] =
+                                lost;
+                        }
+                    }
+                }
+            }
+            if (!Backward && part_v == 0 && thread < FS) {
+                problem.sums[chunk * F + f0 + thread] =
+                    step.fresh != 0 ? 0.0f : memory.z[n % 2 * FS + thread];
+            }
+#pragma unroll
+            for (int i = 0; i < MI; ++i) {
+#pragma unroll
+                for (int e = 0; e < 4; ++e) {
+#pragma unroll
+                    for (int j = 0; j < NI; ++j) {
+                        acc[i][j][e] *= step.keep;
+                    }
+                    of_sums[i][0][e] *= step.keep;
+                }
+            }
+            if (step.adds != 0) {
+                add_product<MI, NI, scorer_chunk, true, true>(acc, memory.a[stage], m0, memory.b[stage], n0);
+                if (wn == 0) {
+                    add_product<MI, 2, scorer_chunk, true, true>(of_sums, memory.a[stage], m0,
+                                                                 memory.b[stage], VS);
+                }
+            }
+            if (Backward && step.fresh != 0) {
+                clear(acc);
+                clear(of_sums);
+            }
+        }
+        publish(n + 1);
+        scale_stage(n + 1);
+    }
+    if (Backward || state == nullptr || !(any || start == 0)) {
         return;
     }
-    const int at = (part * threads + thread) * 8, column = at % V;
-    const std::int32_t feature = problem.feature_of(at / V, F);
-    float* const lasting =
-        state == nullptr || feature < 0 ? nullptr : state + std::int64_t{feature} * problem.width + column;
-    float running[8];
 #pragma unroll
-    for (int e = 0; e < 8; ++e) {
-        running[e] = lasting != nullptr && start > 0 && column + e < problem.width ? lasting[e] : 0.0f;
-    }
-    E* const memory = (Backward ? problem.d_memory : problem.memory) + first * F * V + at;
-    const bool any =
-        scan_chunks<8, Backward>(frames, streams.slots, steps, true, memory, std::int64_t{F} * V, running);
-    if (lasting != nullptr && (any || start == 0)) {
+    for (int i = 0; i < MI; ++i) {
 #pragma unroll
-        for (int e = 0; e < 8; ++e) {
-            if (column + e < problem.width) {
-                lasting[e] = running[e];
+        for (int r = 0; r < 2; ++r) {
+            const std::int32_t feature = problem.feature_of(f0 + row_of(i, r), F);
+            if (feature < 0) {
+                continue;
+            }
+#pragma unroll
+            for (int j = 0; j < NI; ++j) {
+#pragma unroll
+                for (int e = 0; e < 2; ++e) {
+                    const std::int32_t column = v0 + n0 + 8 * j + lane % 4 * 2 + e;
+                    if (column < problem.width) {
+                        state[std::int64_t{feature} * problem.width + column] = acc[i][j][2 * r + e];
+                    }
+                }
+            }
+            if (part_v == 0 && wn == 0 && lane % 4 == 0) {
+                state_sums[feature] = of_sums[i][0][2 * r] + of_sums[i][0][2 * r + 1];
             }
         }
     }
