@@ -73,6 +73,10 @@ struct mlstm_call {
     weight_stack of_queries, of_tokens;
     T *stack_q = nullptr, *stack_k = nullptr;
     float* partial = nullptr;
+    bool direct_values = false;
+
+    using one = std::integral_constant<int, 1>;
+    using two = std::integral_constant<int, 2>;
 
     /// `gradients` null: forward only.
     template <class S>
@@ -89,6 +93,7 @@ struct mlstm_call {
         problem.width = width;
         problem.projection = projection;
         problem.hedgehog = Hedgehog;
+        direct_values = !S::value_path::projected;
         problem.softcap = scorer.gate_softcap;
         mlstm_width_choice<Widths>::with(problem.features, width, [&](auto features, auto values) {
             constexpr int F = features, V = values;
@@ -140,8 +145,22 @@ struct mlstm_call {
         widths([&](auto features, auto values) {
             constexpr int F = features, V = values;
             constexpr int P = Hedgehog ? F / 2 : F;
-            launch("mlstm_project_kernel", mlstm_project_kernel<T, F, V, Hedgehog>, 2 * call.chunks(), 128,
-                   mlstm_project_memory<T>(nullptr, call.source.padded, P > V ? P : V).bytes, on, problem);
+            const auto with = [&](auto slots_of_a_block, std::size_t shared) {
+                constexpr int Slots = slots_of_a_block;
+                const std::int64_t groups = (call.streams.slots + Slots - 1) / Slots;
+                launch("mlstm_project_kernel", mlstm_project_kernel<T, F, V, Hedgehog, Slots>,
+                       2 * planes() * groups, 128 * Slots, shared, on, problem, direct_values);
+            };
+            const auto shared = [&](auto slots_of_a_block) {
+                return mlstm_project_memory<T, slots_of_a_block>(nullptr, call.source.padded, P > V ? P : V)
+                    .bytes;
+            };
+            // Two chunks share what is loaded of the weights, where two such blocks fit on a multiprocessor.
+            if (const std::size_t both = shared(two{}); both <= 112 * 1024) {
+                with(two{}, both);
+            } else {
+                with(one{}, shared(one{}));
+            }
         });
     }
     /// States before each chunk.

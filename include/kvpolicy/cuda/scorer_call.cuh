@@ -203,8 +203,7 @@ void add_weight_gradients(const cuda& on, const scorer_call<T>& call, const weig
                           const T* d_rows, std::int32_t shift, float* partial) {
     const std::int32_t splits = gradient_splits(call, stack);
     shared_parts shared(nullptr);
-    shared.tile<T>(scorer_chunk, 64);
-    shared.tile<T>(scorer_chunk, 128);
+    shared.tile<T>(scorer_chunk, 2 * (64 + 128));
     shared.take<float>(2 * scorer_chunk);
     launch("weight_gradient_kernel", weight_gradient_kernel<T>,
            std::int64_t{splits} * call.streams.heads * (stack.rows / 64) * ((call.source.padded + 127) / 128),

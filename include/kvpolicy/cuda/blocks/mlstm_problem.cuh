@@ -129,15 +129,42 @@ __device__ inline void store_eight(E* to, const float (&x)[8]) {
     }
 }
 
-/// Two numbers as E has them.
+/// Two numbers as E has them, in as few registers.
+template <class E>
+struct rounded_pair {
+    static constexpr bool exact = std::is_same_v<E, float>;
+    std::conditional_t<exact, float2, std::uint32_t> both;
+
+    __device__ void set(float first, float second) {
+        if constexpr (exact) {
+            both = make_float2(first, second);
+        } else {
+            both = pack<E>(first, second);
+        }
+    }
+    __device__ float first() const {
+        if constexpr (exact) {
+            return both.x;
+        } else {
+            return __uint_as_float(both << 16);
+        }
+    }
+    __device__ float second() const {
+        if constexpr (exact) {
+            return both.y;
+        } else {
+            return __uint_as_float(both & 0xffff0000u);
+        }
+    }
+};
+
 template <class E>
 __device__ inline void round_pair(float& first, float& second) {
-    if constexpr (std::is_same_v<E, bf16>) {
-        const std::uint32_t both = pack<E>(first, second);
-        first = __uint_as_float(both << 16);
-        second = __uint_as_float(both & 0xffff0000u);
-    }
     static_assert(std::is_same_v<E, bf16> || std::is_same_v<E, float>);
+    rounded_pair<E> pair;
+    pair.set(first, second);
+    first = pair.first();
+    second = pair.second();
 }
 
 /// Number i of a chunk's reference rho: before it, or after it (before the next chunk of its stream).

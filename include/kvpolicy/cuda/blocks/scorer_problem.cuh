@@ -177,12 +177,12 @@ struct scorer_source {
     }
 
     /// Columns [from, from + columns) of the inputs of tokens first + r into rows r of a tile, for r in [low, high); other rows and
-    /// columns beyond `size` become 0. The caller synchronises (and waits for copies).
+    /// columns beyond `size` become 0. By thread `thread` of `threads`. The caller synchronises (and waits for copies).
     __device__ void load(const scorer_span& s, std::int32_t first, int low, int high, const float* scale_k,
-                         const float* scale_v, const shared_tile<T>& to, int from, int columns) const {
+                         const float* scale_v, const shared_tile<T>& to, int from, int columns, int thread,
+                         int threads) const {
         const int across = columns / 8;
-        for (auto i = static_cast<int>(threadIdx.x); i < scorer_chunk * across;
-             i += static_cast<int>(blockDim.x)) {
+        for (int i = thread; i < scorer_chunk * across; i += threads) {
             const int r = i / across, c = from + i % across * 8;
             const bool in = r >= low && r < high && c < size;
             if constexpr (!shared_tile<T>::plain) {
@@ -202,6 +202,13 @@ struct scorer_source {
             to.set_eight(r, c - from, x);
         }
         copy_commit();
+    }
+
+    /// The same by all threads of the block.
+    __device__ void load(const scorer_span& s, std::int32_t first, int low, int high, const float* scale_k,
+                         const float* scale_v, const shared_tile<T>& to, int from, int columns) const {
+        load(s, first, low, high, scale_k, scale_v, to, from, columns, static_cast<int>(threadIdx.x),
+             static_cast<int>(blockDim.x));
     }
 
     /// Whether all numbers of token t's key and value are finite; a warp together.

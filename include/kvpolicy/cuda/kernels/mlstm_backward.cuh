@@ -129,7 +129,8 @@ __device__ inline void write_rows(T* rows, std::int32_t width, int count, const 
 /// Of a chunk's reads: d N_l, d g_l, exp(m - M_l) and their pairs with tokens before the chunk into rows, d (Wq x) and d score into d_rows_q, and the chunk's sums of
 /// the readout's gradients.
 template <class T, int F, int V>
-__global__ void __launch_bounds__(mlstm_threads) mlstm_reads_backward_kernel(const mlstm_problem<T> problem) {
+__global__ void __launch_bounds__(mlstm_threads, mlstm_blocks<T>)
+    mlstm_reads_backward_kernel(const mlstm_problem<T> problem) {
     using E = mlstm_element<T>;
     const scorer_streams& streams = problem.streams;
     const scorer_span s = streams.span(static_cast<std::int32_t>(blockIdx.x) / streams.slots,
@@ -278,18 +279,13 @@ __global__ void __launch_bounds__(mlstm_threads) mlstm_reads_backward_kernel(con
     if (32 * half < m0 + 16) {
         add_product<1, 4, V, false, false>(g, memory.d_n, m0, memory.v, 32 * half);
     }
-    // d q~ = exp(m - M_l) (C d N + z d g) + sum_j w_lj G_lj k~_j, the state's part first
-    feature_gradients<F> d_q;
-    d_q.clear_all();
-    d_q.template add<V, false>(memory.d_n, m0, memory.c);
 #pragma unroll
     for (int r = 0; r < 2; ++r) {
         const int l = m0 + lane / 4 + 8 * r;
-        const float kept = memory.exponents.kept[l];
-        const float d_g = clamped[r] ? 0.0f : -memory.sums[3].get(l), state = memory.sums[4].get(l);
+        const float d_g = clamped[r] ? 0.0f : -memory.sums[3].get(l);
         if (half == 0 && lane % 4 == 0) {
             problem.d_g[row + l] = d_g;
-            problem.kept[row + l] = in[r] ? kept : 0.0f;
+            problem.kept[row + l] = in[r] ? memory.exponents.kept[l] : 0.0f;
         }
 #pragma unroll
         for (int j = 0; j < 4; ++j) {
@@ -297,6 +293,15 @@ __global__ void __launch_bounds__(mlstm_threads) mlstm_reads_backward_kernel(con
             memory.weights.set_pair(l, column, memory.exponents.weight(l, column) * (g[0][j][2 * r] + d_g),
                                     memory.exponents.weight(l, column + 1) * (g[0][j][2 * r + 1] + d_g));
         }
+    }
+    // d q~ = exp(m - M_l) (C d N + z d g) + sum_j w_lj G_lj k~_j, the state's part first
+    feature_gradients<F> d_q;
+    d_q.clear_all();
+    d_q.template add<V, false>(memory.d_n, m0, memory.c);
+#pragma unroll
+    for (int r = 0; r < 2; ++r) {
+        const int l = m0 + lane / 4 + 8 * r;
+        const float kept = memory.exponents.kept[l], state = memory.sums[4].get(l);
 #pragma unroll
         for (int i = 0; i < 2; ++i) {
 #pragma unroll
@@ -380,7 +385,7 @@ struct mlstm_tokens_memory {
 /// into registers, sums over a token's pairs, and sums of pairs across tokens: a pair (j, l) is across t where j < t <= l. In either half of
 /// the columns, sums along rows from l to the half's end, then down the columns over j < l.
 template <class E, int F, int V>
-__device__ inline void pairs_of_chunk(const mlstm_tokens_memory<E, F, V>& memory, float (&gradients)[4][4]) {
+__device__ inline void pairs_of_chunk(const mlstm_tokens_memory<E, F, V>& memory, rounded_pair<E> (&gradients)[4][2]) {
     const int m0 = 16 * (warp_id() % 4), half = warp_id() / 4, lane = lane_id();
     float products[1][4][4], g[1][4][4];
     clear(products);
@@ -403,8 +408,8 @@ __device__ inline void pairs_of_chunk(const mlstm_tokens_memory<E, F, V>& memory
                 w[e] = memory.exponents.weight(l + e, j);
                 weight[e] = w[e] * products[0][i][2 * r + e];
                 of_pair[e] = g[0][i][2 * r + e] + memory.d_g[l + e];
-                gradients[i][2 * r + e] = w[e] * of_pair[e];
             }
+            gradients[i][r].set(w[0] * of_pair[0], w[1] * of_pair[1]);
             // Rounded as the read's, so that its pairs add up to what its quotient says.
             round_pair<E>(weight[0], weight[1]);
             memory.pairs.set_pair(j, l, weight[0], weight[1]);
@@ -440,7 +445,7 @@ __device__ inline void pairs_of_chunk(const mlstm_tokens_memory<E, F, V>& memory
 /// Of a chunk's tokens: d (Wk x), d v~ and d of the gates' preactivations into d_rows_k, and the sums of the latter. Eight warps, as
 /// in mlstm_read.cuh.
 template <class T, int F, int V>
-__global__ void __launch_bounds__(mlstm_threads)
+__global__ void __launch_bounds__(mlstm_threads, mlstm_blocks<T>)
     mlstm_tokens_backward_kernel(const mlstm_problem<T> problem) {
     using E = mlstm_element<T>;
     const scorer_streams& streams = problem.streams;
@@ -489,28 +494,9 @@ __global__ void __launch_bounds__(mlstm_threads)
     const int m0 = 16 * (warp_id() % 4), half = warp_id() / 4, lane = lane_id();
     copy_wait<1>();
     __syncthreads();
-    feature_gradients<F> d_k;
-    float d_v[1][V / 16][4];
-    d_k.clear_all();
-    clear(d_v);
+    rounded_pair<E> gradients[4][2] = {};
     if (reads) {
-        float gradients[4][4];
         pairs_of_chunk<E, F, V>(memory, gradients);
-        __syncthreads();
-        // d v~_j = sum_l w_lj (q~_l . k~_j) d N_l + o_j A^T k~_j
-        add_product<1, V / 16, scorer_chunk, false, true>(d_v, memory.pairs, m0, memory.d_n, V / 2 * half);
-        __syncthreads();
-#pragma unroll
-        for (int r = 0; r < 2; ++r) {
-#pragma unroll
-            for (int i = 0; i < 4; ++i) {
-                memory.pairs.set_pair(m0 + lane / 4 + 8 * r, 32 * half + 8 * i + lane % 4 * 2,
-                                      gradients[i][2 * r], gradients[i][2 * r + 1]);
-            }
-        }
-        __syncthreads();
-        // d k~_j = sum_l w_lj G_lj q~_l + o_j (A v~_j + a)
-        d_k.template add<scorer_chunk, true>(memory.pairs, m0, memory.q);
     } else {
         memory.columns[thread] = 0.0f;
         if (thread < 2 * scorer_chunk) {
@@ -518,54 +504,66 @@ __global__ void __launch_bounds__(mlstm_threads)
         }
     }
     copy_wait<0>();
-    __syncthreads();  // q and d N have been read
-    copy_rows(memory.c, static_cast<const E*>(problem.memory + chunk * F * V), V, V, F, mlstm_threads);
-    copy_commit();
+    __syncthreads();
     // exp(s_j - M at the chunk's end): how much of a token the state after the chunk has.
     float out[2];
 #pragma unroll
     for (int r = 0; r < 2; ++r) {
         out[r] = memory.exponents.weight(scorer_chunk - 1, m0 + lane / 4 + 8 * r);
     }
-    {
-        feature_gradients<F> of_state;
-        of_state.clear_all();
-        of_state.template add<V, false>(memory.v, m0, memory.a);
+    // d v~_j = sum_l w_lj (q~_l . k~_j) d N_l + o_j A^T k~_j
+    float d_v[1][V / 16][4];
+    clear(d_v);
+    add_product<1, V / 16, F, false, true>(d_v, memory.k, m0, memory.a, V / 2 * half);
 #pragma unroll
-        for (int i = 0; i < 2; ++i) {
+    for (int i = 0; i < V / 16; ++i) {
 #pragma unroll
-            for (int j = 0; j < F / 32; ++j) {
-#pragma unroll
-                for (int e = 0; e < 4; ++e) {
-                    float& x = of_state.of[i][0][j][e];
-                    x = out[e / 2] * (x + memory.a_z[d_k.column(i, j) + e % 2]);
-                    d_k.of[i][0][j][e] += x;
-                }
-            }
+        for (int e = 0; e < 4; ++e) {
+            d_v[0][i][e] *= out[e / 2];
         }
-        of_state.sum_along(memory.k, m0, memory.low, memory.high);
     }
-    {
-        float of_state[1][V / 16][4];
-        clear(of_state);
-        add_product<1, V / 16, F, false, true>(of_state, memory.k, m0, memory.a, V / 2 * half);
+    if (reads) {
+        add_product<1, V / 16, scorer_chunk, false, true>(d_v, memory.pairs, m0, memory.d_n, V / 2 * half);
+    }
+    // d k~_j = sum_l w_lj G_lj q~_l + o_j (A v~_j + a)
+    feature_gradients<F> d_k;
+    d_k.clear_all();
+    d_k.template add<V, false>(memory.v, m0, memory.a);
 #pragma unroll
-        for (int i = 0; i < V / 16; ++i) {
+    for (int i = 0; i < 2; ++i) {
+#pragma unroll
+        for (int j = 0; j < F / 32; ++j) {
 #pragma unroll
             for (int e = 0; e < 4; ++e) {
-                d_v[0][i][e] += out[e / 2] * of_state[0][i][e];
+                float& x = d_k.of[i][0][j][e];
+                x = out[e / 2] * (x + memory.a_z[d_k.column(i, j) + e % 2]);
             }
         }
     }
-    __syncthreads();
+    d_k.sum_along(memory.k, m0, memory.low, memory.high);
+    __syncthreads();  // the pairs' first contents and d N have been read
+#pragma unroll
+    for (int r = 0; r < 2; ++r) {
+#pragma unroll
+        for (int i = 0; i < 4; ++i) {
+            memory.pairs.set_pair(m0 + lane / 4 + 8 * r, 32 * half + 8 * i + lane % 4 * 2,
+                                  gradients[i][r].first(), gradients[i][r].second());
+        }
+    }
     if (thread < scorer_chunk) {
         memory.later.of[thread] = memory.low.get(thread) + memory.high.get(thread);
     }
     __syncthreads();
+    if (reads) {
+        d_k.template add<scorer_chunk, true>(memory.pairs, m0, memory.q);
+    }
     d_k.sum_along(memory.k, m0, memory.low, memory.high);
+    __syncthreads();
+    copy_rows(memory.c, static_cast<const E*>(problem.memory + chunk * F * V), V, V, F, mlstm_threads);
+    copy_commit();
+    d_k.through_map(problem, memory.k, m0, memory.low, memory.high);
     copy_wait<0>();
     __syncthreads();
-    d_k.through_map(problem, memory.k, m0, memory.low, memory.high);
     // Pairs across the whole chunk: a token before it, a read after it.
     float across = 0.0f;
     for (int i = thread; i < F * V / 8; i += mlstm_threads) {

@@ -12,27 +12,29 @@ namespace kvpolicy {
 inline namespace KVPOLICY_CUDA_NAMESPACE KVPOLICY_HIDDEN {
 namespace cuda_backend {
 
-/// Shared memory of the projections: 64 inputs, two slabs of weights, and the gates.
-template <class T>
+/// Shared memory of the projections of `Slots` neighbouring chunks: their inputs, two slabs of weights, and the gates.
+template <class T, int Slots>
 struct mlstm_project_memory {
-    shared_tile<T> x;
+    shared_tile<T> x;    // of the first; the others' follow
     unsigned char* slabs;
-    double* log_input;
-    double* log_forget;
-    float* no_scale;
-    std::int32_t* bad;
+    float* weights;      // [2][padded]: of the gates, or of the skip
+    double* log_input;   // [Slots][64]
+    double* log_forget;  // [Slots][64]
+    float* ones;         // [64]: an mLSTM's input has no norms
+    std::int32_t* bad;   // [Slots][64]
     std::size_t bytes;
 
     KVPOLICY_HOST_DEVICE mlstm_project_memory(unsigned char* memory, std::int32_t padded,
                                               std::int32_t slab_rows) {
         shared_parts parts(memory);
-        x = parts.tile<T>(scorer_chunk, padded);
+        x = {parts.tile<T>(scorer_chunk, Slots * padded).data, scorer_chunk};
         slabs = parts.tile<T>(slab_rows, 64).data;
         parts.tile<T>(slab_rows, 64);
-        log_input = parts.take<double>(scorer_chunk);
-        log_forget = parts.take<double>(scorer_chunk);
-        no_scale = parts.take<float>(scorer_chunk);
-        bad = parts.take<std::int32_t>(scorer_chunk);
+        weights = parts.take<float>(2 * padded);
+        log_input = parts.take<double>(Slots * scorer_chunk);
+        log_forget = parts.take<double>(Slots * scorer_chunk);
+        ones = parts.take<float>(scorer_chunk);
+        bad = parts.take<std::int32_t>(Slots * scorer_chunk);
         bytes = parts.bytes();
     }
 };
@@ -82,86 +84,122 @@ __device__ inline void store_rows(E* to, std::int64_t stride, int column, const 
     for (int j = 0; j < NI; ++j) {
 #pragma unroll
         for (int r = 0; r < 2; ++r) {
-            store_pair(to + (16 * warp_id() + lane / 4 + 8 * r) * stride + column + 8 * j + lane % 4 * 2,
+            store_pair(to + (16 * (warp_id() % 4) + lane / 4 + 8 * r) * stride + column + 8 * j + lane % 4 * 2,
                        acc[0][j][2 * r], acc[0][j][2 * r + 1]);
         }
     }
 }
 
-/// phi(W x) of 64 inputs into rows of F elements.
-template <int F, bool Hedgehog, class T, class E>
-__device__ inline void project_features(const shared_tile<T>& x, const T* weights, std::int32_t padded,
-                                        unsigned char* slabs, std::int32_t projection, E* to) {
-    constexpr int NI = (Hedgehog ? F / 2 : F) / 8;
-    float y[1][NI][4], p[1][NI][4];
-    clear(y);
-    project<NI>(y, x, weights, padded, slabs);
-    softmax_rows(y, p, 1.0f, projection);
-    store_rows(to, F, 0, p);
-    if constexpr (Hedgehog) {
-        softmax_rows(y, p, -1.0f, projection);
-        store_rows(to, F, F / 2, p);
+/// y = W x of 64 inputs by each four warps: as project() of scorer_weights.cuh, with one load of the weights for all chunks of the block.
+/// Warps whose chunk has nothing to do (`active` false) only help to load.
+template <int NI, int Slots, class T>
+__device__ inline void project_slots(float (&acc)[1][NI][4], const shared_tile<T>& x, bool active,
+                                     const T* weights, std::int32_t padded, unsigned char* slabs) {
+    constexpr int rows = 8 * NI, threads = 128 * Slots;
+    const std::size_t slab = shared_tile<T>::bytes(rows, 64);
+    const int count = padded / 64;
+    copy_rows(shared_tile<T>{slabs, rows}, weights, padded, 64, rows, threads);
+    copy_commit();
+    for (int i = 0; i < count; ++i) {
+        if (i + 1 < count) {
+            copy_rows(shared_tile<T>{slabs + slab * ((i + 1) % 2), rows}, weights + (i + 1) * 64, padded, 64,
+                      rows, threads);
+            copy_commit();
+            copy_wait<1>();
+        } else {
+            copy_wait<0>();
+        }
+        __syncthreads();
+        if (active) {
+            add_product<1, NI, 64, false, false>(acc, x.from(64 * i), 16 * (warp_id() % 4),
+                                                 shared_tile<T>{slabs + slab * (i % 2), rows}, 0);
+        }
+        __syncthreads();
     }
 }
 
-/// The gates of a chunk's tokens, one warp a row: logarithms into shared memory, slopes where a backward pass wants them. A row
-/// that is not finite is marked, and counts as a token with open gates.
+/// phi(W x) of 64 inputs into rows of F elements.
+template <int F, bool Hedgehog, int Slots, class T, class E>
+__device__ inline void project_features(const shared_tile<T>& x, bool active, const T* weights,
+                                        std::int32_t padded, unsigned char* slabs, std::int32_t projection,
+                                        E* to) {
+    constexpr int NI = (Hedgehog ? F / 2 : F) / 8;
+    float y[1][NI][4];
+    clear(y);
+    project_slots<NI, Slots>(y, x, active, weights, padded, slabs);
+    if (!active) {
+        return;
+    }
+    if constexpr (Hedgehog) {
+        float p[1][NI][4];
+        softmax_rows(y, p, -1.0f, projection);
+        store_rows(to, F, F / 2, p);
+    }
+    softmax_rows(y, y, 1.0f, projection);
+    store_rows(to, F, 0, y);
+}
+
+/// Sums of two arrays' products with an input, two threads (neighbours) a row of a tile; both get them. `finite` is 0 or NaN.
+template <bool Both, class T>
+__device__ inline void row_products(const shared_tile<T>& x, int row, int part, const float* weights,
+                                    std::int32_t padded, float& first, float& second, float& finite) {
+    first = 0.0f;
+    second = 0.0f;
+    finite = 0.0f;
+    for (std::int32_t c = 32 * part; c < padded; c += 64) {
+#pragma unroll
+        for (int i = 0; i < 32; i += 8) {
+            float of[8];
+            x.get_eight(row, c + i, of);
+#pragma unroll
+            for (int e = 0; e < 8; ++e) {
+                first += of[e] * weights[c + i + e];
+                if (Both) {
+                    second += of[e] * weights[padded + c + i + e];
+                    finite += of[e] * 0.0f;
+                }
+            }
+        }
+    }
+    first += __shfl_xor_sync(all_lanes, first, 1);
+    second += __shfl_xor_sync(all_lanes, second, 1);
+    finite += __shfl_xor_sync(all_lanes, finite, 1);
+}
+
+/// A token's gates from its weights' products with the input: logarithms into shared memory, slopes where a backward pass wants them. A
+/// row that is not finite is marked, and counts as a token with open gates.
 template <class T>
-__device__ inline void compute_gates(const mlstm_problem<T>& problem, const scorer_span& s,
-                                     const mlstm_project_memory<T>& memory) {
-    const scorer_source<T>& source = problem.source;
-    const float* const w_i = problem.w_i + std::int64_t{s.h} * source.size;
-    const float* const w_f = problem.w_f + std::int64_t{s.h} * source.size;
-    for (int r = warp_id(); r < scorer_chunk; r += 4) {
-        float input = 0.0f, forget = 0.0f;
-        bool good = true;
-        if (r < s.count) {
-            const T* const key = source.k.row(s.b, s.h, s.first + r);
-            const T* const value = source.v.row(s.b, s.h, s.first + r);
-            for (std::int32_t c = lane_id(); c < source.size; c += 32) {
-                const auto x = static_cast<float>(c < source.k.dim ? key[c] : value[c - source.k.dim]);
-                good = good && fabsf(x) <= 3.402823466e38f;
-                input += x * w_i[c];
-                forget += x * w_f[c];
-            }
-            good = __all_sync(all_lanes, good ? 1 : 0) != 0;
-            input = warp_sum(input);
-            forget = warp_sum(forget);
+__device__ inline void compute_gates(const mlstm_problem<T>& problem, const scorer_span& s, int r,
+                                     float input, float forget, bool good, double& log_input,
+                                     double& log_forget) {
+    log_input = -INFINITY;
+    log_forget = 0.0;
+    const std::int64_t row = s.row(problem.streams.slots) + r;
+    if (r < s.count && good) {
+        input += problem.b_i != nullptr ? problem.b_i[s.h] : 0.0f;
+        forget += problem.b_f != nullptr ? problem.b_f[s.h] : 0.0f;
+        float slope_i = 1.0f, slope_f = 1.0f;
+        if (problem.softcap > 0.0f) {
+            const float of_input = tanhf(input / problem.softcap);
+            const float of_forget = tanhf(forget / problem.softcap);
+            slope_i = 1.0f - of_input * of_input;
+            slope_f = 1.0f - of_forget * of_forget;
+            input = problem.softcap * of_input;
+            forget = problem.softcap * of_forget;
         }
-        if (lane_id() != 0) {
-            continue;
+        const float e = expf(-fabsf(forget));
+        log_input = static_cast<double>(input);
+        log_forget = static_cast<double>((forget < 0.0f ? forget : 0.0f) - log1pf(e));
+        if (problem.slope_i != nullptr) {
+            problem.slope_i[row] = slope_i;
+            problem.slope_f[row] = slope_f * ((forget < 0.0f ? 1.0f : e) / (1.0f + e));  // 1 - sigmoid
         }
-        double log_input = -INFINITY, log_forget = 0.0;
-        if (r < s.count && good) {
-            input += problem.b_i != nullptr ? problem.b_i[s.h] : 0.0f;
-            forget += problem.b_f != nullptr ? problem.b_f[s.h] : 0.0f;
-            float slope_i = 1.0f, slope_f = 1.0f;
-            if (problem.softcap > 0.0f) {
-                const float of_input = tanhf(input / problem.softcap);
-                const float of_forget = tanhf(forget / problem.softcap);
-                slope_i = 1.0f - of_input * of_input;
-                slope_f = 1.0f - of_forget * of_forget;
-                input = problem.softcap * of_input;
-                forget = problem.softcap * of_forget;
-            }
-            const float e = expf(-fabsf(forget));
-            log_input = static_cast<double>(input);
-            log_forget = static_cast<double>((forget < 0.0f ? forget : 0.0f) - log1pf(e));
-            if (problem.slope_i != nullptr) {
-                problem.slope_i[s.row(problem.streams.slots) + r] = slope_i;
-                problem.slope_f[s.row(problem.streams.slots) + r] =
-                    slope_f * ((forget < 0.0f ? 1.0f : e) / (1.0f + e));  // 1 - sigmoid
-            }
-        } else if (r < s.count) {
-            log_input = 0.0;
-            if (problem.slope_i != nullptr) {
-                problem.slope_i[s.row(problem.streams.slots) + r] = NAN;
-                problem.slope_f[s.row(problem.streams.slots) + r] = NAN;
-            }
+    } else if (r < s.count) {
+        log_input = 0.0;
+        if (problem.slope_i != nullptr) {
+            problem.slope_i[row] = NAN;
+            problem.slope_f[row] = NAN;
         }
-        memory.log_input[r] = log_input;
-        memory.log_forget[r] = log_forget;
-        memory.bad[r] = good ? 0 : 1;
     }
 }
 
@@ -218,66 +256,123 @@ __device__ inline void scan_gates(const mlstm_problem<T>& problem, const scorer_
     }
 }
 
-/// One block for a chunk's tokens (k~, v~, gates), one for its queries. Rows without a token are made of inputs that are 0.
-template <class T, int F, int V, bool Hedgehog>
-__global__ void __launch_bounds__(128) mlstm_project_kernel(const mlstm_problem<T> problem) {
+/// Blocks for the tokens (k~, v~, gates) of `Slots` neighbouring chunks of a plane, four warps a chunk, and as many for their queries. Rows
+/// without a token are made of inputs that are 0. direct_values: v~ are the values themselves.
+template <class T, int F, int V, bool Hedgehog, int Slots>
+__global__ void __launch_bounds__(128 * Slots, shared_tile<T>::plain || Slots == 1 ? 1 : 2)
+    mlstm_project_kernel(const mlstm_problem<T> problem, const bool direct_values) {
     constexpr int slab_rows = (Hedgehog ? F / 2 : F) > V ? (Hedgehog ? F / 2 : F) : V;
     const scorer_streams& streams = problem.streams;
-    const std::int32_t chunks = streams.batch * streams.heads * streams.slots;
-    const bool queries = static_cast<std::int32_t>(blockIdx.x) >= chunks;
-    const std::int32_t chunk = static_cast<std::int32_t>(blockIdx.x) - (queries ? chunks : 0);
-    const scorer_span s = streams.span(chunk / streams.slots, chunk % streams.slots);
+    const std::int32_t groups = (streams.slots + Slots - 1) / Slots;
+    const std::int32_t blocks = streams.batch * streams.heads * groups;
+    const bool queries = static_cast<std::int32_t>(blockIdx.x) >= blocks;
+    const std::int32_t block = static_cast<std::int32_t>(blockIdx.x) - (queries ? blocks : 0);
+    const int own = warp_id() / 4, thread = static_cast<int>(threadIdx.x) % 128;
+    const std::int32_t slot = block % groups * Slots + own;
+    scorer_span s = streams.span(block / groups, slot < streams.slots ? slot : streams.slots - 1);
     const std::int32_t skipped = queries ? max(0, s.begin + streams.delay - s.first) : 0;
-    if (skipped >= s.count) {
+    const bool active = slot < streams.slots && skipped < s.count;
+    if (__syncthreads_or(active ? 1 : 0) == 0) {
         return;
     }
     const scorer_source<T>& source = problem.source;
-    const mlstm_project_memory<T> memory(aligned_dynamic_shared(), source.padded, slab_rows);
+    const mlstm_project_memory<T, Slots> memory(aligned_dynamic_shared(), source.padded, slab_rows);
+    const shared_tile<T> x = memory.x.from(own * source.padded);
     const std::int32_t first = s.first - (queries ? streams.delay : 0);
     const std::int64_t row = s.row(streams.slots);
-    source.norms(s, first, skipped, s.count, memory.no_scale, memory.no_scale);  // an mLSTM's input has none
-    source.load(s, first, skipped, s.count, memory.no_scale, memory.no_scale, memory.x, 0, source.padded);
-    if (queries) {
-        if (problem.skip != nullptr) {
-            const float* const w = problem.skip + std::int64_t{s.h} * source.size;
-            for (int r = skipped + warp_id(); r < s.count; r += 4) {
-                float sum = 0.0f;
-                for (std::int32_t c = lane_id(); c < source.size; c += 32) {
-                    sum += source.number(s, first + r, c, 1.0f, 1.0f) * w[c];
-                }
-                sum = warp_sum(sum);
-                if (lane_id() == 0) {
-                    problem.skipped[row + r] = sum;
-                }
-            }
-        }
-        project_features<F, Hedgehog>(memory.x,
-                                      problem.stack_q + std::int64_t{s.h} * problem.rows_q * source.padded,
-                                      source.padded, memory.slabs, problem.projection, problem.q + row * F);
-        return;
+    if (static_cast<int>(threadIdx.x) < scorer_chunk) {
+        memory.ones[threadIdx.x] = 1.0f;
     }
-    compute_gates(problem, s, memory);
+    {
+        const float* const w = queries ? problem.skip : problem.w_i;
+        const std::int64_t at = std::int64_t{s.h} * source.size;
+        for (auto c = static_cast<std::int32_t>(threadIdx.x); c < source.padded; c += 128 * Slots) {
+            memory.weights[c] = w != nullptr && c < source.size ? w[at + c] : 0.0f;
+            memory.weights[source.padded + c] = !queries && c < source.size ? problem.w_f[at + c] : 0.0f;
+        }
+    }
+    if constexpr (shared_tile<T>::plain) {
+        __syncthreads();
+    }
+    if (active) {
+        source.load(s, first, skipped, s.count, memory.ones, memory.ones, x, 0, source.padded, thread, 128);
+    } else {
+        copy_commit();
+    }
     copy_wait<0>();
     __syncthreads();
-    if (warp_id() == 0) {
-        scan_gates(problem, s, memory.log_input, memory.log_forget, memory.bad);
+    float of_first, of_second, finite;
+    if (queries) {
+        if (problem.skip != nullptr && active) {
+            row_products<false>(x, thread / 2, thread % 2, memory.weights, source.padded, of_first,
+                                of_second, finite);
+            if (thread % 2 == 0 && thread / 2 >= skipped && thread / 2 < s.count) {
+                problem.skipped[row + thread / 2] = of_first;
+            }
+        }
+        project_features<F, Hedgehog, Slots>(
+            x, active, problem.stack_q + std::int64_t{s.h} * problem.rows_q * source.padded, source.padded,
+            memory.slabs, problem.projection, problem.q + row * F);
+        return;
     }
-    // What is not finite must not reach the reads before it, not even multiplied by 0.
-    for (int r = warp_id(); r < s.count; r += 4) {
-        if (memory.bad[r] != 0) {
-            for (int c = 2 * lane_id(); c < source.padded; c += 64) {
-                memory.x.set_pair(r, c, 0.0f, 0.0f);
+    double* const log_input = memory.log_input + own * scorer_chunk;
+    double* const log_forget = memory.log_forget + own * scorer_chunk;
+    std::int32_t* const bad = memory.bad + own * scorer_chunk;
+    if (active) {
+        row_products<true>(x, thread / 2, thread % 2, memory.weights, source.padded, of_first, of_second,
+                           finite);
+        if (thread % 2 == 0) {
+            const int r = thread / 2;
+            const bool good = finite == 0.0f;
+            double of_input, of_forget;
+            compute_gates(problem, s, r, of_first, of_second, good, of_input, of_forget);
+            log_input[r] = of_input;
+            log_forget[r] = of_forget;
+            bad[r] = good ? 0 : 1;
+        }
+    }
+    __syncthreads();
+    if (active) {
+        if (warp_id() % 4 == 0) {
+            scan_gates(problem, s, log_input, log_forget, bad);
+        }
+        // What is not finite must not reach the reads before it, not even multiplied by 0.
+        for (int r = warp_id() % 4; r < s.count; r += 4) {
+            if (bad[r] != 0) {
+                for (int c = 2 * lane_id(); c < source.padded; c += 64) {
+                    x.set_pair(r, c, 0.0f, 0.0f);
+                }
             }
         }
     }
     __syncthreads();
     const T* const weights = problem.stack_k + std::int64_t{s.h} * problem.rows_k * source.padded;
-    project_features<F, Hedgehog>(memory.x, weights, source.padded, memory.slabs, problem.projection,
-                                  problem.k + row * F);
+    project_features<F, Hedgehog, Slots>(x, active, weights, source.padded, memory.slabs, problem.projection,
+                                         problem.k + row * F);
+    if (direct_values && source.k.dim % 8 == 0) {
+        if (active) {
+            for (int i = thread; i < scorer_chunk * V / 8; i += 128) {
+                const int r = i / (V / 8), c = i % (V / 8) * 8;
+                float of[8] = {};
+                if (c < problem.width) {
+                    x.get_eight(r, source.k.dim + c, of);
+#pragma unroll
+                    for (int e = 0; e < 8; ++e) {
+                        of[e] = c + e < problem.width ? of[e] : 0.0f;
+                    }
+                }
+                store_eight(problem.v + row * V + i * 8, of);
+            }
+        }
+        return;
+    }
     float y[1][V / 8][4];
     clear(y);
-    project<V / 8>(y, memory.x, weights + std::int64_t{problem.at_v} * source.padded, source.padded,
-                   memory.slabs);
+    project_slots<V / 8, Slots>(y, x, active, weights + std::int64_t{problem.at_v} * source.padded,
+                                source.padded, memory.slabs);
+    if (!active) {
+        return;
+    }
     const int lane = lane_id();
 #pragma unroll
     for (int j = 0; j < V / 8; ++j) {

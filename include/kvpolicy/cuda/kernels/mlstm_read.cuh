@@ -15,6 +15,9 @@ inline namespace KVPOLICY_CUDA_NAMESPACE KVPOLICY_HIDDEN {
 namespace cuda_backend {
 
 inline constexpr int mlstm_threads = 256;
+/// Blocks that a multiprocessor has room for: one loads while another multiplies.
+template <class T>
+inline constexpr int mlstm_blocks = shared_tile<T>::plain ? 1 : 2;
 
 /// Sums along rows from the two halves of a row's columns.
 struct mlstm_row_sums {
@@ -178,7 +181,7 @@ inline constexpr float mlstm_norm_epsilon = 1e-6f;
 
 /// Scores of the tokens that a chunk reads.
 template <class T, int F, int V>
-__global__ void __launch_bounds__(mlstm_threads) mlstm_read_kernel(const mlstm_problem<T> problem) {
+__global__ void __launch_bounds__(mlstm_threads, mlstm_blocks<T>) mlstm_read_kernel(const mlstm_problem<T> problem) {
     using E = mlstm_element<T>;
     const scorer_streams& streams = problem.streams;
     const scorer_span s = streams.span(static_cast<std::int32_t>(blockIdx.x) / streams.slots,

@@ -138,8 +138,8 @@ struct mlstm_walk_memory {
     static constexpr int stages = 4, batch = 64;
     static constexpr int b_columns = (VS + 16 + 63) / 64 * 64;
 
-    shared_tile<E> a[stages];  // k~ or q~, FS columns
-    shared_tile<E> b[stages];  // v~ or d N, VS columns, then the factors of the sums: rounded, and what rounding takes away
+    unsigned char* tiles;      // of each stage: a, k~ or q~, FS columns; b, v~ or d N, VS columns, then the factors of the sums:
+                               // rounded, and what rounding takes away
     float* scale;              // [stages][64]
     float* ratio;              // [stages][64]
     E* heavy;                  // [stages][VS]
@@ -149,10 +149,7 @@ struct mlstm_walk_memory {
 
     KVPOLICY_HOST_DEVICE explicit mlstm_walk_memory(unsigned char* memory) {
         shared_parts parts(memory);
-        for (int i = 0; i < stages; ++i) {
-            a[i] = parts.tile<E>(scorer_chunk, 64);
-            b[i] = parts.tile<E>(scorer_chunk, b_columns);
-        }
+        tiles = parts.tile<E>(scorer_chunk, stages * (64 + b_columns)).data;
         scale = parts.take<float>(stages * scorer_chunk);
         ratio = parts.take<float>(stages * scorer_chunk);
         heavy = parts.take<E>(stages * VS);
@@ -160,6 +157,10 @@ struct mlstm_walk_memory {
         z = parts.take<float>(2 * FS);
         bytes = parts.bytes();
     }
+    [[nodiscard]] __device__ shared_tile<E> a(int stage) const {
+        return {tiles + shared_tile<E>::bytes(scorer_chunk, 64 + b_columns) * stage, scorer_chunk};
+    }
+    [[nodiscard]] __device__ shared_tile<E> b(int stage) const { return a(stage).from(64); }
 };
 
 /// `count` elements side by side, a multiple of 16 bytes, by the threads from `from` on.
@@ -225,9 +226,9 @@ __global__ void __launch_bounds__(128) mlstm_walk_kernel(const mlstm_problem<T> 
             const mlstm_step& step = memory.steps[n % (2 * batch)];
             const std::int64_t row = first_row + std::int64_t{slot_of(n)} * scorer_chunk;
             if (step.adds != 0) {
-                copy_rows(memory.a[stage], (Backward ? problem.q : problem.k) + row * F + f0, F, FS,
+                copy_rows(memory.a(stage), (Backward ? problem.q : problem.k) + row * F + f0, F, FS,
                           scorer_chunk, 128);
-                copy_rows(memory.b[stage], (Backward ? problem.d_n : problem.v) + row * V + v0, V, VS,
+                copy_rows(memory.b(stage), (Backward ? problem.d_n : problem.v) + row * V + v0, V, VS,
                           scorer_chunk, 128);
                 copy_line(memory.scale + stage * scorer_chunk,
                           (Backward ? problem.kept : problem.weight) + row, scorer_chunk, 0);
@@ -255,18 +256,18 @@ __global__ void __launch_bounds__(128) mlstm_walk_kernel(const mlstm_problem<T> 
             const int r = i / (FS / 8), c = i % (FS / 8) * 8;
             const float by = scale[r] * add;
             float x[8];
-            memory.a[stage].get_eight(r, c, x);
+            memory.a(stage).get_eight(r, c, x);
 #pragma unroll
             for (int e = 0; e < 8; ++e) {
                 x[e] *= by;
             }
-            memory.a[stage].set_eight(r, c, x);
+            memory.a(stage).set_eight(r, c, x);
         }
         if (Backward && thread < scorer_chunk) {
             const float ratio = memory.ratio[stage * scorer_chunk + thread];
             float high = ratio, none = 0.0f;
             round_pair<E>(high, none);
-            memory.b[stage].set_pair(thread, VS, high, ratio - high);
+            memory.b(stage).set_pair(thread, VS, high, ratio - high);
         }
     };
 
@@ -274,7 +275,7 @@ __global__ void __launch_bounds__(128) mlstm_walk_kernel(const mlstm_problem<T> 
     for (int i = thread; i < stages * scorer_chunk * 2; i += 128) {
         float x[8] = {};
         x[0] = !Backward && i % 2 == 0 ? 1.0f : 0.0f;
-        memory.b[i / (2 * scorer_chunk)].set_eight(i / 2 % scorer_chunk, VS + i % 2 * 8, x);
+        memory.b(i / (2 * scorer_chunk)).set_eight(i / 2 % scorer_chunk, VS + i % 2 * 8, x);
     }
     load_steps(0);
     __syncthreads();
@@ -406,10 +407,10 @@ __global__ void __launch_bounds__(128) mlstm_walk_kernel(const mlstm_problem<T> 
                 }
             }
             if (step.adds != 0) {
-                add_product<MI, NI, scorer_chunk, true, true>(acc, memory.a[stage], m0, memory.b[stage], n0);
+                add_product<MI, NI, scorer_chunk, true, true>(acc, memory.a(stage), m0, memory.b(stage), n0);
                 if (wn == 0) {
-                    add_product<MI, 2, scorer_chunk, true, true>(of_sums, memory.a[stage], m0,
-                                                                 memory.b[stage], VS);
+                    add_product<MI, 2, scorer_chunk, true, true>(of_sums, memory.a(stage), m0,
+                                                                 memory.b(stage), VS);
                 }
             }
             if (Backward && step.fresh != 0) {
