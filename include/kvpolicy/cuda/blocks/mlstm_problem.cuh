@@ -66,6 +66,7 @@ struct mlstm_problem {
     std::int32_t rows_q = 0, rows_k = 0, at_skip = 0, at_v = 0, at_i = 0, at_f = 0;
     const float *w_i = nullptr, *b_i = nullptr, *w_f = nullptr, *b_f = nullptr, *skip = nullptr;
     const float *norm_gain = nullptr, *readout = nullptr, *readout_bias = nullptr;
+    std::int32_t ahead = 0;   // blocks that run at once: what one of so many later loads is brought to the L2 cache
     float* states = nullptr;  // the caller's [B, Hkv, features (width + 1) + 2], or null
     plane_view<float> scores;
 
@@ -175,6 +176,25 @@ __device__ inline float reference_before(const mlstm_problem<T>& problem, const 
                ? frame.share * static_cast<float>(problem.v[(plane_row + frame.before) * V + i])
                : 0.0f;
 }
+
+/// Brings to the L2 cache what the block `problem.ahead` chunks later will load of some arrays [chunks, count]; one lane an array.
+template <class T>
+struct mlstm_look_ahead {
+    std::int64_t chunk;
+    bool there;
+    int lane = 0;
+
+    __device__ explicit mlstm_look_ahead(const mlstm_problem<T>& problem)
+        : chunk(std::int64_t{blockIdx.x} + problem.ahead),
+          there(problem.ahead > 0 && chunk < std::int64_t{gridDim.x} && warp_id() == 0) {}
+    template <class E>
+    __device__ void array(const E* of, int count) {
+        if (there && lane_id() == lane) {
+            prefetch_to_l2(of + chunk * count, static_cast<std::uint32_t>(count * sizeof(E)));
+        }
+        ++lane;
+    }
+};
 
 /// A chunk's exponents in shared memory: doubles for float rows; for others floats, in powers of 2 and from M of the last token, whose
 /// rounding costs a weight less than 1e-4 of itself even where exponents differ by hundreds.

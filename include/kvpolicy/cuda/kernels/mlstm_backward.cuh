@@ -471,6 +471,13 @@ __global__ void __launch_bounds__(mlstm_threads, mlstm_blocks<T>)
     copy_commit();
     copy_rows(memory.a, problem.d_memory + chunk * F * V, V, V, F, mlstm_threads);
     copy_commit();
+    mlstm_look_ahead<T> next(problem);
+    next.array(problem.q, scorer_chunk * F);
+    next.array(problem.d_n, scorer_chunk * V);
+    next.array(problem.k, scorer_chunk * F);
+    next.array(problem.v, scorer_chunk * V);
+    next.array(problem.d_memory, F * V);
+    next.array(problem.memory, F * V);
     for (int i = thread; i < F; i += mlstm_threads) {
         float sum = 0.0f;
         for (int part = 0; part < problem.sum_parts; ++part) {

@@ -96,6 +96,11 @@ __device__ inline void read_chunk(const mlstm_problem<T>& problem, const scorer_
     copy_rows(memory.c, problem.memory + chunk * F * V, V, V, F, mlstm_threads);
     copy_rows(memory.v, problem.v + row * V, V, V, scorer_chunk, mlstm_threads);
     copy_commit();
+    mlstm_look_ahead<T> next(problem);
+    next.array(problem.q, scorer_chunk * F);
+    next.array(problem.k, scorer_chunk * F);
+    next.array(problem.v, scorer_chunk * V);
+    next.array(problem.memory, F * V);
     const auto thread = static_cast<int>(threadIdx.x);
     for (int i = thread; i < 16 * F / 8; i += mlstm_threads) {
         const int r = i / (F / 8), c = i % (F / 8) * 8;

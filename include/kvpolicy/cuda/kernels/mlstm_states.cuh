@@ -135,33 +135,112 @@ struct mlstm_step {
 /// Shared memory of mlstm_walk_kernel: a ring of what chunks add.
 template <class E, int FS, int VS>
 struct mlstm_walk_memory {
-    static constexpr int stages = 4, batch = 64;
-    static constexpr int b_columns = (VS + 16 + 63) / 64 * 64;
+    static constexpr int stages = FS + VS <= 64 ? 8 : 6, batch = 64;
+    static constexpr int columns = (FS + VS + 63) / 64 * 64;
 
-    unsigned char* tiles;      // of each stage: a, k~ or q~, FS columns; b, v~ or d N, VS columns, then the factors of the sums:
-                               // rounded, and what rounding takes away
-    float* scale;              // [stages][64]
-    float* ratio;              // [stages][64]
-    E* heavy;                  // [stages][VS]
-    mlstm_step* steps;         // [2][batch]
-    float* z;                  // [2][FS]
+    unsigned char* tiles;  // of each stage: k~ or q~, FS columns, then v~ or d N, VS columns
+    float* scale;          // [stages][64]
+    float* ratio;          // [stages][64]
+    E* heavy;              // [stages][VS]
+    mlstm_step* steps;     // [2][batch]
     std::size_t bytes;
 
     KVPOLICY_HOST_DEVICE explicit mlstm_walk_memory(unsigned char* memory) {
         shared_parts parts(memory);
-        tiles = parts.tile<E>(scorer_chunk, stages * (64 + b_columns)).data;
+        tiles = parts.tile<E>(scorer_chunk, stages * columns).data;
         scale = parts.take<float>(stages * scorer_chunk);
         ratio = parts.take<float>(stages * scorer_chunk);
         heavy = parts.take<E>(stages * VS);
         steps = parts.take<mlstm_step>(2 * batch);
-        z = parts.take<float>(2 * FS);
         bytes = parts.bytes();
     }
-    [[nodiscard]] __device__ shared_tile<E> a(int stage) const {
-        return {tiles + shared_tile<E>::bytes(scorer_chunk, 64 + b_columns) * stage, scorer_chunk};
+    [[nodiscard]] __device__ shared_tile<E> tile(int stage) const {
+        return {tiles + shared_tile<E>::bytes(scorer_chunk, columns) * stage, scorer_chunk};
     }
-    [[nodiscard]] __device__ shared_tile<E> b(int stage) const { return a(stage).from(64); }
 };
+
+/// acc += sum_r (scale_r a_r) b_r^T and sums += sum_r (scale_r a_r) ratio_r over a chunk's rows r, for one warp: 16 MI columns of a tile from
+/// m0 on and 8 NI from n0 on. scale_r a_r is rounded to E, ratio_r to two numbers of E; the sums stand in the columns 0 and 1 of
+/// an accumulator. ratio null: 1.
+template <int MI, int NI, class E>
+__device__ inline void add_scaled(float (&acc)[MI][NI][4], float (&sums)[MI][4], const shared_tile<E>& tile,
+                                  int m0, int n0, const float* scale, float add, const float* ratio) {
+    const int lane = lane_id();
+    if constexpr (shared_tile<E>::plain) {
+        for (int k = 0; k < scorer_chunk; ++k) {
+            const float by = scale[k] * add;
+            for (int i = 0; i < MI; ++i) {
+                for (int e = 0; e < 4; ++e) {
+                    const float a = by * tile.get(k, m0 + 16 * i + lane / 4 + 8 * (e / 2));
+                    for (int j = 0; j < NI; ++j) {
+                        acc[i][j][e] += a * tile.get(k, n0 + 8 * j + lane % 4 * 2 + e % 2);
+                    }
+                    if (lane % 4 == 0 && e % 2 == 0) {
+                        sums[i][e] += a * (ratio == nullptr ? 1.0f : ratio[k]);
+                    }
+                }
+            }
+        }
+    } else {
+        const int half = lane / 16, eighth = lane / 8 % 2, line = lane % 8, pair = lane % 4 * 2;
+        const std::uint32_t data = shared_address(tile.data);
+#pragma unroll
+        for (int k = 0; k < scorer_chunk; k += 16) {
+            float by[2][2];
+            std::uint32_t of_ratio[2];
+#pragma unroll
+            for (int h = 0; h < 2; ++h) {
+                const int at = k + 8 * h + pair;
+                by[h][0] = scale[at] * add;
+                by[h][1] = scale[at + 1] * add;
+                of_ratio[h] = lane < 4 ? 0x3f803f80u : 0u;
+                if (ratio != nullptr) {
+                    rounded_pair<E> high, low;
+                    high.set(ratio[at], ratio[at + 1]);
+                    low.set(ratio[at] - high.first(), ratio[at + 1] - high.second());
+                    of_ratio[h] = lane < 4 ? high.both : lane < 8 ? low.both : 0u;
+                }
+            }
+            std::uint32_t fa[MI][4];
+#pragma unroll
+            for (int i = 0; i < MI; ++i) {
+                load_matrices_transposed(
+                    fa[i], data + swizzled(scorer_chunk, k + half * 8 + line, (m0 + 16 * i) / 8 + eighth));
+#pragma unroll
+                for (int h = 0; h < 4; ++h) {
+                    rounded_pair<E> x;
+                    x.both = fa[i][h];
+                    x.set(x.first() * by[h / 2][0], x.second() * by[h / 2][1]);
+                    fa[i][h] = x.both;
+                }
+                mma_16x8x16<E>(sums[i], fa[i], of_ratio[0], of_ratio[1]);
+            }
+#pragma unroll
+            for (int j = 0; j < NI; j += 2) {
+                std::uint32_t fb[4];
+                load_matrices_transposed(
+                    fb, data + swizzled(scorer_chunk, k + eighth * 8 + line, (n0 + 8 * j) / 8 + half));
+#pragma unroll
+                for (int i = 0; i < MI; ++i) {
+                    mma_16x8x16<E>(acc[i][j], fa[i], fb[0], fb[1]);
+                    mma_16x8x16<E>(acc[i][j + 1], fa[i], fb[2], fb[3]);
+                }
+            }
+        }
+    }
+}
+
+/// `columns` columns of a chunk's rows, `stride` apart, into a tile's columns from `at` on, by 128 threads.
+template <int Columns, class E>
+__device__ inline void copy_slice(const shared_tile<E>& tile, int at, const E* from, int stride) {
+    constexpr int each = 16 / sizeof(E), across = Columns / each;
+    const int row = static_cast<int>(threadIdx.x) / across, column = static_cast<int>(threadIdx.x) % across * each;
+    const std::uint32_t data = shared_address(tile.data);
+#pragma unroll
+    for (int r = 0; r < scorer_chunk; r += 128 / across) {
+        copy_16(data + tile.offset(row + r, at + column), from + (row + r) * stride + column, 16);
+    }
+}
 
 /// `count` elements side by side, a multiple of 16 bytes, by the threads from `from` on.
 template <class E>
@@ -179,8 +258,7 @@ __device__ inline void copy_line(E* to, const E* line, int count, int from) {
 ///     state <- keep state + sum_r scale_r a_r b_r^T,   sums <- keep sums + sum_r scale_r ratio_r a_r
 ///
 /// Forwards a is k~, b v~, scale the tokens' weights; backwards a is q~, b d N, scale exp(m - M_l), ratio d g_l (forwards 1). Chunks without
-/// reads add nothing backwards. Products of ratios are made with the same rounded scale_r a_r, in two more columns of b. Continued
-/// sequences take up and leave the caller's states, features (width + 1) + 2 numbers in the features' own order.
+/// reads add nothing backwards. Continued sequences take up and leave the caller's states, features (width + 1) + 2 numbers in the features' own order.
 template <class T, int F, int V, int FS, int VS, bool Backward>
 __global__ void __launch_bounds__(128) mlstm_walk_kernel(const mlstm_problem<T> problem) {
     using E = mlstm_element<T>;
@@ -226,10 +304,9 @@ __global__ void __launch_bounds__(128) mlstm_walk_kernel(const mlstm_problem<T> 
             const mlstm_step& step = memory.steps[n % (2 * batch)];
             const std::int64_t row = first_row + std::int64_t{slot_of(n)} * scorer_chunk;
             if (step.adds != 0) {
-                copy_rows(memory.a(stage), (Backward ? problem.q : problem.k) + row * F + f0, F, FS,
-                          scorer_chunk, 128);
-                copy_rows(memory.b(stage), (Backward ? problem.d_n : problem.v) + row * V + v0, V, VS,
-                          scorer_chunk, 128);
+                const shared_tile<E> tile = memory.tile(stage);
+                copy_slice<FS, E>(tile, 0, (Backward ? problem.q : problem.k) + row * F + f0, F);
+                copy_slice<VS, E>(tile, FS, (Backward ? problem.d_n : problem.v) + row * V + v0, V);
                 copy_line(memory.scale + stage * scorer_chunk,
                           (Backward ? problem.kept : problem.weight) + row, scorer_chunk, 0);
                 if (Backward) {
@@ -243,49 +320,24 @@ __global__ void __launch_bounds__(128) mlstm_walk_kernel(const mlstm_problem<T> 
         }
         copy_commit();
     };
-    // Multiplies what came for step n by its scales, and writes the factors of the sums.
-    const auto scale_stage = [&](std::int32_t n) {
-        if (n >= slots || memory.steps[n % (2 * batch)].adds == 0) {
-            return;
-        }
-        const int stage = n % stages;
-        const float add = memory.steps[n % (2 * batch)].add;
-        const float* const scale = memory.scale + stage * scorer_chunk;
-#pragma unroll
-        for (int i = thread; i < scorer_chunk * FS / 8; i += 128) {
-            const int r = i / (FS / 8), c = i % (FS / 8) * 8;
-            const float by = scale[r] * add;
-            float x[8];
-            memory.a(stage).get_eight(r, c, x);
-#pragma unroll
-            for (int e = 0; e < 8; ++e) {
-                x[e] *= by;
-            }
-            memory.a(stage).set_eight(r, c, x);
-        }
-        if (Backward && thread < scorer_chunk) {
-            const float ratio = memory.ratio[stage * scorer_chunk + thread];
-            float high = ratio, none = 0.0f;
-            round_pair<E>(high, none);
-            memory.b(stage).set_pair(thread, VS, high, ratio - high);
-        }
-    };
-
-    // The factors of the sums stand beside the values: columns that nothing overwrites are written once.
-    for (int i = thread; i < stages * scorer_chunk * 2; i += 128) {
-        float x[8] = {};
-        x[0] = !Backward && i % 2 == 0 ? 1.0f : 0.0f;
-        memory.b(i / (2 * scorer_chunk)).set_eight(i / 2 % scorer_chunk, VS + i % 2 * 8, x);
-    }
     load_steps(0);
     __syncthreads();
 #pragma unroll
     for (int n = 0; n < stages - 1; ++n) {
         prefetch(n);
     }
-    float acc[MI][NI][4], of_sums[MI][2][4];
-    clear(acc);
-    clear(of_sums);
+    float acc[MI][NI][4], of_sums[MI][4];  // every warp has the sums of its features
+    const auto clear_all = [&] {
+        clear(acc);
+#pragma unroll
+        for (int i = 0; i < MI; ++i) {
+#pragma unroll
+            for (int e = 0; e < 4; ++e) {
+                of_sums[i][e] = 0.0f;
+            }
+        }
+    };
+    clear_all();
     const std::int64_t size = std::int64_t{problem.features} * (problem.width + 1) + 2;
     const std::int32_t start = streams.start_of(plane / streams.heads);
     float* const state = Backward || problem.states == nullptr ? nullptr : problem.states + plane * size;
@@ -311,30 +363,15 @@ __global__ void __launch_bounds__(128) mlstm_walk_kernel(const mlstm_problem<T> 
                         }
                     }
                 }
-                if (wn == 0 && lane % 4 == 0) {
-                    of_sums[i][0][2 * r] = state_sums[feature];
+                if (lane % 4 == 0) {
+                    of_sums[i][2 * r] = state_sums[feature];
                 }
             }
         }
     }
-    const auto publish = [&](std::int32_t n) {  // z for step n
-        if (!Backward && wn == 0 && lane % 4 == 0) {
-#pragma unroll
-            for (int i = 0; i < MI; ++i) {
-#pragma unroll
-                for (int r = 0; r < 2; ++r) {
-                    memory.z[n % 2 * FS + row_of(i, r)] = of_sums[i][0][2 * r] + of_sums[i][0][2 * r + 1];
-                }
-            }
-        }
-    };
-    publish(0);
-    copy_wait<stages - 2>();
-    __syncthreads();
-    scale_stage(0);
     bool any = false;
     for (std::int32_t n = 0; n < slots; ++n) {
-        copy_wait<stages - 3>();  // step n + 1 is there
+        copy_wait<stages - 2>();
         __syncthreads();
         prefetch(n + stages - 1);
         if (n % batch == 0) {
@@ -347,8 +384,7 @@ __global__ void __launch_bounds__(128) mlstm_walk_kernel(const mlstm_problem<T> 
             const std::int64_t chunk = first_chunk + slot_of(n);
             // Streams begin without a state, and nothing goes back beyond their first token.
             if (!Backward && step.fresh != 0) {
-                clear(acc);
-                clear(of_sums);
+                clear_all();
             }
             E* const to = (Backward ? problem.d_memory : problem.memory) + chunk * F * V;
             float rho[NI][2];
@@ -367,7 +403,8 @@ __global__ void __launch_bounds__(128) mlstm_walk_kernel(const mlstm_problem<T> 
 #pragma unroll
                 for (int r = 0; r < 2; ++r) {
                     const int row = row_of(i, r);
-                    const float z = Backward || step.fresh != 0 ? 0.0f : memory.z[n % 2 * FS + row];
+                    const float sum = __shfl_sync(all_lanes, of_sums[i][2 * r] + of_sums[i][2 * r + 1], lane & ~3);
+                    const float z = Backward ? 0.0f : sum;
                     float lost = 0.0f;
 #pragma unroll
                     for (int j = 0; j < NI; ++j) {
@@ -381,19 +418,15 @@ __global__ void __launch_bounds__(128) mlstm_walk_kernel(const mlstm_problem<T> 
                     }
                     if (Backward) {
                         lost = row_sum(lost);
-                        if (part_v == 0 && wn == 0) {
-                            lost += of_sums[i][0][2 * r] + of_sums[i][0][2 * r + 1];
-                        }
+                        lost += part_v == 0 && wn == 0 ? sum : 0.0f;
                         if (lane % 4 == 0) {
                             problem.d_sums[(chunk * problem.sum_parts + part_v * 2 + wn) * F + f0 + row] =
                                 lost;
                         }
+                    } else if (part_v == 0 && wn == 0 && lane % 4 == 0) {
+                        problem.sums[chunk * F + f0 + row] = sum;
                     }
                 }
-            }
-            if (!Backward && part_v == 0 && thread < FS) {
-                problem.sums[chunk * F + f0 + thread] =
-                    step.fresh != 0 ? 0.0f : memory.z[n % 2 * FS + thread];
             }
 #pragma unroll
             for (int i = 0; i < MI; ++i) {
@@ -403,23 +436,18 @@ __global__ void __launch_bounds__(128) mlstm_walk_kernel(const mlstm_problem<T> 
                     for (int j = 0; j < NI; ++j) {
                         acc[i][j][e] *= step.keep;
                     }
-                    of_sums[i][0][e] *= step.keep;
+                    of_sums[i][e] *= step.keep;
                 }
             }
             if (step.adds != 0) {
-                add_product<MI, NI, scorer_chunk, true, true>(acc, memory.a(stage), m0, memory.b(stage), n0);
-                if (wn == 0) {
-                    add_product<MI, 2, scorer_chunk, true, true>(of_sums, memory.a(stage), m0,
-                                                                 memory.b(stage), VS);
-                }
+                add_scaled<MI, NI>(acc, of_sums, memory.tile(stage), m0, FS + n0,
+                                   memory.scale + stage * scorer_chunk, step.add,
+                                   Backward ? memory.ratio + stage * scorer_chunk : nullptr);
             }
             if (Backward && step.fresh != 0) {
-                clear(acc);
-                clear(of_sums);
+                clear_all();
             }
         }
-        publish(n + 1);
-        scale_stage(n + 1);
     }
     if (Backward || state == nullptr || !(any || start == 0)) {
         return;
@@ -443,7 +471,7 @@ __global__ void __launch_bounds__(128) mlstm_walk_kernel(const mlstm_problem<T> 
                 }
             }
             if (part_v == 0 && wn == 0 && lane % 4 == 0) {
-                state_sums[feature] = of_sums[i][0][2 * r] + of_sums[i][0][2 * r + 1];
+                state_sums[feature] = of_sums[i][2 * r] + of_sums[i][2 * r + 1];
             }
         }
     }
