@@ -207,7 +207,7 @@ void add_weight_gradients(const cuda& on, const scorer_call<T>& call, const weig
     shared.take<float>(2 * scorer_chunk);
     launch("weight_gradient_kernel", weight_gradient_kernel<T>,
            std::int64_t{splits} * call.streams.heads * (stack.rows / 64) * ((call.source.padded + 127) / 128),
-           128, shared.bytes(), on, call.streams, call.source, d_rows, stack.rows, shift, splits, partial);
+           128, shared.bytes(), on, call.streams, call.source, stack, d_rows, shift, splits, partial);
     const std::int64_t count = std::int64_t{call.streams.heads} * stack.rows * call.source.size;
     launch("add_weight_gradients_kernel", add_weight_gradients_kernel<weight_stack>,
            std::min<std::int64_t>((count + 255) / 256, 4096), 256, 0, on, stack,

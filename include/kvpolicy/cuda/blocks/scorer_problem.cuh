@@ -181,25 +181,30 @@ struct scorer_source {
     __device__ void load(const scorer_span& s, std::int32_t first, int low, int high, const float* scale_k,
                          const float* scale_v, const shared_tile<T>& to, int from, int columns, int thread,
                          int threads) const {
-        const int across = columns / 8;
-        for (int i = thread; i < scorer_chunk * across; i += threads) {
-            const int r = i / across, c = from + i % across * 8;
-            const bool in = r >= low && r < high && c < size;
+        const int across = columns / 8, step_r = threads / across, step_c = threads % across;
+        for (int r = thread / across, i = thread % across; r < scorer_chunk; r += step_r) {
+            const int c = from + i * 8, line = r;
+            i += step_c;
+            if (i >= across) {
+                i -= across;
+                ++r;
+            }
+            const bool in = line >= low && line < high && c < size;
             if constexpr (!shared_tile<T>::plain) {
                 if (input == scorer_input::key_value) {  // widths are multiples of 8
                     const bool of_key = c < k.dim;
-                    const T* row = of_key ? k.row(s.b, s.h, in ? first + r : 0) + (in ? c : 0)
-                                          : v.row(s.b, s.h, in ? first + r : 0) + (in ? c - k.dim : 0);
-                    copy_16(shared_address(to.data) + to.offset(r, c - from), row, in ? 16 : 0);
+                    const T* row = of_key ? k.row(s.b, s.h, in ? first + line : 0) + (in ? c : 0)
+                                          : v.row(s.b, s.h, in ? first + line : 0) + (in ? c - k.dim : 0);
+                    copy_16(shared_address(to.data) + to.offset(line, c - from), row, in ? 16 : 0);
                     continue;
                 }
             }
             float x[8];
 #pragma unroll
             for (int e = 0; e < 8; ++e) {
-                x[e] = in && c + e < size ? number(s, first + r, c + e, scale_k[r], scale_v[r]) : 0.0f;
+                x[e] = in && c + e < size ? number(s, first + line, c + e, scale_k[line], scale_v[line]) : 0.0f;
             }
-            to.set_eight(r, c - from, x);
+            to.set_eight(line, c - from, x);
         }
         copy_commit();
     }

@@ -38,6 +38,15 @@ struct weight_stack {
         hold(at + count);
         return at;
     }
+    /// Whether somebody wants a gradient of rows [from, to).
+    [[nodiscard]] KVPOLICY_HOST_DEVICE bool wanted(std::int32_t from, std::int32_t to) const {
+        for (int p = 0; p < parts; ++p) {
+            if (part[p].gradient != nullptr && part[p].at < to && from < part[p].at + part[p].count) {
+                return true;
+            }
+        }
+        return false;
+    }
     /// Makes room for so many rows, since products are computed for whole tiles of them.
     void hold(std::int32_t count) { rows = rows > count ? rows : (count + 63) / 64 * 64; }
 };
@@ -95,12 +104,14 @@ __device__ inline void project(float (&acc)[1][NI][4], const shared_tile<T>& x, 
 }
 
 /// Partial sums over chunks of d y^T x. A block has 64 rows and 128 columns of one head's matrix and one of `splits` parts of its
-/// chunks; partial [splits, heads, width, padded] is overwritten. The input of row r of a chunk is token first + r - shift.
+/// chunks; partial [splits, heads, stack.rows, padded] is overwritten where the stack has gradients. The input of row r of a chunk is token
+/// first + r - shift.
 template <class T>
 __global__ void __launch_bounds__(128)
-    weight_gradient_kernel(const scorer_streams streams, const scorer_source<T> source, const T* const d_rows,
-                           const std::int32_t width, const std::int32_t shift, const std::int32_t splits,
-                           float* const partial) {
+    weight_gradient_kernel(const scorer_streams streams, const scorer_source<T> source,
+                           const weight_stack stack, const T* const d_rows, const std::int32_t shift,
+                           const std::int32_t splits, float* const partial) {
+    const std::int32_t width = stack.rows;
     shared_parts parts(aligned_dynamic_shared());
     unsigned char* const tiles = parts.tile<T>(scorer_chunk, 2 * (64 + 128)).data;
     const auto d_y = [&](int stage) {
@@ -114,6 +125,9 @@ __global__ void __launch_bounds__(128)
     const std::int32_t column = item % across * 128;
     item /= across;
     const std::int32_t row = item % down * 64;
+    if (!stack.wanted(row, row + 64)) {
+        return;
+    }
     item /= down;
     const std::int32_t h = item % streams.heads, split = item / streams.heads;
     const std::int32_t chunks = streams.batch * streams.slots;
