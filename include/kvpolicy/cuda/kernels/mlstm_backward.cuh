@@ -48,8 +48,9 @@ struct feature_gradients {
                 float along = 0.0f;
 #pragma unroll
                 for (int j = 0; j < F / 32; ++j) {
-                    along += of[half][0][j][2 * r] * features.get(row, column(half, j)) +
-                             of[half][0][j][2 * r + 1] * features.get(row, column(half, j) + 1);
+                    float p[2];
+                    features.get_pair(row, column(half, j), p[0], p[1]);
+                    along += of[half][0][j][2 * r] * p[0] + of[half][0][j][2 * r + 1] * p[1];
                 }
                 (half == 0 ? low : high).set(row, row_sum(along));
             }
@@ -69,13 +70,15 @@ struct feature_gradients {
             }
 #pragma unroll
             for (int j = 0; j < F / 32; ++j) {
+                float p[2][2];
+                features.get_pair(row, column(0, j), p[0][0], p[0][1]);
+                features.get_pair(row, column(1, j), p[1][0], p[1][1]);
 #pragma unroll
                 for (int e = 0; e < 2; ++e) {
                     float y[2];
 #pragma unroll
                     for (int half = 0; half < 2; ++half) {
-                        y[half] = features.get(row, column(half, j) + e) *
-                                  (of[half][0][j][2 * r + e] - along[half]);
+                        y[half] = p[half][e] * (of[half][0][j][2 * r + e] - along[half]);
                     }
                     if (problem.hedgehog) {
                         y[0] -= y[1];

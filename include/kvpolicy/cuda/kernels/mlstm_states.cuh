@@ -122,7 +122,7 @@ __global__ void __launch_bounds__(32) mlstm_frames_kernel(const mlstm_problem<T>
 }
 
 /// A chunk's part in a walk.
-struct mlstm_step {
+struct alignas(16) mlstm_step {
     float keep, add;
     float share;           // of the reference
     std::int32_t heavy;    // its row of the plane; -1: none
@@ -298,25 +298,34 @@ __global__ void __launch_bounds__(128) mlstm_walk_kernel(const mlstm_problem<T> 
             memory.steps[base % (2 * batch) + thread] = step;
         }
     };
+    // Where step n's numbers stand; prefetch goes through the steps in order.
+    const std::int64_t from = first_row + std::int64_t{slot_of(0)} * scorer_chunk;
+    constexpr int direction = Backward ? -scorer_chunk : scorer_chunk;
+    const E* next_a = (Backward ? problem.q : problem.k) + from * F + f0;
+    const E* next_b = (Backward ? problem.d_n : problem.v) + from * V + v0;
+    const float* next_scale = (Backward ? problem.kept : problem.weight) + from;
+    const float* next_ratio = Backward ? problem.d_g + from : nullptr;
+    const E* const values = problem.v + first_row * V + v0;
     const auto prefetch = [&](std::int32_t n) {
         if (n < slots) {
             const int stage = n % stages;
-            const mlstm_step& step = memory.steps[n % (2 * batch)];
-            const std::int64_t row = first_row + std::int64_t{slot_of(n)} * scorer_chunk;
+            const mlstm_step step = memory.steps[n % (2 * batch)];
             if (step.adds != 0) {
                 const shared_tile<E> tile = memory.tile(stage);
-                copy_slice<FS, E>(tile, 0, (Backward ? problem.q : problem.k) + row * F + f0, F);
-                copy_slice<VS, E>(tile, FS, (Backward ? problem.d_n : problem.v) + row * V + v0, V);
-                copy_line(memory.scale + stage * scorer_chunk,
-                          (Backward ? problem.kept : problem.weight) + row, scorer_chunk, 0);
+                copy_slice<FS, E>(tile, 0, next_a, F);
+                copy_slice<VS, E>(tile, FS, next_b, V);
+                copy_line(memory.scale + stage * scorer_chunk, next_scale, scorer_chunk, 0);
                 if (Backward) {
-                    copy_line(memory.ratio + stage * scorer_chunk, problem.d_g + row, scorer_chunk, 32);
+                    copy_line(memory.ratio + stage * scorer_chunk, next_ratio, scorer_chunk, 32);
                 }
             }
             if (step.heavy >= 0) {
-                copy_line(memory.heavy + stage * VS,
-                          static_cast<const E*>(problem.v + (first_row + step.heavy) * V + v0), VS, 64);
+                copy_line(memory.heavy + stage * VS, values + std::int64_t{step.heavy} * V, VS, 64);
             }
+            next_a += direction * F;
+            next_b += direction * V;
+            next_scale += direction;
+            next_ratio += Backward ? direction : 0;
         }
         copy_commit();
     };
@@ -386,16 +395,15 @@ __global__ void __launch_bounds__(128) mlstm_walk_kernel(const mlstm_problem<T> 
             if (!Backward && step.fresh != 0) {
                 clear_all();
             }
-            E* const to = (Backward ? problem.d_memory : problem.memory) + chunk * F * V;
-            float rho[NI][2];
+            E* const to = (Backward ? problem.d_memory : problem.memory) + chunk * F * V +
+                          (f0 + m0 + lane / 4) * V + v0 + n0 + lane % 4 * 2;
+            float rho[NI][2] = {};
+            if (step.heavy >= 0) {
+                const E* const value = memory.heavy + stage * VS + n0 + lane % 4 * 2;
 #pragma unroll
-            for (int j = 0; j < NI; ++j) {
-#pragma unroll
-                for (int e = 0; e < 2; ++e) {
-                    rho[j][e] = step.heavy >= 0 ? step.share * static_cast<float>(
-                                                                   memory.heavy[stage * VS + n0 + 8 * j +
-                                                                                lane % 4 * 2 + e])
-                                                : 0.0f;
+                for (int j = 0; j < NI; ++j) {
+                    rho[j][0] = step.share * static_cast<float>(value[8 * j]);
+                    rho[j][1] = step.share * static_cast<float>(value[8 * j + 1]);
                 }
             }
 #pragma unroll
@@ -409,7 +417,7 @@ __global__ void __launch_bounds__(128) mlstm_walk_kernel(const mlstm_problem<T> 
 #pragma unroll
                     for (int j = 0; j < NI; ++j) {
                         float x[2] = {acc[i][j][2 * r] - z * rho[j][0], acc[i][j][2 * r + 1] - z * rho[j][1]};
-                        store_pair(to + (f0 + row) * V + v0 + n0 + 8 * j + lane % 4 * 2, x[0], x[1]);
+                        store_pair(to + (16 * i + 8 * r) * V + 8 * j, x[0], x[1]);
                         if (Backward) {
                             round_pair<E>(x[0], x[1]);
                             lost += (acc[i][j][2 * r] - x[0]) * rho[j][0] +
