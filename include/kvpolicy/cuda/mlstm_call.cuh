@@ -229,9 +229,9 @@ struct mlstm_call {
             constexpr int F = features, V = values;
             const auto with = [&](auto part) {
                 constexpr int P = part;
-                problem.sum_parts = 2 * V / P;
+                problem.sum_parts = V / P;
                 launch("mlstm_walk_kernel", mlstm_walk_kernel<T, F, V, P, P, Backward>,
-                       planes() * (F / P) * (V / P), 128, mlstm_walk_memory<E, P, P>(nullptr).bytes, on,
+                       planes() * (F / P) * (V / P), mlstm_walk_threads, mlstm_walk_memory<E, P, P>(nullptr).bytes, on,
                        problem);
             };
             if (planes() * (F / 64) * (V / 64) >= device_scope(on).attribute(cudaDevAttrMultiProcessorCount)) {
@@ -264,7 +264,7 @@ struct mlstm_call {
         problem.d_g = parts.take<float>(rows);
         problem.carried = parts.take<float>(rows);
         problem.d_memory = parts.take<E>(chunks * F * V);
-        problem.d_sums = parts.take<float>(chunks * F * (V / 16));
+        problem.d_sums = parts.take<float>(chunks * F * (V / 32));
         problem.d_readout = parts.take<float>(chunks * (2 * std::int64_t{problem.width} + 1));
         problem.d_gates = parts.take<float>(chunks * 2);
     }

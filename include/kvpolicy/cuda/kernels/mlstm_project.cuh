@@ -7,17 +7,21 @@
 #include <kvpolicy/cuda/launch.cuh>
 
 #include <cstdint>
+#include <type_traits>
 
 namespace kvpolicy {
 inline namespace KVPOLICY_CUDA_NAMESPACE KVPOLICY_HIDDEN {
 namespace cuda_backend {
+
+/// Numbers of gates' weights in shared memory stand so that what the two threads of a row read lies in different banks.
+KVPOLICY_HOST_DEVICE constexpr std::int32_t gate_weight(std::int32_t c) { return c + c / 32 * 4; }
 
 /// Shared memory of the projections of `Slots` neighbouring chunks: their inputs, two slabs of weights, and the gates.
 template <class T, int Slots>
 struct mlstm_project_memory {
     shared_tile<T> x;    // of the first; the others' follow
     unsigned char* slabs;
-    float* weights;      // [2][padded]: of the gates, or of the skip
+    float* weights;      // [2][gate_weight(padded)]: of the gates, or of the skip
     double* log_input;   // [Slots][64]
     double* log_forget;  // [Slots][64]
     float* ones;         // [64]: an mLSTM's input has no norms
@@ -30,7 +34,7 @@ struct mlstm_project_memory {
         x = {parts.tile<T>(scorer_chunk, Slots * padded).data, scorer_chunk};
         slabs = parts.tile<T>(slab_rows, 64).data;
         parts.tile<T>(slab_rows, 64);
-        weights = parts.take<float>(2 * padded);
+        weights = parts.take<float>(2 * gate_weight(padded));
         log_input = parts.take<double>(Slots * scorer_chunk);
         log_forget = parts.take<double>(Slots * scorer_chunk);
         ones = parts.take<float>(scorer_chunk);
@@ -39,11 +43,14 @@ struct mlstm_project_memory {
     }
 };
 
-/// softmax over the first `count` columns of a warp's rows, of sign * y; other columns become 0.
-template <int NI>
-__device__ inline void softmax_rows(const float (&y)[1][NI][4], float (&p)[1][NI][4], float sign,
-                                    std::int32_t count) {
+/// softmax over the first `count` columns of a warp's rows, of sign * y; other columns become 0. y and p may be the same. Rounded is what
+/// the result will be rounded to: 16 bits are content with the special function unit's 2^x.
+template <class Rounded, bool All, int NI>
+__device__ inline void softmax_columns(const float (&y)[1][NI][4], float (&p)[1][NI][4], float sign,
+                                       std::int32_t count) {
+    constexpr float log2e = 1.4426950408889634f;
     const int lane = lane_id();
+    const auto in = [&](int j, int e) { return All || 8 * j + lane % 4 * 2 + e < count; };
 #pragma unroll
     for (int r = 0; r < 2; ++r) {
         float most = -INFINITY;
@@ -51,9 +58,7 @@ __device__ inline void softmax_rows(const float (&y)[1][NI][4], float (&p)[1][NI
         for (int j = 0; j < NI; ++j) {
 #pragma unroll
             for (int e = 0; e < 2; ++e) {
-                if (8 * j + lane % 4 * 2 + e < count) {
-                    most = fmaxf(most, sign * y[0][j][2 * r + e]);
-                }
+                most = fmaxf(most, in(j, e) ? sign * y[0][j][2 * r + e] : -INFINITY);
             }
         }
         most = row_max(most);
@@ -62,8 +67,14 @@ __device__ inline void softmax_rows(const float (&y)[1][NI][4], float (&p)[1][NI
         for (int j = 0; j < NI; ++j) {
 #pragma unroll
             for (int e = 0; e < 2; ++e) {
-                const bool in = 8 * j + lane % 4 * 2 + e < count;
-                p[0][j][2 * r + e] = in ? expf(sign * y[0][j][2 * r + e] - most) : 0.0f;
+                const float x = y[0][j][2 * r + e];
+                float power;
+                if constexpr (std::is_same_v<Rounded, float>) {
+                    power = expf(sign * x - most);
+                } else {
+                    power = fast_exp2(sign * log2e * x - most * log2e);
+                }
+                p[0][j][2 * r + e] = in(j, e) ? power : 0.0f;
                 sum += p[0][j][2 * r + e];
             }
         }
@@ -73,6 +84,15 @@ __device__ inline void softmax_rows(const float (&y)[1][NI][4], float (&p)[1][NI
             p[0][j][2 * r] *= scale;
             p[0][j][2 * r + 1] *= scale;
         }
+    }
+}
+template <class Rounded, int NI>
+__device__ inline void softmax_rows(const float (&y)[1][NI][4], float (&p)[1][NI][4], float sign,
+                                    std::int32_t count) {
+    if (count == 8 * NI) {
+        softmax_columns<Rounded, true>(y, p, sign, count);
+    } else {
+        softmax_columns<Rounded, false>(y, p, sign, count);
     }
 }
 
@@ -132,10 +152,10 @@ __device__ inline void project_features(const shared_tile<T>& x, bool active, co
     }
     if constexpr (Hedgehog) {
         float p[1][NI][4];
-        softmax_rows(y, p, -1.0f, projection);
+        softmax_rows<E>(y, p, -1.0f, projection);
         store_rows(to, F, F / 2, p);
     }
-    softmax_rows(y, y, 1.0f, projection);
+    softmax_rows<E>(y, y, 1.0f, projection);
     store_rows(to, F, 0, y);
 }
 
@@ -146,17 +166,21 @@ __device__ inline void row_products(const shared_tile<T>& x, int row, int part, 
     first = 0.0f;
     second = 0.0f;
     finite = 0.0f;
+    const float* const others = weights + gate_weight(padded);
     for (std::int32_t c = 32 * part; c < padded; c += 64) {
 #pragma unroll
         for (int i = 0; i < 32; i += 8) {
             float of[8];
             x.get_eight(row, c + i, of);
 #pragma unroll
-            for (int e = 0; e < 8; ++e) {
-                first += of[e] * weights[c + i + e];
+            for (int h = 0; h < 8; h += 4) {
+                const std::int32_t at = gate_weight(c) + i + h;
+                const float4 a = *reinterpret_cast<const float4*>(weights + at);
+                first += of[h] * a.x + of[h + 1] * a.y + of[h + 2] * a.z + of[h + 3] * a.w;
                 if (Both) {
-                    second += of[e] * weights[padded + c + i + e];
-                    finite += of[e] * 0.0f;
+                    const float4 b = *reinterpret_cast<const float4*>(others + at);
+                    second += of[h] * b.x + of[h + 1] * b.y + of[h + 2] * b.z + of[h + 3] * b.w;
+                    finite += of[h] * 0.0f + of[h + 1] * 0.0f + of[h + 2] * 0.0f + of[h + 3] * 0.0f;
                 }
             }
         }
@@ -287,8 +311,9 @@ __global__ void __launch_bounds__(128 * Slots, shared_tile<T>::plain || Slots ==
         const float* const w = queries ? problem.skip : problem.w_i;
         const std::int64_t at = std::int64_t{s.h} * source.size;
         for (auto c = static_cast<std::int32_t>(threadIdx.x); c < source.padded; c += 128 * Slots) {
-            memory.weights[c] = w != nullptr && c < source.size ? w[at + c] : 0.0f;
-            memory.weights[source.padded + c] = !queries && c < source.size ? problem.w_f[at + c] : 0.0f;
+            memory.weights[gate_weight(c)] = w != nullptr && c < source.size ? w[at + c] : 0.0f;
+            memory.weights[gate_weight(source.padded) + gate_weight(c)] =
+                !queries && c < source.size ? problem.w_f[at + c] : 0.0f;
         }
     }
     if constexpr (shared_tile<T>::plain) {

@@ -132,16 +132,21 @@ struct alignas(16) mlstm_step {
     std::int32_t unused;
 };
 
+inline constexpr int mlstm_walk_threads = 256;
+
 /// Shared memory of mlstm_walk_kernel: a ring of what chunks add.
 template <class E, int FS, int VS>
 struct mlstm_walk_memory {
     static constexpr int stages = FS + VS <= 64 ? 8 : 6, batch = 64;
     static constexpr int columns = (FS + VS + 63) / 64 * 64;
+    static constexpr int down = FS / 16, across = mlstm_walk_threads / 32 / down;  // warps over features, over values
 
     unsigned char* tiles;  // of each stage: k~ or q~, FS columns, then v~ or d N, VS columns
     float* scale;          // [stages][64]
     float* ratio;          // [stages][64]
+    E* split;              // [2][2][64]: a ratio rounded, and what rounding takes away
     E* heavy;              // [stages][VS]
+    float* lost;           // [2][across][FS]
     mlstm_step* steps;     // [2][batch]
     std::size_t bytes;
 
@@ -150,7 +155,9 @@ struct mlstm_walk_memory {
         tiles = parts.tile<E>(scorer_chunk, stages * columns).data;
         scale = parts.take<float>(stages * scorer_chunk);
         ratio = parts.take<float>(stages * scorer_chunk);
+        split = parts.take<E>(2 * 2 * scorer_chunk);
         heavy = parts.take<E>(stages * VS);
+        lost = parts.take<float>(2 * across * FS);
         steps = parts.take<mlstm_step>(2 * batch);
         bytes = parts.bytes();
     }
@@ -159,86 +166,80 @@ struct mlstm_walk_memory {
     }
 };
 
-/// acc += sum_r (scale_r a_r) b_r^T and sums += sum_r (scale_r a_r) ratio_r over a chunk's rows r, for one warp: 16 MI columns of a tile from
-/// m0 on and 8 NI from n0 on. scale_r a_r is rounded to E, ratio_r to two numbers of E; the sums stand in the columns 0 and 1 of
-/// an accumulator. ratio null: 1.
-template <int MI, int NI, class E>
-__device__ inline void add_scaled(float (&acc)[MI][NI][4], float (&sums)[MI][4], const shared_tile<E>& tile,
-                                  int m0, int n0, const float* scale, float add, const float* ratio) {
+/// acc += sum_r a_r b_r^T and sums += sum_r a_r ratio_r over a chunk's rows r, for one warp: 16 columns of a tile from m0 on and 8 NI from
+/// n0 on. `split` has ratio_r as two numbers of E (null: 1); the sums stand in columns 0 and 1 of an accumulator.
+template <int NI, class E>
+__device__ inline void add_outer(float (&acc)[NI][4], float (&sums)[4], const shared_tile<E>& tile, int m0,
+                                 int n0, const E* split) {
     const int lane = lane_id();
     if constexpr (shared_tile<E>::plain) {
         for (int k = 0; k < scorer_chunk; ++k) {
-            const float by = scale[k] * add;
-            for (int i = 0; i < MI; ++i) {
-                for (int e = 0; e < 4; ++e) {
-                    const float a = by * tile.get(k, m0 + 16 * i + lane / 4 + 8 * (e / 2));
-                    for (int j = 0; j < NI; ++j) {
-                        acc[i][j][e] += a * tile.get(k, n0 + 8 * j + lane % 4 * 2 + e % 2);
-                    }
-                    if (lane % 4 == 0 && e % 2 == 0) {
-                        sums[i][e] += a * (ratio == nullptr ? 1.0f : ratio[k]);
-                    }
+            for (int e = 0; e < 4; ++e) {
+                const float a = tile.get(k, m0 + lane / 4 + 8 * (e / 2));
+                for (int j = 0; j < NI; ++j) {
+                    acc[j][e] += a * tile.get(k, n0 + 8 * j + lane % 4 * 2 + e % 2);
+                }
+                if (lane % 4 == 0 && e % 2 == 0) {
+                    sums[e] += a * (split == nullptr ? 1.0f : split[k]);
                 }
             }
         }
     } else {
-        const int half = lane / 16, eighth = lane / 8 % 2, line = lane % 8, pair = lane % 4 * 2;
+        const int half = lane / 16, eighth = lane / 8 % 2, line = lane % 8, quarter = lane / 8;
         const std::uint32_t data = shared_address(tile.data);
+        const std::uint32_t of_a = data + swizzled(scorer_chunk, half * 8 + line, m0 / 8 + eighth);
 #pragma unroll
-        for (int k = 0; k < scorer_chunk; k += 16) {
-            float by[2][2];
-            std::uint32_t of_ratio[2];
+        for (int k = 0; k < scorer_chunk; k += 32) {
+            std::uint32_t fa[2][4], of_ratio[2][2];
 #pragma unroll
             for (int h = 0; h < 2; ++h) {
-                const int at = k + 8 * h + pair;
-                by[h][0] = scale[at] * add;
-                by[h][1] = scale[at + 1] * add;
-                of_ratio[h] = lane < 4 ? 0x3f803f80u : 0u;
-                if (ratio != nullptr) {
-                    rounded_pair<E> high, low;
-                    high.set(ratio[at], ratio[at + 1]);
-                    low.set(ratio[at] - high.first(), ratio[at + 1] - high.second());
-                    of_ratio[h] = lane < 4 ? high.both : lane < 8 ? low.both : 0u;
+                load_matrices_transposed(fa[h], of_a + static_cast<std::uint32_t>((k + 16 * h) * 128));
+#pragma unroll
+                for (int i = 0; i < 2; ++i) {
+                    of_ratio[h][i] =
+                        split == nullptr ? (lane < 4 ? 0x3f803f80u : 0u)
+                        : lane < 8 ? *reinterpret_cast<const std::uint32_t*>(
+                                         split + lane / 4 * scorer_chunk + k + 16 * h + 8 * i + lane % 4 * 2)
+                                   : 0u;
                 }
             }
-            std::uint32_t fa[MI][4];
-#pragma unroll
-            for (int i = 0; i < MI; ++i) {
-                load_matrices_transposed(
-                    fa[i], data + swizzled(scorer_chunk, k + half * 8 + line, (m0 + 16 * i) / 8 + eighth));
-#pragma unroll
-                for (int h = 0; h < 4; ++h) {
-                    rounded_pair<E> x;
-                    x.both = fa[i][h];
-                    x.set(x.first() * by[h / 2][0], x.second() * by[h / 2][1]);
-                    fa[i][h] = x.both;
-                }
-                mma_16x8x16<E>(sums[i], fa[i], of_ratio[0], of_ratio[1]);
-            }
-#pragma unroll
-            for (int j = 0; j < NI; j += 2) {
+            if constexpr (NI == 1) {  // 8 columns of 32 rows at once
                 std::uint32_t fb[4];
-                load_matrices_transposed(
-                    fb, data + swizzled(scorer_chunk, k + eighth * 8 + line, (n0 + 8 * j) / 8 + half));
+                load_matrices_transposed(fb,
+                                         data + swizzled(scorer_chunk, k + quarter * 8 + line, n0 / 8));
+                mma_16x8x16<E>(acc[0], fa[0], fb[0], fb[1]);
+                mma_16x8x16<E>(acc[0], fa[1], fb[2], fb[3]);
+            } else {
 #pragma unroll
-                for (int i = 0; i < MI; ++i) {
-                    mma_16x8x16<E>(acc[i][j], fa[i], fb[0], fb[1]);
-                    mma_16x8x16<E>(acc[i][j + 1], fa[i], fb[2], fb[3]);
+                for (int h = 0; h < 2; ++h) {
+#pragma unroll
+                    for (int j = 0; j < NI; j += 2) {
+                        std::uint32_t fb[4];
+                        load_matrices_transposed(fb, data + swizzled(scorer_chunk,
+                                                                     k + 16 * h + eighth * 8 + line,
+                                                                     (n0 + 8 * j) / 8 + half));
+                        mma_16x8x16<E>(acc[j], fa[h], fb[0], fb[1]);
+                        mma_16x8x16<E>(acc[j + 1], fa[h], fb[2], fb[3]);
+                    }
                 }
             }
+            mma_16x8x16<E>(sums, fa[0], of_ratio[0][0], of_ratio[0][1]);
+            mma_16x8x16<E>(sums, fa[1], of_ratio[1][0], of_ratio[1][1]);
         }
     }
 }
 
-/// `columns` columns of a chunk's rows, `stride` apart, into a tile's columns from `at` on, by 128 threads.
+/// `columns` columns of a chunk's rows, `stride` apart, into a tile's columns from `at` on, by a walk's threads.
 template <int Columns, class E>
 __device__ inline void copy_slice(const shared_tile<E>& tile, int at, const E* from, int stride) {
     constexpr int each = 16 / sizeof(E), across = Columns / each;
     const int row = static_cast<int>(threadIdx.x) / across, column = static_cast<int>(threadIdx.x) % across * each;
     const std::uint32_t data = shared_address(tile.data);
 #pragma unroll
-    for (int r = 0; r < scorer_chunk; r += 128 / across) {
-        copy_16(data + tile.offset(row + r, at + column), from + (row + r) * stride + column, 16);
+    for (int r = 0; r < scorer_chunk; r += mlstm_walk_threads / across) {
+        if (mlstm_walk_threads / across <= scorer_chunk || row < scorer_chunk) {
+            copy_16(data + tile.offset(row + r, at + column), from + (row + r) * stride + column, 16);
+        }
     }
 }
 
@@ -252,26 +253,28 @@ __device__ inline void copy_line(E* to, const E* line, int count, int from) {
     }
 }
 
-/// States before each chunk, or backwards those after it. A block has FS features and VS values of a plane's state in registers, four
-/// warps of half of each, and walks over the plane's chunks:
+/// States before each chunk, or backwards those after it. A block has FS features and VS values of a plane's state in registers, eight
+/// warps of 16 features each, and walks over the plane's chunks:
 ///
 ///     state <- keep state + sum_r scale_r a_r b_r^T,   sums <- keep sums + sum_r scale_r ratio_r a_r
 ///
 /// Forwards a is k~, b v~, scale the tokens' weights; backwards a is q~, b d N, scale exp(m - M_l), ratio d g_l (forwards 1). Chunks without
-/// reads add nothing backwards. Continued sequences take up and leave the caller's states, features (width + 1) + 2 numbers in the features' own order.
+/// reads add nothing backwards. Continued sequences take up and leave the caller's states, features (width + 1) + 2 numbers in the
+/// features' own order.
 template <class T, int F, int V, int FS, int VS, bool Backward>
-__global__ void __launch_bounds__(128) mlstm_walk_kernel(const mlstm_problem<T> problem) {
+__global__ void __launch_bounds__(mlstm_walk_threads) mlstm_walk_kernel(const mlstm_problem<T> problem) {
     using E = mlstm_element<T>;
     using memory_type = mlstm_walk_memory<E, FS, VS>;
     constexpr int stages = memory_type::stages, batch = memory_type::batch;
-    constexpr int MI = FS / 32, NI = VS / 16, parts = F / FS * (V / VS);
+    constexpr int WM = memory_type::down, WN = memory_type::across;
+    constexpr int NI = VS / 8 / WN, parts = F / FS * (V / VS);
     const scorer_streams& streams = problem.streams;
     const memory_type memory(aligned_dynamic_shared());
     const auto block = static_cast<std::int32_t>(blockIdx.x);
     const std::int32_t plane = block / parts, slots = streams.slots;
     const int f0 = block % parts / (V / VS) * FS, part_v = block % (V / VS), v0 = part_v * VS;
     const int thread = static_cast<int>(threadIdx.x), lane = lane_id();
-    const int m0 = warp_id() % 2 * (FS / 2), wn = warp_id() / 2, n0 = wn * (VS / 2);
+    const int m0 = warp_id() % WM * 16, wn = warp_id() / WM, n0 = wn * (VS / WN);
     const std::int64_t first_chunk = std::int64_t{plane} * slots, first_row = first_chunk * scorer_chunk;
     const auto slot_of = [&](std::int32_t n) { return Backward ? slots - 1 - n : n; };
 
@@ -335,15 +338,42 @@ __global__ void __launch_bounds__(128) mlstm_walk_kernel(const mlstm_problem<T> 
     for (int n = 0; n < stages - 1; ++n) {
         prefetch(n);
     }
-    float acc[MI][NI][4], of_sums[MI][4];  // every warp has the sums of its features
+    // Multiplies what came for step n by its scales.
+    const auto scale_stage = [&](std::int32_t n) {
+        if (n >= slots) {
+            return;
+        }
+        const mlstm_step step = memory.steps[n % (2 * batch)];
+        if (step.adds == 0) {
+            return;
+        }
+        const int stage = n % stages;
+        const shared_tile<E> tile = memory.tile(stage);
+#pragma unroll
+        for (int i = thread; i < scorer_chunk * FS / 8; i += mlstm_walk_threads) {
+            const int r = i / (FS / 8), c = i % (FS / 8) * 8;
+            const float by = memory.scale[stage * scorer_chunk + r] * step.add;
+            float x[8];
+            tile.get_eight(r, c, x);
+#pragma unroll
+            for (int e = 0; e < 8; ++e) {
+                x[e] *= by;
+            }
+            tile.set_eight(r, c, x);
+        }
+        if (Backward && thread < scorer_chunk) {
+            const float ratio = memory.ratio[stage * scorer_chunk + thread];
+            E* const split = memory.split + n % 2 * 2 * scorer_chunk + thread;
+            split[0] = static_cast<E>(ratio);
+            split[scorer_chunk] = static_cast<E>(ratio - static_cast<float>(split[0]));
+        }
+    };
+    float acc[1][NI][4], of_sums[4];  // every warp has the sums of its features
     const auto clear_all = [&] {
         clear(acc);
 #pragma unroll
-        for (int i = 0; i < MI; ++i) {
-#pragma unroll
-            for (int e = 0; e < 4; ++e) {
-                of_sums[i][e] = 0.0f;
-            }
+        for (int e = 0; e < 4; ++e) {
+            of_sums[e] = 0.0f;
         }
     };
     clear_all();
@@ -352,40 +382,49 @@ __global__ void __launch_bounds__(128) mlstm_walk_kernel(const mlstm_problem<T> 
     float* const state = Backward || problem.states == nullptr ? nullptr : problem.states + plane * size;
     float* const state_sums =
         state == nullptr ? nullptr : state + std::int64_t{problem.features} * problem.width;
-    const auto row_of = [&](int i, int r) { return m0 + 16 * i + lane / 4 + 8 * r; };
+    const auto row_of = [&](int r) { return m0 + lane / 4 + 8 * r; };
     if (!Backward && state != nullptr && start > 0) {
 #pragma unroll
-        for (int i = 0; i < MI; ++i) {
+        for (int r = 0; r < 2; ++r) {
+            const std::int32_t feature = problem.feature_of(f0 + row_of(r), F);
+            if (feature < 0) {
+                continue;
+            }
 #pragma unroll
-            for (int r = 0; r < 2; ++r) {
-                const std::int32_t feature = problem.feature_of(f0 + row_of(i, r), F);
-                if (feature < 0) {
-                    continue;
-                }
+            for (int j = 0; j < NI; ++j) {
 #pragma unroll
-                for (int j = 0; j < NI; ++j) {
-#pragma unroll
-                    for (int e = 0; e < 2; ++e) {
-                        const std::int32_t column = v0 + n0 + 8 * j + lane % 4 * 2 + e;
-                        if (column < problem.width) {
-                            acc[i][j][2 * r + e] = state[std::int64_t{feature} * problem.width + column];
-                        }
+                for (int e = 0; e < 2; ++e) {
+                    const std::int32_t column = v0 + n0 + 8 * j + lane % 4 * 2 + e;
+                    if (column < problem.width) {
+                        acc[0][j][2 * r + e] = state[std::int64_t{feature} * problem.width + column];
                     }
                 }
-                if (lane % 4 == 0) {
-                    of_sums[i][2 * r] = state_sums[feature];
-                }
+            }
+            if (lane % 4 == 0) {
+                of_sums[2 * r] = state_sums[feature];
             }
         }
     }
+    // What rounding takes from the state before step n, along the reference: the warps' parts.
+    const auto write_sums = [&](std::int32_t n) {
+        if (Backward && n >= 0 && thread < FS && memory.steps[n % (2 * batch)].there != 0) {
+            float sum = 0.0f;
+#pragma unroll
+            for (int part = 0; part < WN; ++part) {
+                sum += memory.lost[(n % 2 * WN + part) * FS + thread];
+            }
+            problem.d_sums[((first_chunk + slot_of(n)) * problem.sum_parts + part_v) * F + f0 + thread] = sum;
+        }
+    };
+    copy_wait<stages - 2>();
+    __syncthreads();
+    scale_stage(0);
     bool any = false;
     for (std::int32_t n = 0; n < slots; ++n) {
-        copy_wait<stages - 2>();
+        copy_wait<stages - 3>();  // step n + 1 is there
         __syncthreads();
+        write_sums(n - 1);
         prefetch(n + stages - 1);
-        if (n % batch == 0) {
-            load_steps(n + batch);
-        }
         const mlstm_step step = memory.steps[n % (2 * batch)];
         if (step.there != 0) {
             any = true;
@@ -407,80 +446,74 @@ __global__ void __launch_bounds__(128) mlstm_walk_kernel(const mlstm_problem<T> 
                 }
             }
 #pragma unroll
-            for (int i = 0; i < MI; ++i) {
+            for (int r = 0; r < 2; ++r) {
+                const float sum = __shfl_sync(all_lanes, of_sums[2 * r] + of_sums[2 * r + 1], lane & ~3);
+                const float z = Backward ? 0.0f : sum;
+                float lost = 0.0f;
 #pragma unroll
-                for (int r = 0; r < 2; ++r) {
-                    const int row = row_of(i, r);
-                    const float sum = __shfl_sync(all_lanes, of_sums[i][2 * r] + of_sums[i][2 * r + 1], lane & ~3);
-                    const float z = Backward ? 0.0f : sum;
-                    float lost = 0.0f;
-#pragma unroll
-                    for (int j = 0; j < NI; ++j) {
-                        float x[2] = {acc[i][j][2 * r] - z * rho[j][0], acc[i][j][2 * r + 1] - z * rho[j][1]};
-                        store_pair(to + (16 * i + 8 * r) * V + 8 * j, x[0], x[1]);
-                        if (Backward) {
-                            round_pair<E>(x[0], x[1]);
-                            lost += (acc[i][j][2 * r] - x[0]) * rho[j][0] +
-                                    (acc[i][j][2 * r + 1] - x[1]) * rho[j][1];
-                        }
-                    }
+                for (int j = 0; j < NI; ++j) {
+                    float x[2] = {acc[0][j][2 * r] - z * rho[j][0], acc[0][j][2 * r + 1] - z * rho[j][1]};
+                    store_pair(to + 8 * r * V + 8 * j, x[0], x[1]);
                     if (Backward) {
-                        lost = row_sum(lost);
-                        lost += part_v == 0 && wn == 0 ? sum : 0.0f;
-                        if (lane % 4 == 0) {
-                            problem.d_sums[(chunk * problem.sum_parts + part_v * 2 + wn) * F + f0 + row] =
-                                lost;
-                        }
-                    } else if (part_v == 0 && wn == 0 && lane % 4 == 0) {
-                        problem.sums[chunk * F + f0 + row] = sum;
+                        round_pair<E>(x[0], x[1]);
+                        lost += (acc[0][j][2 * r] - x[0]) * rho[j][0] +
+                                (acc[0][j][2 * r + 1] - x[1]) * rho[j][1];
                     }
+                }
+                if (Backward) {
+                    lost = row_sum(lost);
+                    if (lane % 4 == 0) {
+                        memory.lost[(n % 2 * WN + wn) * FS + row_of(r)] =
+                            lost + (part_v == 0 && wn == 0 ? sum : 0.0f);
+                    }
+                } else if (part_v == 0 && wn == 0 && lane % 4 == 0) {
+                    problem.sums[chunk * F + f0 + row_of(r)] = sum;
                 }
             }
 #pragma unroll
-            for (int i = 0; i < MI; ++i) {
+            for (int e = 0; e < 4; ++e) {
 #pragma unroll
-                for (int e = 0; e < 4; ++e) {
-#pragma unroll
-                    for (int j = 0; j < NI; ++j) {
-                        acc[i][j][e] *= step.keep;
-                    }
-                    of_sums[i][e] *= step.keep;
+                for (int j = 0; j < NI; ++j) {
+                    acc[0][j][e] *= step.keep;
                 }
+                of_sums[e] *= step.keep;
             }
             if (step.adds != 0) {
-                add_scaled<MI, NI>(acc, of_sums, memory.tile(stage), m0, FS + n0,
-                                   memory.scale + stage * scorer_chunk, step.add,
-                                   Backward ? memory.ratio + stage * scorer_chunk : nullptr);
+                add_outer<NI>(acc[0], of_sums, memory.tile(stage), m0, FS + n0,
+                              Backward ? memory.split + n % 2 * 2 * scorer_chunk : nullptr);
             }
             if (Backward && step.fresh != 0) {
                 clear_all();
             }
         }
+        scale_stage(n + 1);
+        if (n % batch == 1) {  // nobody looks at the batch before any more
+            load_steps(n - 1 + batch);
+        }
     }
+    __syncthreads();
+    write_sums(slots - 1);
     if (Backward || state == nullptr || !(any || start == 0)) {
         return;
     }
 #pragma unroll
-    for (int i = 0; i < MI; ++i) {
+    for (int r = 0; r < 2; ++r) {
+        const std::int32_t feature = problem.feature_of(f0 + row_of(r), F);
+        if (feature < 0) {
+            continue;
+        }
 #pragma unroll
-        for (int r = 0; r < 2; ++r) {
-            const std::int32_t feature = problem.feature_of(f0 + row_of(i, r), F);
-            if (feature < 0) {
-                continue;
-            }
+        for (int j = 0; j < NI; ++j) {
 #pragma unroll
-            for (int j = 0; j < NI; ++j) {
-#pragma unroll
-                for (int e = 0; e < 2; ++e) {
-                    const std::int32_t column = v0 + n0 + 8 * j + lane % 4 * 2 + e;
-                    if (column < problem.width) {
-                        state[std::int64_t{feature} * problem.width + column] = acc[i][j][2 * r + e];
-                    }
+            for (int e = 0; e < 2; ++e) {
+                const std::int32_t column = v0 + n0 + 8 * j + lane % 4 * 2 + e;
+                if (column < problem.width) {
+                    state[std::int64_t{feature} * problem.width + column] = acc[0][j][2 * r + e];
                 }
             }
-            if (part_v == 0 && wn == 0 && lane % 4 == 0) {
-                state_sums[feature] = of_sums[i][2 * r] + of_sums[i][2 * r + 1];
-            }
+        }
+        if (part_v == 0 && wn == 0 && lane % 4 == 0) {
+            state_sums[feature] = of_sums[2 * r] + of_sums[2 * r + 1];
         }
     }
 }
