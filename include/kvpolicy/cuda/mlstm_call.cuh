@@ -169,7 +169,7 @@ struct mlstm_call {
         walk<false>(on);
     }
     void read(const cuda& on) {
-        look_ahead(on);
+        problem.ahead = device_scope(on).attribute(cudaDevAttrMultiProcessorCount);
         widths([&](auto features, auto values) {
             constexpr int F = features, V = values;
             launch("mlstm_read_kernel", mlstm_read_kernel<T, F, V>, call.chunks(), mlstm_threads,
@@ -178,7 +178,7 @@ struct mlstm_call {
     }
     /// From gradients of scores to those of the stacks' products, of the readout and of the gates.
     void tokens_backward(const cuda& on) {
-        look_ahead(on);
+        problem.ahead = device_scope(on).attribute(cudaDevAttrMultiProcessorCount);
         widths([&](auto features, auto values) {
             constexpr int F = features, V = values;
             if constexpr (std::is_same_v<T, float> && V > 64) {
@@ -218,9 +218,6 @@ struct mlstm_call {
     }
     [[nodiscard]] std::int64_t planes() const {
         return std::int64_t{call.streams.batch} * call.streams.heads;
-    }
-    void look_ahead(const cuda& on) {
-        problem.ahead = 2 * device_scope(on).attribute(cudaDevAttrMultiProcessorCount);
     }
     /// The walk over the chunks, by blocks with large parts of a state where those are enough for the card: less is read twice.
     template <bool Backward>

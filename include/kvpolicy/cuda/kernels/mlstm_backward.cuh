@@ -184,7 +184,7 @@ __global__ void __launch_bounds__(mlstm_threads, mlstm_blocks<T>)
         }
         memory.sums[1].set(l, row_sum(square));
     }
-    __syncthreads();  // the weights are free too: `columns` takes their place
+    sync_rows();  // these rows' weights are free too: sums down the columns take their place
     float d[1][V / 16][4];  // d h, then d N
     float along[2] = {};
 #pragma unroll
@@ -218,7 +218,7 @@ __global__ void __launch_bounds__(mlstm_threads, mlstm_blocks<T>)
                 of_gain += __shfl_xor_sync(all_lanes, of_gain, step);
             }
             if (lane < 4) {
-                float* const to = memory.columns + (warp_id() % 4 * V + i) * 2;
+                float* const to = memory.columns(warp_id() % 4) + i * 2;
                 to[0] = of_readout;
                 to[1] = of_gain;
             }
@@ -233,7 +233,7 @@ __global__ void __launch_bounds__(mlstm_threads, mlstm_blocks<T>)
         float sum = 0.0f;
 #pragma unroll
         for (int w = 0; w < 4; ++w) {
-            sum += memory.columns[(w * V + i % width) * 2 + i / width];
+            sum += memory.columns(w)[i % width * 2 + i / width];
         }
         sums[i] = sum;
     }
@@ -269,7 +269,7 @@ __global__ void __launch_bounds__(mlstm_threads, mlstm_blocks<T>)
         memory.sums[3].set(l, row_sum(of_divisor[r]));
         memory.sums[4].set(l, row_sum(of_state[r]));
     }
-    __syncthreads();
+    __syncthreads();  // nobody reads the columns' sums any more either
     for (int i = thread; i < scorer_chunk * V / 8; i += mlstm_threads) {
         float x[8];
         memory.d_n.get_eight(i / (V / 8), i % (V / 8) * 8, x);
@@ -318,9 +318,9 @@ __global__ void __launch_bounds__(mlstm_threads, mlstm_blocks<T>)
         }
     }
     d_q.sum_along(memory.q, m0, memory.sums[0], memory.sums[1]);
-    __syncthreads();
-    if (thread < scorer_chunk) {
-        problem.carried[row + thread] = memory.sums[0].get(thread) + memory.sums[1].get(thread);
+    sync_rows();
+    if (half == 0 && lane < 16) {
+        problem.carried[row + m0 + lane] = memory.sums[0].get(m0 + lane) + memory.sums[1].get(m0 + lane);
     }
     d_q.template add<scorer_chunk, true>(memory.weights, m0, memory.k);
     d_q.sum_along(memory.q, m0, memory.sums[2], memory.sums[3]);
@@ -551,7 +551,7 @@ __global__ void __launch_bounds__(mlstm_threads, mlstm_blocks<T>)
         }
     }
     d_k.sum_along(memory.k, m0, memory.low, memory.high);
-    __syncthreads();  // the pairs' first contents and d N have been read
+    sync_rows();  // these rows of the pairs have been read
 #pragma unroll
     for (int r = 0; r < 2; ++r) {
 #pragma unroll
@@ -560,10 +560,10 @@ __global__ void __launch_bounds__(mlstm_threads, mlstm_blocks<T>)
                                   gradients[i][r].first(), gradients[i][r].second());
         }
     }
-    if (thread < scorer_chunk) {
-        memory.later.of[thread] = memory.low.get(thread) + memory.high.get(thread);
+    if (half == 0 && lane < 16) {
+        memory.later.of[m0 + lane] = memory.low.get(m0 + lane) + memory.high.get(m0 + lane);
     }
-    __syncthreads();
+    sync_rows();
     if (reads) {
         d_k.template add<scorer_chunk, true>(memory.pairs, m0, memory.q);
     }

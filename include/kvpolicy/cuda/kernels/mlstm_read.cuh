@@ -33,6 +33,9 @@ struct mlstm_row_sums {
     __device__ float get(int row) const { return of[row] + of[scorer_chunk + row]; }
 };
 
+/// Waits for the other warp of the same rows.
+__device__ inline void sync_rows() { named_barrier(1 + warp_id() % 4, 64); }
+
 /// Shared memory of a block that reads.
 template <class E, int F, int V, bool Backward>
 struct mlstm_read_memory {
@@ -44,7 +47,6 @@ struct mlstm_read_memory {
     float* d_score;
     mlstm_row_sums sums[5];
     mlstm_exponents<E> exponents;
-    float* columns;  // [4][V][2]: sums of a warp's rows, where the weights are
     std::size_t bytes;
 
     KVPOLICY_HOST_DEVICE explicit mlstm_read_memory(unsigned char* memory) {
@@ -71,8 +73,12 @@ struct mlstm_read_memory {
         exponents.source = parts.take<typename mlstm_exponents<E>::number>(scorer_chunk);
         exponents.most = parts.take<typename mlstm_exponents<E>::number>(scorer_chunk);
         exponents.kept = parts.take<float>(scorer_chunk);
-        columns = reinterpret_cast<float*>(weights.data);
         bytes = parts.bytes();
+    }
+    /// [V][2]: sums down the columns of a warp's 16 rows, where those rows' weights are.
+    [[nodiscard]] __device__ float* columns(int warp) const {
+        static_assert(16 * scorer_chunk * sizeof(E) >= V * 2 * sizeof(float));
+        return reinterpret_cast<float*>(weights.data + weights.offset(16 * warp, 0));
     }
 };
 
@@ -218,7 +224,7 @@ __global__ void __launch_bounds__(mlstm_threads, mlstm_blocks<T>) mlstm_read_ker
         memory.sums[1].set(m0 + lane / 4 + 8 * r, row_sum(square));
     }
     if (norm) {
-        __syncthreads();
+        sync_rows();
     }
 #pragma unroll
     for (int r = 0; r < 2; ++r) {
@@ -245,9 +251,9 @@ __global__ void __launch_bounds__(mlstm_threads, mlstm_blocks<T>) mlstm_read_ker
     }
     memory.sums[2].set(m0 + lane / 4, row_sum(score[0]));
     memory.sums[2].set(m0 + lane / 4 + 8, row_sum(score[1]));
-    __syncthreads();
-    const auto l = static_cast<int>(threadIdx.x);
-    if (l >= skipped && l < s.count) {
+    sync_rows();
+    const int l = m0 + lane;
+    if (half == 0 && lane < 16 && l >= skipped && l < s.count) {
         float all = memory.sums[2].get(l);
         all += problem.readout_bias != nullptr ? problem.readout_bias[s.h] : 0.0f;
         all += problem.skip != nullptr ? problem.skipped[s.row(streams.slots) + l] : 0.0f;
