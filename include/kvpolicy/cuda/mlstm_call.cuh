@@ -228,10 +228,11 @@ struct mlstm_call {
                 constexpr int P = part;
                 problem.sum_parts = V / P;
                 launch("mlstm_walk_kernel", mlstm_walk_kernel<T, F, V, P, P, Backward>,
-                       planes() * (F / P) * (V / P), mlstm_walk_threads, mlstm_walk_memory<E, P, P>(nullptr).bytes, on,
-                       problem);
+                       planes() * (F / P) * (V / P), mlstm_walk_threads,
+                       mlstm_walk_memory<E, P, P>(nullptr).bytes, on, problem);
             };
-            if (planes() * (F / 64) * (V / 64) >= device_scope(on).attribute(cudaDevAttrMultiProcessorCount)) {
+            if (planes() * (F / 64) * (V / 64) >=
+                device_scope(on).attribute(cudaDevAttrMultiProcessorCount)) {
                 with(std::integral_constant<int, 64>{});
             } else {
                 with(std::integral_constant<int, 32>{});

@@ -45,10 +45,10 @@ struct mlstm_frame {
     float share;          // of the heaviest token in the weights before it; 0 where there is none
     std::int32_t heavy;   // its heaviest token
     std::int32_t before;  // the heaviest token before it, a row of the plane; -1 where there is none
-    std::int32_t bad;    // its first token that is not finite; scorer_chunk where there is none
-    std::int32_t reads;  // the first l that reads a token; scorer_chunk where none does
-    std::int32_t count;  // its tokens
-    std::int32_t fresh;  // the state before it is empty
+    std::int32_t bad;     // its first token that is not finite; scorer_chunk where there is none
+    std::int32_t reads;   // the first l that reads a token; scorer_chunk where none does
+    std::int32_t count;   // its tokens
+    std::int32_t fresh;   // the state before it is empty
 };
 
 template <class T>
@@ -66,7 +66,8 @@ struct mlstm_problem {
     std::int32_t rows_q = 0, rows_k = 0, at_skip = 0, at_v = 0, at_i = 0, at_f = 0;
     const float *w_i = nullptr, *b_i = nullptr, *w_f = nullptr, *b_f = nullptr, *skip = nullptr;
     const float *norm_gain = nullptr, *readout = nullptr, *readout_bias = nullptr;
-    std::int32_t ahead = 0;   // blocks that run at once: what one of so many later loads is brought to the L2 cache
+    std::int32_t ahead =
+        0;  // blocks that run at once: what one of so many later loads is brought to the L2 cache
     float* states = nullptr;  // the caller's [B, Hkv, features (width + 1) + 2], or null
     plane_view<float> scores;
 
@@ -172,9 +173,8 @@ __device__ inline void round_pair(float& first, float& second) {
 template <class T, class Frame = mlstm_frame>
 __device__ inline float reference_before(const mlstm_problem<T>& problem, const Frame& frame,
                                          std::int64_t plane_row, int V, int i) {
-    return frame.before >= 0
-               ? frame.share * static_cast<float>(problem.v[(plane_row + frame.before) * V + i])
-               : 0.0f;
+    return frame.before >= 0 ? frame.share * static_cast<float>(problem.v[(plane_row + frame.before) * V + i])
+                             : 0.0f;
 }
 
 /// Brings to the L2 cache what the block `problem.ahead` chunks later will load of some arrays [chunks, count]; one lane an array.

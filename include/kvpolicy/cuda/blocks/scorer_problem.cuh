@@ -202,7 +202,8 @@ struct scorer_source {
             float x[8];
 #pragma unroll
             for (int e = 0; e < 8; ++e) {
-                x[e] = in && c + e < size ? number(s, first + line, c + e, scale_k[line], scale_v[line]) : 0.0f;
+                x[e] =
+                    in && c + e < size ? number(s, first + line, c + e, scale_k[line], scale_v[line]) : 0.0f;
             }
             to.set_eight(line, c - from, x);
         }

@@ -65,8 +65,8 @@ __device__ inline void report_bad_rows(const scorer_streams& streams, const scor
         const std::int32_t across = rows.dim / each;
         for (auto i = static_cast<std::int32_t>(threadIdx.x); i < s.count * across;
              i += static_cast<std::int32_t>(blockDim.x)) {
-            const group all = *reinterpret_cast<const group*>(rows.row(s.b, s.h, s.first + i / across) +
-                                                              i % across * each);
+            const group all =
+                *reinterpret_cast<const group*>(rows.row(s.b, s.h, s.first + i / across) + i % across * each);
 #pragma unroll
             for (int e = 0; e < each; ++e) {
                 finite += static_cast<float>(all.of[e]) * 0.0f;

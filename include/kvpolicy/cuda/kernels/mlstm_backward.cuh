@@ -86,8 +86,7 @@ struct feature_gradients {
                     }
 #pragma unroll
                     for (int half = 0; half < 2; ++half) {
-                        of[half][0][j][2 * r + e] =
-                            column(half, j) + e < problem.projection ? y[half] : 0.0f;
+                        of[half][0][j][2 * r + e] = column(half, j) + e < problem.projection ? y[half] : 0.0f;
                     }
                 }
             }
@@ -184,7 +183,7 @@ __global__ void __launch_bounds__(mlstm_threads, mlstm_blocks<T>)
         }
         memory.sums[1].set(l, row_sum(square));
     }
-    sync_rows();  // these rows' weights are free too: sums down the columns take their place
+    sync_rows();            // these rows' weights are free too: sums down the columns take their place
     float d[1][V / 16][4];  // d h, then d N
     float along[2] = {};
 #pragma unroll
@@ -388,7 +387,8 @@ struct mlstm_tokens_memory {
 /// into registers, sums over a token's pairs, and sums of pairs across tokens: a pair (j, l) is across t where j < t <= l. In either half of
 /// the columns, sums along rows from l to the half's end, then down the columns over j < l.
 template <class E, int F, int V>
-__device__ inline void pairs_of_chunk(const mlstm_tokens_memory<E, F, V>& memory, rounded_pair<E> (&gradients)[4][2]) {
+__device__ inline void pairs_of_chunk(const mlstm_tokens_memory<E, F, V>& memory,
+                                      rounded_pair<E> (&gradients)[4][2]) {
     const int m0 = 16 * (warp_id() % 4), half = warp_id() / 4, lane = lane_id();
     float products[1][4][4], g[1][4][4];
     clear(products);

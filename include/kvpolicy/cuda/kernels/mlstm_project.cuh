@@ -19,7 +19,7 @@ KVPOLICY_HOST_DEVICE constexpr std::int32_t gate_weight(std::int32_t c) { return
 /// Shared memory of the projections of `Slots` neighbouring chunks: their inputs, two slabs of weights, and the gates.
 template <class T, int Slots>
 struct mlstm_project_memory {
-    shared_tile<T> x;    // of the first; the others' follow
+    shared_tile<T> x;  // of the first; the others' follow
     unsigned char* slabs;
     float* weights;      // [2][gate_weight(padded)]: of the gates, or of the skip
     double* log_input;   // [Slots][64]
@@ -104,8 +104,9 @@ __device__ inline void store_rows(E* to, std::int64_t stride, int column, const 
     for (int j = 0; j < NI; ++j) {
 #pragma unroll
         for (int r = 0; r < 2; ++r) {
-            store_pair(to + (16 * (warp_id() % 4) + lane / 4 + 8 * r) * stride + column + 8 * j + lane % 4 * 2,
-                       acc[0][j][2 * r], acc[0][j][2 * r + 1]);
+            store_pair(
+                to + (16 * (warp_id() % 4) + lane / 4 + 8 * r) * stride + column + 8 * j + lane % 4 * 2,
+                acc[0][j][2 * r], acc[0][j][2 * r + 1]);
         }
     }
 }
@@ -329,8 +330,8 @@ __global__ void __launch_bounds__(128 * Slots, shared_tile<T>::plain || Slots ==
     float of_first, of_second, finite;
     if (queries) {
         if (problem.skip != nullptr && active) {
-            row_products<false>(x, thread / 2, thread % 2, memory.weights, source.padded, of_first,
-                                of_second, finite);
+            row_products<false>(x, thread / 2, thread % 2, memory.weights, source.padded, of_first, of_second,
+                                finite);
             if (thread % 2 == 0 && thread / 2 >= skipped && thread / 2 < s.count) {
                 problem.skipped[row + thread / 2] = of_first;
             }

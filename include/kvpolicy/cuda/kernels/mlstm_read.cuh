@@ -192,7 +192,8 @@ inline constexpr float mlstm_norm_epsilon = 1e-6f;
 
 /// Scores of the tokens that a chunk reads.
 template <class T, int F, int V>
-__global__ void __launch_bounds__(mlstm_threads, mlstm_blocks<T>) mlstm_read_kernel(const mlstm_problem<T> problem) {
+__global__ void __launch_bounds__(mlstm_threads, mlstm_blocks<T>)
+    mlstm_read_kernel(const mlstm_problem<T> problem) {
     using E = mlstm_element<T>;
     const scorer_streams& streams = problem.streams;
     const scorer_span s = streams.span(static_cast<std::int32_t>(blockIdx.x) / streams.slots,
@@ -228,10 +229,10 @@ __global__ void __launch_bounds__(mlstm_threads, mlstm_blocks<T>) mlstm_read_ker
     }
 #pragma unroll
     for (int r = 0; r < 2; ++r) {
-        scale[r] = norm ? rsqrtf(memory.sums[1].get(m0 + lane / 4 + 8 * r) /
-                                     static_cast<float>(problem.width) +
-                                 mlstm_norm_epsilon)
-                        : 1.0f;
+        scale[r] =
+            norm ? rsqrtf(memory.sums[1].get(m0 + lane / 4 + 8 * r) / static_cast<float>(problem.width) +
+                          mlstm_norm_epsilon)
+                 : 1.0f;
     }
     float score[2] = {};
 #pragma unroll

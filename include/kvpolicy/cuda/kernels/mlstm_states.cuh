@@ -27,7 +27,8 @@ __global__ void __launch_bounds__(32) mlstm_frames_kernel(const mlstm_problem<T>
         m = static_cast<double>(stabiliser[0]) + static_cast<double>(stabiliser[1]);
     }
     bool any = false;
-    float weights = 1.0f;  // of all tokens before the next 32 chunks, from m on; of the caller's state nothing is known
+    float weights =
+        1.0f;  // of all tokens before the next 32 chunks, from m on; of the caller's state nothing is known
     std::int32_t heavy = -1;
     mlstm_frame next{};
     if (lane < streams.slots) {
@@ -124,11 +125,11 @@ __global__ void __launch_bounds__(32) mlstm_frames_kernel(const mlstm_problem<T>
 /// A chunk's part in a walk.
 struct alignas(16) mlstm_step {
     float keep, add;
-    float share;           // of the reference
-    std::int32_t heavy;    // its row of the plane; -1: none
-    std::int32_t there;    // the chunk has tokens
-    std::int32_t adds;     // and adds to the state
-    std::int32_t fresh;    // a stream's first
+    float share;         // of the reference
+    std::int32_t heavy;  // its row of the plane; -1: none
+    std::int32_t there;  // the chunk has tokens
+    std::int32_t adds;   // and adds to the state
+    std::int32_t fresh;  // a stream's first
     std::int32_t unused;
 };
 
@@ -139,7 +140,8 @@ template <class E, int FS, int VS>
 struct mlstm_walk_memory {
     static constexpr int stages = FS + VS <= 64 ? 8 : 6, batch = 64;
     static constexpr int columns = (FS + VS + 63) / 64 * 64;
-    static constexpr int down = FS / 16, across = mlstm_walk_threads / 32 / down;  // warps over features, over values
+    static constexpr int down = FS / 16,
+                         across = mlstm_walk_threads / 32 / down;  // warps over features, over values
 
     unsigned char* tiles;  // of each stage: k~ or q~, FS columns, then v~ or d N, VS columns
     float* scale;          // [stages][64]
@@ -198,15 +200,14 @@ __device__ inline void add_outer(float (&acc)[NI][4], float (&sums)[4], const sh
                 for (int i = 0; i < 2; ++i) {
                     of_ratio[h][i] =
                         split == nullptr ? (lane < 4 ? 0x3f803f80u : 0u)
-                        : lane < 8 ? *reinterpret_cast<const std::uint32_t*>(
+                        : lane < 8       ? *reinterpret_cast<const std::uint32_t*>(
                                          split + lane / 4 * scorer_chunk + k + 16 * h + 8 * i + lane % 4 * 2)
                                    : 0u;
                 }
             }
             if constexpr (NI == 1) {  // 8 columns of 32 rows at once
                 std::uint32_t fb[4];
-                load_matrices_transposed(fb,
-                                         data + swizzled(scorer_chunk, k + quarter * 8 + line, n0 / 8));
+                load_matrices_transposed(fb, data + swizzled(scorer_chunk, k + quarter * 8 + line, n0 / 8));
                 mma_16x8x16<E>(acc[0], fa[0], fb[0], fb[1]);
                 mma_16x8x16<E>(acc[0], fa[1], fb[2], fb[3]);
             } else {
@@ -215,9 +216,9 @@ __device__ inline void add_outer(float (&acc)[NI][4], float (&sums)[4], const sh
 #pragma unroll
                     for (int j = 0; j < NI; j += 2) {
                         std::uint32_t fb[4];
-                        load_matrices_transposed(fb, data + swizzled(scorer_chunk,
-                                                                     k + 16 * h + eighth * 8 + line,
-                                                                     (n0 + 8 * j) / 8 + half));
+                        load_matrices_transposed(fb,
+                                                 data + swizzled(scorer_chunk, k + 16 * h + eighth * 8 + line,
+                                                                 (n0 + 8 * j) / 8 + half));
                         mma_16x8x16<E>(acc[j], fa[h], fb[0], fb[1]);
                         mma_16x8x16<E>(acc[j + 1], fa[h], fb[2], fb[3]);
                     }
@@ -233,7 +234,8 @@ __device__ inline void add_outer(float (&acc)[NI][4], float (&sums)[4], const sh
 template <int Columns, class E>
 __device__ inline void copy_slice(const shared_tile<E>& tile, int at, const E* from, int stride) {
     constexpr int each = 16 / sizeof(E), across = Columns / each;
-    const int row = static_cast<int>(threadIdx.x) / across, column = static_cast<int>(threadIdx.x) % across * each;
+    const int row = static_cast<int>(threadIdx.x) / across,
+              column = static_cast<int>(threadIdx.x) % across * each;
     const std::uint32_t data = shared_address(tile.data);
 #pragma unroll
     for (int r = 0; r < scorer_chunk; r += mlstm_walk_threads / across) {
@@ -456,8 +458,8 @@ __global__ void __launch_bounds__(mlstm_walk_threads) mlstm_walk_kernel(const ml
                     store_pair(to + 8 * r * V + 8 * j, x[0], x[1]);
                     if (Backward) {
                         round_pair<E>(x[0], x[1]);
-                        lost += (acc[0][j][2 * r] - x[0]) * rho[j][0] +
-                                (acc[0][j][2 * r + 1] - x[1]) * rho[j][1];
+                        lost +=
+                            (acc[0][j][2 * r] - x[0]) * rho[j][0] + (acc[0][j][2 * r + 1] - x[1]) * rho[j][1];
                     }
                 }
                 if (Backward) {
