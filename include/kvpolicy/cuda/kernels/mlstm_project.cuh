@@ -26,6 +26,7 @@ struct mlstm_project_memory {
     double* log_forget;  // [Slots][64]
     float* ones;         // [64]: an mLSTM's input has no norms
     std::int32_t* bad;   // [Slots][64]
+    float2* stats;       // [Slots][2][2][64]: of softmaxes
     std::size_t bytes;
 
     KVPOLICY_HOST_DEVICE mlstm_project_memory(unsigned char* memory, std::int32_t padded,
@@ -39,86 +40,115 @@ struct mlstm_project_memory {
         log_forget = parts.take<double>(Slots * scorer_chunk);
         ones = parts.take<float>(scorer_chunk);
         bad = parts.take<std::int32_t>(Slots * scorer_chunk);
+        stats = parts.take<float2>(Slots * 4 * scorer_chunk);
         bytes = parts.bytes();
     }
 };
 
-/// softmax over the first `count` columns of a warp's rows, of sign * y; other columns become 0. y and p may be the same. Rounded is what
-/// the result will be rounded to: 16 bits are content with the special function unit's 2^x.
-template <class Rounded, bool All, int NI>
-__device__ inline void softmax_columns(const float (&y)[1][NI][4], float (&p)[1][NI][4], float sign,
-                                       std::int32_t count) {
+/// Where a warp's part of a product stands: 32 rows of its chunk, and half of the columns. Four warps a chunk.
+struct mlstm_project_warp {
+    int row, half;
+    int barrier;  // of the two warps of the same rows
+
+    __device__ mlstm_project_warp()
+        : row(warp_id() % 2 * 32), half(warp_id() / 2 % 2), barrier(1 + warp_id() / 4 * 2 + warp_id() % 2) {}
+    __device__ int row_of(int i, int r) const { return row + 16 * i + lane_id() / 4 + 8 * r; }
+};
+
+/// softmax over the first `count` columns of sign * y; other columns become 0. y and p may be the same. What the two warps of a row must know
+/// of each other, maxima and sums, goes through `stats` [2][64]. Rounded is what the result will be rounded to: 16 bits are content with the
+/// special function unit's 2^x.
+template <class Rounded, int NI>
+__device__ inline void softmax_rows(const mlstm_project_warp& warp, const float (&y)[2][NI][4],
+                                    float (&p)[2][NI][4], float sign, std::int32_t count, float2* stats) {
     constexpr float log2e = 1.4426950408889634f;
     const int lane = lane_id();
-    const auto in = [&](int j, int e) { return All || 8 * j + lane % 4 * 2 + e < count; };
-#pragma unroll
-    for (int r = 0; r < 2; ++r) {
-        float most = -INFINITY;
-#pragma unroll
-        for (int j = 0; j < NI; ++j) {
-#pragma unroll
-            for (int e = 0; e < 2; ++e) {
-                most = fmaxf(most, in(j, e) ? sign * y[0][j][2 * r + e] : -INFINITY);
-            }
+    const std::int32_t left = count - warp.half * 8 * NI - lane % 4 * 2;
+    const auto in = [&](int j, int e) { return 8 * j + e < left; };
+    const auto power = [](float x) {
+        if constexpr (std::is_same_v<Rounded, float>) {
+            return expf(x);
+        } else {
+            return fast_exp2(x * log2e);
         }
-        most = row_max(most);
-        float sum = 0.0f;
+    };
+    float most[2][2], sum[2][2];
 #pragma unroll
-        for (int j = 0; j < NI; ++j) {
-#pragma unroll
-            for (int e = 0; e < 2; ++e) {
-                const float x = y[0][j][2 * r + e];
-                float power;
-                if constexpr (std::is_same_v<Rounded, float>) {
-                    power = expf(sign * x - most);
-                } else {
-                    power = fast_exp2(sign * log2e * x - most * log2e);
-                }
-                p[0][j][2 * r + e] = in(j, e) ? power : 0.0f;
-                sum += p[0][j][2 * r + e];
-            }
-        }
-        const float scale = 1.0f / row_sum(sum);
-#pragma unroll
-        for (int j = 0; j < NI; ++j) {
-            p[0][j][2 * r] *= scale;
-            p[0][j][2 * r + 1] *= scale;
-        }
-    }
-}
-template <class Rounded, int NI>
-__device__ inline void softmax_rows(const float (&y)[1][NI][4], float (&p)[1][NI][4], float sign,
-                                    std::int32_t count) {
-    if (count == 8 * NI) {
-        softmax_columns<Rounded, true>(y, p, sign, count);
-    } else {
-        softmax_columns<Rounded, false>(y, p, sign, count);
-    }
-}
-
-/// A warp's 16 rows of an accumulator to rows of `stride` elements from column `column` on.
-template <int NI, class E>
-__device__ inline void store_rows(E* to, std::int64_t stride, int column, const float (&acc)[1][NI][4]) {
-    const int lane = lane_id();
-#pragma unroll
-    for (int j = 0; j < NI; ++j) {
+    for (int i = 0; i < 2; ++i) {
 #pragma unroll
         for (int r = 0; r < 2; ++r) {
-            store_pair(
-                to + (16 * (warp_id() % 4) + lane / 4 + 8 * r) * stride + column + 8 * j + lane % 4 * 2,
-                acc[0][j][2 * r], acc[0][j][2 * r + 1]);
+            float high = -INFINITY;
+#pragma unroll
+            for (int j = 0; j < NI; ++j) {
+#pragma unroll
+                for (int e = 0; e < 2; ++e) {
+                    high = fmaxf(high, in(j, e) ? sign * y[i][j][2 * r + e] : -INFINITY);
+                }
+            }
+            high = row_max(high);
+            float all = 0.0f;
+#pragma unroll
+            for (int j = 0; j < NI; ++j) {
+#pragma unroll
+                for (int e = 0; e < 2; ++e) {
+                    float& x = p[i][j][2 * r + e];
+                    x = in(j, e) ? power(sign * y[i][j][2 * r + e] - high) : 0.0f;
+                    all += x;
+                }
+            }
+            most[i][r] = high;
+            sum[i][r] = row_sum(all);
+            if (lane % 4 == 0) {
+                stats[warp.half * scorer_chunk + warp.row_of(i, r)] = make_float2(high, sum[i][r]);
+            }
+        }
+    }
+    named_barrier(warp.barrier, 64);
+#pragma unroll
+    for (int i = 0; i < 2; ++i) {
+#pragma unroll
+        for (int r = 0; r < 2; ++r) {
+            const float2 other = stats[(1 - warp.half) * scorer_chunk + warp.row_of(i, r)];
+            const float high = fmaxf(most[i][r], other.x);
+            const float own = power(most[i][r] - high);
+            const float scale = own / (own * sum[i][r] + power(other.x - high) * other.y);
+#pragma unroll
+            for (int j = 0; j < NI; ++j) {
+                p[i][j][2 * r] *= scale;
+                p[i][j][2 * r + 1] *= scale;
+            }
         }
     }
 }
 
-/// y = W x of 64 inputs by each four warps: as project() of scorer_weights.cuh, with one load of the weights for all chunks of the block.
-/// Warps whose chunk has nothing to do (`active` false) only help to load.
+/// A warp's part of an accumulator to rows of `stride` elements from column `column` on.
+template <int NI, class E>
+__device__ inline void store_rows(const mlstm_project_warp& warp, E* to, std::int64_t stride, int column,
+                                  const float (&acc)[2][NI][4]) {
+#pragma unroll
+    for (int i = 0; i < 2; ++i) {
+#pragma unroll
+        for (int r = 0; r < 2; ++r) {
+            E* const row = to + warp.row_of(i, r) * stride + column + warp.half * 8 * NI + lane_id() % 4 * 2;
+#pragma unroll
+            for (int j = 0; j < NI; ++j) {
+                store_pair(row + 8 * j, acc[i][j][2 * r], acc[i][j][2 * r + 1]);
+            }
+        }
+    }
+}
+
+/// y = W x of 64 inputs by each four warps, with one load of the weights for all chunks of the block: 16 NI rows of `weights`, `padded`
+/// numbers each. `slabs`: memory of two tiles of so many rows and 64 columns. Warps whose chunk has nothing to do (`active` false) only help
+/// to load.
 template <int NI, int Slots, class T>
-__device__ inline void project_slots(float (&acc)[1][NI][4], const shared_tile<T>& x, bool active,
-                                     const T* weights, std::int32_t padded, unsigned char* slabs) {
-    constexpr int rows = 8 * NI, threads = 128 * Slots;
+__device__ inline void project_slots(const mlstm_project_warp& warp, float (&acc)[2][NI][4],
+                                     const shared_tile<T>& x, bool active, const T* weights,
+                                     std::int32_t padded, unsigned char* slabs) {
+    constexpr int rows = 16 * NI, threads = 128 * Slots;
     const std::size_t slab = shared_tile<T>::bytes(rows, 64);
     const int count = padded / 64;
+    clear(acc);
     copy_rows(shared_tile<T>{slabs, rows}, weights, padded, 64, rows, threads);
     copy_commit();
     for (int i = 0; i < count; ++i) {
@@ -132,8 +162,9 @@ __device__ inline void project_slots(float (&acc)[1][NI][4], const shared_tile<T
         }
         __syncthreads();
         if (active) {
-            add_product<1, NI, 64, false, false>(acc, x.from(64 * i), 16 * (warp_id() % 4),
-                                                 shared_tile<T>{slabs + slab * (i % 2), rows}, 0);
+            add_product<2, NI, 64, false, false>(acc, x.from(64 * i), warp.row,
+                                                 shared_tile<T>{slabs + slab * (i % 2), rows},
+                                                 warp.half * 8 * NI);
         }
         __syncthreads();
     }
@@ -141,23 +172,22 @@ __device__ inline void project_slots(float (&acc)[1][NI][4], const shared_tile<T
 
 /// phi(W x) of 64 inputs into rows of F elements.
 template <int F, bool Hedgehog, int Slots, class T, class E>
-__device__ inline void project_features(const shared_tile<T>& x, bool active, const T* weights,
-                                        std::int32_t padded, unsigned char* slabs, std::int32_t projection,
-                                        E* to) {
-    constexpr int NI = (Hedgehog ? F / 2 : F) / 8;
-    float y[1][NI][4];
-    clear(y);
-    project_slots<NI, Slots>(y, x, active, weights, padded, slabs);
+__device__ inline void project_features(const mlstm_project_warp& warp, const shared_tile<T>& x, bool active,
+                                        const T* weights, std::int32_t padded, unsigned char* slabs,
+                                        std::int32_t projection, float2* stats, E* to) {
+    constexpr int NI = (Hedgehog ? F / 2 : F) / 16;
+    float y[2][NI][4];
+    project_slots<NI, Slots>(warp, y, x, active, weights, padded, slabs);
     if (!active) {
         return;
     }
     if constexpr (Hedgehog) {
-        float p[1][NI][4];
-        softmax_rows<E>(y, p, -1.0f, projection);
-        store_rows(to, F, F / 2, p);
+        float p[2][NI][4];
+        softmax_rows<E>(warp, y, p, -1.0f, projection, stats + 2 * scorer_chunk);
+        store_rows(warp, to, F, F / 2, p);
     }
-    softmax_rows<E>(y, y, 1.0f, projection);
-    store_rows(to, F, 0, y);
+    softmax_rows<E>(warp, y, y, 1.0f, projection, stats);
+    store_rows(warp, to, F, 0, y);
 }
 
 /// Sums of two arrays' products with an input, two threads (neighbours) a row of a tile; both get them. `finite` is 0 or NaN.
@@ -303,6 +333,8 @@ __global__ void __launch_bounds__(128 * Slots, shared_tile<T>::plain || Slots ==
     const scorer_source<T>& source = problem.source;
     const mlstm_project_memory<T, Slots> memory(aligned_dynamic_shared(), source.padded, slab_rows);
     const shared_tile<T> x = memory.x.from(own * source.padded);
+    const mlstm_project_warp warp;
+    float2* const stats = memory.stats + own * 4 * scorer_chunk;
     const std::int32_t first = s.first - (queries ? streams.delay : 0);
     const std::int64_t row = s.row(streams.slots);
     if (static_cast<int>(threadIdx.x) < scorer_chunk) {
@@ -337,8 +369,8 @@ __global__ void __launch_bounds__(128 * Slots, shared_tile<T>::plain || Slots ==
             }
         }
         project_features<F, Hedgehog, Slots>(
-            x, active, problem.stack_q + std::int64_t{s.h} * problem.rows_q * source.padded, source.padded,
-            memory.slabs, problem.projection, problem.q + row * F);
+            warp, x, active, problem.stack_q + std::int64_t{s.h} * problem.rows_q * source.padded,
+            source.padded, memory.slabs, problem.projection, stats, problem.q + row * F);
         return;
     }
     double* const log_input = memory.log_input + own * scorer_chunk;
@@ -373,8 +405,8 @@ __global__ void __launch_bounds__(128 * Slots, shared_tile<T>::plain || Slots ==
     }
     __syncthreads();
     const T* const weights = problem.stack_k + std::int64_t{s.h} * problem.rows_k * source.padded;
-    project_features<F, Hedgehog, Slots>(x, active, weights, source.padded, memory.slabs, problem.projection,
-                                         problem.k + row * F);
+    project_features<F, Hedgehog, Slots>(warp, x, active, weights, source.padded, memory.slabs,
+                                         problem.projection, stats, problem.k + row * F);
     if (direct_values && source.k.dim % 8 == 0) {
         if (active) {
             for (int i = thread; i < scorer_chunk * V / 8; i += 128) {
@@ -392,24 +424,23 @@ __global__ void __launch_bounds__(128 * Slots, shared_tile<T>::plain || Slots ==
         }
         return;
     }
-    float y[1][V / 8][4];
-    clear(y);
-    project_slots<V / 8, Slots>(y, x, active, weights + std::int64_t{problem.at_v} * source.padded,
-                                source.padded, memory.slabs);
+    float y[2][V / 16][4];
+    project_slots<V / 16, Slots>(warp, y, x, active, weights + std::int64_t{problem.at_v} * source.padded,
+                                 source.padded, memory.slabs);
     if (!active) {
         return;
     }
-    const int lane = lane_id();
 #pragma unroll
-    for (int j = 0; j < V / 8; ++j) {
+    for (int j = 0; j < V / 16; ++j) {
 #pragma unroll
         for (int e = 0; e < 4; ++e) {
-            if (8 * j + lane % 4 * 2 + e % 2 >= problem.width) {
+            if (V / 2 * warp.half + 8 * j + lane_id() % 4 * 2 + e % 2 >= problem.width) {
                 y[0][j][e] = 0.0f;  // the stack's next rows
+                y[1][j][e] = 0.0f;
             }
         }
     }
-    store_rows(problem.v + row * V, V, 0, y);
+    store_rows(warp, problem.v + row * V, V, 0, y);
 }
 
 }  // namespace cuda_backend
