@@ -107,7 +107,7 @@ __device__ inline void project(float (&acc)[1][NI][4], const shared_tile<T>& x, 
 /// chunks; partial [splits, heads, stack.rows, padded] is overwritten where the stack has gradients. The input of row r of a chunk is token
 /// first + r - shift.
 template <class T>
-__global__ void __launch_bounds__(128, shared_tile<T>::plain ? 1 : 4)
+__global__ void __launch_bounds__(128)
     weight_gradient_kernel(const scorer_streams streams, const scorer_source<T> source,
                            const weight_stack stack, const T* const d_rows, const std::int32_t shift,
                            const std::int32_t splits, float* const partial) {
