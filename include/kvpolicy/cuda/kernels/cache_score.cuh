@@ -15,6 +15,7 @@ namespace cuda_backend {
 template <class T, class Scorer>
 __global__ void __launch_bounds__(score_threads)
     cache_score_kernel(const __grid_constant__ score_launch<T, Scorer> call) {
+    let_next_kernel_start();  // it may stream rows meanwhile, and waits for scores where it needs them
     score_block(call, reinterpret_cast<float*>(dynamic_shared()));
 }
 

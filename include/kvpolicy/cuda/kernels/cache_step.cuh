@@ -11,7 +11,7 @@ namespace cuda_backend {
 
 /// `splits` * `parts` blocks a head of an entry.
 template <class Rows, class Gate, class Scorer>
-__global__ void __launch_bounds__(Rows::threads, 2)
+__global__ void __launch_bounds__(Rows::threads, Rows::blocks)
     cache_step_kernel(const __grid_constant__ step_launch<Rows, Gate, Scorer> call) {
     __shared__ typename step_block<Rows, Gate, Scorer>::Memory memory;
     step_block<Rows, Gate, Scorer>(call, memory, dynamic_shared()).run();
