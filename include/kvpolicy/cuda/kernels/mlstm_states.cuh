@@ -495,27 +495,29 @@ __global__ void __launch_bounds__(mlstm_walk_threads) mlstm_walk_kernel(const ml
     }
     __syncthreads();
     write_sums(slots - 1);
-    if (Backward || state == nullptr || !(any || start == 0)) {
-        return;
-    }
-#pragma unroll
-    for (int r = 0; r < 2; ++r) {
-        const std::int32_t feature = problem.feature_of(f0 + row_of(r), F);
-        if (feature < 0) {
-            continue;
+    if constexpr (!Backward) {
+        if (state == nullptr || !(any || start == 0)) {
+            return;
         }
 #pragma unroll
-        for (int j = 0; j < NI; ++j) {
+        for (int r = 0; r < 2; ++r) {
+            const std::int32_t feature = problem.feature_of(f0 + row_of(r), F);
+            if (feature < 0) {
+                continue;
+            }
 #pragma unroll
-            for (int e = 0; e < 2; ++e) {
-                const std::int32_t column = v0 + n0 + 8 * j + lane % 4 * 2 + e;
-                if (column < problem.width) {
-                    state[std::int64_t{feature} * problem.width + column] = acc[0][j][2 * r + e];
+            for (int j = 0; j < NI; ++j) {
+#pragma unroll
+                for (int e = 0; e < 2; ++e) {
+                    const std::int32_t column = v0 + n0 + 8 * j + lane % 4 * 2 + e;
+                    if (column < problem.width) {
+                        state[std::int64_t{feature} * problem.width + column] = acc[0][j][2 * r + e];
+                    }
                 }
             }
-        }
-        if (part_v == 0 && wn == 0 && lane % 4 == 0) {
-            state_sums[feature] = of_sums[2 * r] + of_sums[2 * r + 1];
+            if (part_v == 0 && wn == 0 && lane % 4 == 0) {
+                state_sums[feature] = of_sums[2 * r] + of_sums[2 * r + 1];
+            }
         }
     }
 }
