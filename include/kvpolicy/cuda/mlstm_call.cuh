@@ -7,6 +7,7 @@
 #include <kvpolicy/cuda/kernels/mlstm_project.cuh>
 #include <kvpolicy/cuda/kernels/mlstm_read.cuh>
 #include <kvpolicy/cuda/kernels/mlstm_states.cuh>
+#include <kvpolicy/cuda/kernels/mlstm_tokens_backward.cuh>
 #include <kvpolicy/cuda/launch.cuh>
 #include <kvpolicy/cuda/scorer_call.cuh>
 

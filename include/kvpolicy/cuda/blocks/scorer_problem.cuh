@@ -217,19 +217,6 @@ struct scorer_source {
              static_cast<int>(blockDim.x));
     }
 
-    /// Whether all numbers of token t's key and value are finite; a warp together.
-    __device__ bool finite(const scorer_span& s, std::int32_t t) const {
-        constexpr float largest = 3.402823466e38f;
-        bool good = true;
-        for (int c = lane_id(); c < k.dim; c += 32) {
-            good = good && fabsf(static_cast<float>(k.row(s.b, s.h, t)[c])) <= largest;
-        }
-        for (int c = lane_id(); c < v.dim; c += 32) {
-            good = good && fabsf(static_cast<float>(v.row(s.b, s.h, t)[c])) <= largest;
-        }
-        return __all_sync(all_lanes, good ? 1 : 0) != 0;
-    }
-
   private:
     __device__ float inverse_norm(const T* row, std::int32_t dim) const {
         float sum = 0.0f;

@@ -130,7 +130,6 @@ struct alignas(16) mlstm_step {
     std::int32_t there;  // the chunk has tokens
     std::int32_t adds;   // and adds to the state
     std::int32_t fresh;  // a stream's first
-    std::int32_t unused;
 };
 
 inline constexpr int mlstm_walk_threads = 256;
