@@ -7,6 +7,7 @@
 #include <kvpolicy/cuda/kernels/mlstm_project.cuh>
 #include <kvpolicy/cuda/kernels/mlstm_read.cuh>
 #include <kvpolicy/cuda/kernels/mlstm_states.cuh>
+#include <kvpolicy/cuda/kernels/mlstm_tokens_backward.cuh>
 #include <kvpolicy/cuda/launch.cuh>
 #include <kvpolicy/cuda/scorer_call.cuh>
 
@@ -73,6 +74,10 @@ struct mlstm_call {
     weight_stack of_queries, of_tokens;
     T *stack_q = nullptr, *stack_k = nullptr;
     float* partial = nullptr;
+    bool direct_values = false;
+
+    using one = std::integral_constant<int, 1>;
+    using two = std::integral_constant<int, 2>;
 
     /// `gradients` null: forward only.
     template <class S>
@@ -89,6 +94,7 @@ struct mlstm_call {
         problem.width = width;
         problem.projection = projection;
         problem.hedgehog = Hedgehog;
+        direct_values = !S::value_path::projected;
         problem.softcap = scorer.gate_softcap;
         mlstm_width_choice<Widths>::with(problem.features, width, [&](auto features, auto values) {
             constexpr int F = features, V = values;
@@ -140,43 +146,50 @@ struct mlstm_call {
         widths([&](auto features, auto values) {
             constexpr int F = features, V = values;
             constexpr int P = Hedgehog ? F / 2 : F;
-            launch("mlstm_project_kernel", mlstm_project_kernel<T, F, V, Hedgehog>, 2 * call.chunks(), 128,
-                   mlstm_project_memory<T>(nullptr, call.source.padded, P > V ? P : V).bytes, on, problem);
+            const auto with = [&](auto slots_of_a_block, std::size_t shared) {
+                constexpr int Slots = slots_of_a_block;
+                const std::int64_t groups = (call.streams.slots + Slots - 1) / Slots;
+                launch("mlstm_project_kernel", mlstm_project_kernel<T, F, V, Hedgehog, Slots>,
+                       2 * planes() * groups, 128 * Slots, shared, on, problem, direct_values);
+            };
+            const auto shared = [&](auto slots_of_a_block) {
+                return mlstm_project_memory<T, slots_of_a_block>(nullptr, call.source.padded, P > V ? P : V)
+                    .bytes;
+            };
+            // Two chunks share what is loaded of the weights, where two such blocks fit on a multiprocessor.
+            if (const std::size_t both = shared(two{}); both <= 112 * 1024) {
+                with(two{}, both);
+            } else {
+                with(one{}, shared(one{}));
+            }
         });
     }
     /// States before each chunk.
     void states(const cuda& on) {
-        widths([&](auto features, auto values) {
-            constexpr int F = features, V = values;
-            launch("mlstm_add_kernel", mlstm_add_kernel<T, F, V, false>, call.chunks(), 256,
-                   mlstm_add_memory<E, F, V>(nullptr).bytes, on, problem);
-            launch("mlstm_frames_kernel", mlstm_frames_kernel<T>, planes(), 32, 0, on, problem);
-            launch("mlstm_scan_kernel", mlstm_scan_kernel<T, F, V, false>, planes() * (F * V / 1024 + 1), 128,
-                   0, on, problem);
-        });
+        launch("mlstm_frames_kernel", mlstm_frames_kernel<T>, planes(), 32, 0, on, problem);
+        walk<false>(on);
     }
     void read(const cuda& on) {
+        problem.ahead = device_scope(on).attribute(cudaDevAttrMultiProcessorCount);
         widths([&](auto features, auto values) {
             constexpr int F = features, V = values;
-            launch("mlstm_read_kernel", mlstm_read_kernel<T, F, V>, call.chunks(), 128,
+            launch("mlstm_read_kernel", mlstm_read_kernel<T, F, V>, call.chunks(), mlstm_threads,
                    mlstm_read_memory<E, F, V, false>(nullptr).bytes, on, problem);
         });
     }
     /// From gradients of scores to those of the stacks' products, of the readout and of the gates.
     void tokens_backward(const cuda& on) {
+        problem.ahead = device_scope(on).attribute(cudaDevAttrMultiProcessorCount);
         widths([&](auto features, auto values) {
             constexpr int F = features, V = values;
             if constexpr (std::is_same_v<T, float> && V > 64) {
                 return;  // refused by check_mlstm
             } else {
                 launch("mlstm_reads_backward_kernel", mlstm_reads_backward_kernel<T, F, V>, call.chunks(),
-                       128, mlstm_read_memory<E, F, V, true>(nullptr).bytes, on, problem);
-                launch("mlstm_add_kernel", mlstm_add_kernel<T, F, V, true>, call.chunks(), 256,
-                       mlstm_add_memory<E, F, V>(nullptr).bytes, on, problem);
-                launch("mlstm_scan_kernel", mlstm_scan_kernel<T, F, V, true>, planes() * (F * V / 1024 + 1),
-                       128, 0, on, problem);
+                       mlstm_threads, mlstm_read_memory<E, F, V, true>(nullptr).bytes, on, problem);
+                walk<true>(on);
                 launch("mlstm_tokens_backward_kernel", mlstm_tokens_backward_kernel<T, F, V>, call.chunks(),
-                       128, mlstm_tokens_memory<E, F, V>(nullptr).bytes, on, problem);
+                       mlstm_threads, mlstm_tokens_memory<E, F, V>(nullptr).bytes, on, problem);
             }
         });
     }
@@ -207,6 +220,26 @@ struct mlstm_call {
     [[nodiscard]] std::int64_t planes() const {
         return std::int64_t{call.streams.batch} * call.streams.heads;
     }
+    /// The walk over the chunks, by blocks with large parts of a state where those are enough for the card: less is read twice.
+    template <bool Backward>
+    void walk(const cuda& on) {
+        widths([&](auto features, auto values) {
+            constexpr int F = features, V = values;
+            const auto with = [&](auto part) {
+                constexpr int P = part;
+                problem.sum_parts = V / P;
+                launch("mlstm_walk_kernel", mlstm_walk_kernel<T, F, V, P, P, Backward>,
+                       planes() * (F / P) * (V / P), mlstm_walk_threads,
+                       mlstm_walk_memory<E, P, P>(nullptr).bytes, on, problem);
+            };
+            if (planes() * (F / 64) * (V / 64) >=
+                device_scope(on).attribute(cudaDevAttrMultiProcessorCount)) {
+                with(std::integral_constant<int, 64>{});
+            } else {
+                with(std::integral_constant<int, 32>{});
+            }
+        });
+    }
     template <int F, int V>
     void take_rows(workspace_parts& parts, bool backward) {
         const std::int64_t rows = call.rows(), chunks = call.chunks();
@@ -230,7 +263,7 @@ struct mlstm_call {
         problem.d_g = parts.take<float>(rows);
         problem.carried = parts.take<float>(rows);
         problem.d_memory = parts.take<E>(chunks * F * V);
-        problem.d_sums = parts.take<float>(chunks * F);
+        problem.d_sums = parts.take<float>(chunks * F * (V / 32));
         problem.d_readout = parts.take<float>(chunks * (2 * std::int64_t{problem.width} + 1));
         problem.d_gates = parts.take<float>(chunks * 2);
     }

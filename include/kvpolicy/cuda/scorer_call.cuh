@@ -183,14 +183,15 @@ void fill_stack(const cuda& on, const weight_stack& stack, const scorer_call<T>&
            256, 0, on, stack, call.streams.heads, call.source.size, call.source.padded, to);
 }
 
-/// Parts of a head's chunks whose weight gradients are summed apart, so that there is work for a whole card.
+/// Parts of a head's chunks whose weight gradients are summed apart, so that there is work for a whole card, and all of it at once: an H100 has room
+/// for 396 blocks.
 template <class T>
 std::int32_t gradient_splits(const scorer_call<T>& call, const weight_stack& stack) {
     const std::int64_t tiles =
         std::int64_t{call.streams.heads} * (stack.rows / 64) * ((call.source.padded + 127) / 128);
     const std::int64_t most = std::int64_t{call.streams.batch} * call.streams.slots;
     return static_cast<std::int32_t>(
-        std::clamp<std::int64_t>(512 / std::max<std::int64_t>(tiles, 1), 1, std::max<std::int64_t>(most, 1)));
+        std::clamp<std::int64_t>(384 / std::max<std::int64_t>(tiles, 1), 1, std::max<std::int64_t>(most, 1)));
 }
 template <class T>
 float* take_gradient_parts(workspace_parts& parts, const scorer_call<T>& call, const weight_stack& stack) {
@@ -203,12 +204,11 @@ void add_weight_gradients(const cuda& on, const scorer_call<T>& call, const weig
                           const T* d_rows, std::int32_t shift, float* partial) {
     const std::int32_t splits = gradient_splits(call, stack);
     shared_parts shared(nullptr);
-    shared.tile<T>(scorer_chunk, 64);
-    shared.tile<T>(scorer_chunk, 128);
+    shared.tile<T>(scorer_chunk, 2 * (64 + 128));
     shared.take<float>(2 * scorer_chunk);
     launch("weight_gradient_kernel", weight_gradient_kernel<T>,
            std::int64_t{splits} * call.streams.heads * (stack.rows / 64) * ((call.source.padded + 127) / 128),
-           128, shared.bytes(), on, call.streams, call.source, d_rows, stack.rows, shift, splits, partial);
+           128, shared.bytes(), on, call.streams, call.source, stack, d_rows, shift, splits, partial);
     const std::int64_t count = std::int64_t{call.streams.heads} * stack.rows * call.source.size;
     launch("add_weight_gradients_kernel", add_weight_gradients_kernel<weight_stack>,
            std::min<std::int64_t>((count + 255) / 256, 4096), 256, 0, on, stack,

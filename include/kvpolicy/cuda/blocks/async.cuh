@@ -124,6 +124,14 @@ __device__ inline void copy_bulk(std::uint32_t to, const void* from, std::uint32
         "l"(from), "r"(bytes), "r"(barrier)
         : "memory");
 }
+/// Asks the L2 cache for `bytes` (a multiple of 16) that somebody will load soon; nothing before compute capability 9.0.
+template <class = void>
+__device__ inline void prefetch_to_l2([[maybe_unused]] const void* from,
+                                      [[maybe_unused]] std::uint32_t bytes) {
+#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 900
+    asm volatile("cp.async.bulk.prefetch.L2.global [%0], %1;" ::"l"(from), "r"(bytes) : "memory");
+#endif
+}
 /// Adds `bytes` of fp32 (a multiple of 16) in shared memory to global memory; close with reduce_commit.
 template <class = void>
 __device__ inline void reduce_add_bulk(float* to, std::uint32_t from, std::uint32_t bytes) {

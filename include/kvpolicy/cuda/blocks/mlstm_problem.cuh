@@ -7,6 +7,14 @@
 //
 // Read l of a chunk is the query of token first + l - delay, right after token first + l. Gates and stabilisers are doubles. Query
 // rows stand where they are read, so every kernel finds its chunk's rows together.
+//
+// States are stored in 16 bits, as deviations. Where one token has nearly all the weight, a read is that token's value, what the loss
+// says of the token's weight is a difference d N . (v~ - h) of nearly equal numbers, and the rounding of C and A would be all that
+// is left of it. So a chunk has a reference rho, the value of the heaviest token before it times that token's share of all weights:
+//
+//     stored are C - z rho^T, rounded, and z; of the state that runs backwards A, rounded, and a + (A - A rounded) rho
+//
+// whose errors go with v~ - rho, as the differences themselves do. Where no token is heavy, rho is near 0.
 #pragma once
 
 #include <kvpolicy/core/types.hpp>
@@ -33,10 +41,14 @@ struct mlstm_frame {
     double forgotten;  // b of its last token
     double m;          // the stabiliser before it
     float keep, add;
-    std::int32_t bad;    // its first token that is not finite; scorer_chunk where there is none
-    std::int32_t reads;  // the first l that reads a token; scorer_chunk where none does
-    std::int32_t count;  // its tokens
-    std::int32_t fresh;  // the state before it is empty
+    float weights;        // of its tokens, sum of exp(s_j - top)
+    float share;          // of the heaviest token in the weights before it; 0 where there is none
+    std::int32_t heavy;   // its heaviest token
+    std::int32_t before;  // the heaviest token before it, a row of the plane; -1 where there is none
+    std::int32_t bad;     // its first token that is not finite; scorer_chunk where there is none
+    std::int32_t reads;   // the first l that reads a token; scorer_chunk where none does
+    std::int32_t count;   // its tokens
+    std::int32_t fresh;   // the state before it is empty
 };
 
 template <class T>
@@ -54,6 +66,8 @@ struct mlstm_problem {
     std::int32_t rows_q = 0, rows_k = 0, at_skip = 0, at_v = 0, at_i = 0, at_f = 0;
     const float *w_i = nullptr, *b_i = nullptr, *w_f = nullptr, *b_f = nullptr, *skip = nullptr;
     const float *norm_gain = nullptr, *readout = nullptr, *readout_bias = nullptr;
+    std::int32_t ahead =
+        0;  // blocks that run at once: what one of so many later loads is brought to the L2 cache
     float* states = nullptr;  // the caller's [B, Hkv, features (width + 1) + 2], or null
     plane_view<float> scores;
 
@@ -62,8 +76,8 @@ struct mlstm_problem {
     double *log_source = nullptr, *log_top = nullptr;
     float* weight = nullptr;   // exp(s_j - top of the last)
     float* skipped = nullptr;  // skip . x of the query
-    E* memory = nullptr;       // chunks x F V: what they add, then C before them
-    float* sums = nullptr;     // chunks x F: z alike
+    E* memory = nullptr;       // chunks x F V: C before them, less z rho^T
+    float* sums = nullptr;     // chunks x F: z before them
     mlstm_frame* frames = nullptr;
 
     // The backward pass.
@@ -72,8 +86,9 @@ struct mlstm_problem {
     E* d_n = nullptr;                              // rows x V: d N_l
     float *kept = nullptr, *d_g = nullptr;         // rows: exp(m - M_l), d g_l
     float* carried = nullptr;                      // rows: pairs of a read with tokens before its chunk
-    E* d_memory = nullptr;    // chunks x F V: what later reads say of the state after them (A)
-    float* d_sums = nullptr;  // chunks x F: a alike
+    E* d_memory = nullptr;       // chunks x F V: what later reads say of the state after them (A)
+    float* d_sums = nullptr;     // chunks x sum_parts x F: parts of a + (A - A rounded) rho
+    std::int32_t sum_parts = 1;  // whose sum it is
     T *d_rows_q = nullptr, *d_rows_k = nullptr;  // rows x rows_q, rows_k: gradients of the stacks' products
     float* d_readout = nullptr;                  // chunks x (2 width + 1): readout, norm_gain, readout_bias
     float* d_gates = nullptr;                    // chunks x 2: b_i, b_f
@@ -102,21 +117,120 @@ __device__ inline void store_pair(E* to, float first, float second) {
     }
 }
 
-/// A chunk's exponents in shared memory.
+/// Eight neighbouring elements of a row in global memory.
+template <class E>
+__device__ inline void store_eight(E* to, const float (&x)[8]) {
+    if constexpr (std::is_same_v<E, float>) {
+#pragma unroll
+        for (int e = 0; e < 8; ++e) {
+            to[e] = x[e];
+        }
+    } else {
+        *reinterpret_cast<uint4*>(to) =
+            make_uint4(pack<E>(x[0], x[1]), pack<E>(x[2], x[3]), pack<E>(x[4], x[5]), pack<E>(x[6], x[7]));
+    }
+}
+
+/// Two numbers as E has them, in as few registers.
+template <class E>
+struct rounded_pair {
+    static constexpr bool exact = std::is_same_v<E, float>;
+    std::conditional_t<exact, float2, std::uint32_t> both;
+
+    __device__ void set(float first, float second) {
+        if constexpr (exact) {
+            both = make_float2(first, second);
+        } else {
+            both = pack<E>(first, second);
+        }
+    }
+    __device__ float first() const {
+        if constexpr (exact) {
+            return both.x;
+        } else {
+            return __uint_as_float(both << 16);
+        }
+    }
+    __device__ float second() const {
+        if constexpr (exact) {
+            return both.y;
+        } else {
+            return __uint_as_float(both & 0xffff0000u);
+        }
+    }
+};
+
+template <class E>
+__device__ inline void round_pair(float& first, float& second) {
+    static_assert(std::is_same_v<E, bf16> || std::is_same_v<E, float>);
+    rounded_pair<E> pair;
+    pair.set(first, second);
+    first = pair.first();
+    second = pair.second();
+}
+
+/// Number i of a chunk's reference rho: before it, or after it (before the next chunk of its stream).
+template <class T, class Frame = mlstm_frame>
+__device__ inline float reference_before(const mlstm_problem<T>& problem, const Frame& frame,
+                                         std::int64_t plane_row, int V, int i) {
+    return frame.before >= 0 ? frame.share * static_cast<float>(problem.v[(plane_row + frame.before) * V + i])
+                             : 0.0f;
+}
+
+/// Brings to the L2 cache what the block `problem.ahead` chunks later will load of some arrays [chunks, count]; one lane an array.
+template <class T>
+struct mlstm_look_ahead {
+    std::int64_t chunk;
+    bool there;
+    int lane = 0;
+
+    __device__ explicit mlstm_look_ahead(const mlstm_problem<T>& problem)
+        : chunk(std::int64_t{blockIdx.x} + problem.ahead),
+          there(problem.ahead > 0 && chunk < std::int64_t{gridDim.x} && warp_id() == 0) {}
+    template <class E>
+    __device__ void array(const E* of, int count) {
+        if (there && lane_id() == lane) {
+            prefetch_to_l2(of + chunk * count, static_cast<std::uint32_t>(count * sizeof(E)));
+        }
+        ++lane;
+    }
+};
+
+/// A chunk's exponents in shared memory: doubles for float rows; for others floats, in powers of 2 and from M of the last token, whose
+/// rounding costs a weight less than 1e-4 of itself even where exponents differ by hundreds.
+template <class E>
 struct mlstm_exponents {
-    double* source;  // [64]
-    double* most;    // [64]: M_l
+    static constexpr bool exact = std::is_same_v<E, float>;
+    using number = std::conditional_t<exact, double, float>;
+
+    number* source;  // [64]: s_j
+    number* most;    // [64]: M_l
+    float* kept;     // [64]: exp(m - M_l)
 
     __device__ void load(const double* log_source, const double* log_top, double m) const {
         const auto i = static_cast<int>(threadIdx.x);
         if (i < scorer_chunk) {
-            source[i] = log_source[i];
-            most[i] = log_top[i] > m ? log_top[i] : m;
+            const double of_last = log_top[scorer_chunk - 1];
+            const double top = log_top[i] > m ? log_top[i] : m;
+            const double last = of_last > m ? of_last : m;
+            kept[i] = expf(static_cast<float>(m - top));
+            if constexpr (exact) {
+                source[i] = log_source[i];
+                most[i] = top;
+            } else {
+                constexpr double log2e = 1.4426950408889634;
+                source[i] = static_cast<float>((log_source[i] - last) * log2e);
+                most[i] = static_cast<float>((top - last) * log2e);
+            }
         }
     }
     /// exp(s_j - M_l), 0 for a token after the read.
     __device__ float weight(int l, int j) const {
-        return j <= l ? expf(static_cast<float>(source[j] - most[l])) : 0.0f;
+        if constexpr (exact) {
+            return j <= l ? expf(static_cast<float>(source[j] - most[l])) : 0.0f;
+        } else {
+            return j <= l ? fast_exp2(source[j] - most[l]) : 0.0f;
+        }
     }
 };
 

@@ -177,44 +177,44 @@ struct scorer_source {
     }
 
     /// Columns [from, from + columns) of the inputs of tokens first + r into rows r of a tile, for r in [low, high); other rows and
-    /// columns beyond `size` become 0. The caller synchronises (and waits for copies).
+    /// columns beyond `size` become 0. By thread `thread` of `threads`. The caller synchronises (and waits for copies).
     __device__ void load(const scorer_span& s, std::int32_t first, int low, int high, const float* scale_k,
-                         const float* scale_v, const shared_tile<T>& to, int from, int columns) const {
-        const int across = columns / 8;
-        for (auto i = static_cast<int>(threadIdx.x); i < scorer_chunk * across;
-             i += static_cast<int>(blockDim.x)) {
-            const int r = i / across, c = from + i % across * 8;
-            const bool in = r >= low && r < high && c < size;
+                         const float* scale_v, const shared_tile<T>& to, int from, int columns, int thread,
+                         int threads) const {
+        const int across = columns / 8, step_r = threads / across, step_c = threads % across;
+        for (int r = thread / across, i = thread % across; r < scorer_chunk; r += step_r) {
+            const int c = from + i * 8, line = r;
+            i += step_c;
+            if (i >= across) {
+                i -= across;
+                ++r;
+            }
+            const bool in = line >= low && line < high && c < size;
             if constexpr (!shared_tile<T>::plain) {
                 if (input == scorer_input::key_value) {  // widths are multiples of 8
                     const bool of_key = c < k.dim;
-                    const T* row = of_key ? k.row(s.b, s.h, in ? first + r : 0) + (in ? c : 0)
-                                          : v.row(s.b, s.h, in ? first + r : 0) + (in ? c - k.dim : 0);
-                    copy_16(shared_address(to.data) + to.offset(r, c - from), row, in ? 16 : 0);
+                    const T* row = of_key ? k.row(s.b, s.h, in ? first + line : 0) + (in ? c : 0)
+                                          : v.row(s.b, s.h, in ? first + line : 0) + (in ? c - k.dim : 0);
+                    copy_16(shared_address(to.data) + to.offset(line, c - from), row, in ? 16 : 0);
                     continue;
                 }
             }
             float x[8];
 #pragma unroll
             for (int e = 0; e < 8; ++e) {
-                x[e] = in && c + e < size ? number(s, first + r, c + e, scale_k[r], scale_v[r]) : 0.0f;
+                x[e] =
+                    in && c + e < size ? number(s, first + line, c + e, scale_k[line], scale_v[line]) : 0.0f;
             }
-            to.set_eight(r, c - from, x);
+            to.set_eight(line, c - from, x);
         }
         copy_commit();
     }
 
-    /// Whether all numbers of token t's key and value are finite; a warp together.
-    __device__ bool finite(const scorer_span& s, std::int32_t t) const {
-        constexpr float largest = 3.402823466e38f;
-        bool good = true;
-        for (int c = lane_id(); c < k.dim; c += 32) {
-            good = good && fabsf(static_cast<float>(k.row(s.b, s.h, t)[c])) <= largest;
-        }
-        for (int c = lane_id(); c < v.dim; c += 32) {
-            good = good && fabsf(static_cast<float>(v.row(s.b, s.h, t)[c])) <= largest;
-        }
-        return __all_sync(all_lanes, good ? 1 : 0) != 0;
+    /// The same by all threads of the block.
+    __device__ void load(const scorer_span& s, std::int32_t first, int low, int high, const float* scale_k,
+                         const float* scale_v, const shared_tile<T>& to, int from, int columns) const {
+        load(s, first, low, high, scale_k, scale_v, to, from, columns, static_cast<int>(threadIdx.x),
+             static_cast<int>(blockDim.x));
     }
 
   private:

@@ -43,6 +43,20 @@ struct shared_tile {
         return static_cast<float>(*reinterpret_cast<const T*>(data + offset(row, column)));
     }
     /// Columns `column` (even) and the next.
+    __device__ void get_pair(int row, int column, float& first, float& second) const {
+        if constexpr (plain) {
+            const auto* from = reinterpret_cast<const float*>(data + offset(row, column));
+            first = from[0];
+            second = from[1];
+        } else {
+            struct alignas(4) pair {
+                T of[2];
+            };
+            const pair both = *reinterpret_cast<const pair*>(data + offset(row, column));
+            first = static_cast<float>(both.of[0]);
+            second = static_cast<float>(both.of[1]);
+        }
+    }
     __device__ void set_pair(int row, int column, float first, float second) const {
         if constexpr (plain) {
             auto* to = reinterpret_cast<float*>(data + offset(row, column));
@@ -120,6 +134,60 @@ __device__ inline unsigned char* aligned_dynamic_shared() {
     return memory + (1024 - shared_address(memory) % 1024) % 1024;
 }
 
+/// tile_product (blocks/tile_product.cuh) with its loop unrolled: a step along k changes an address by a constant, where rows are k, or by an
+/// exclusive or with one, since k / 8 is even there and tiles begin at multiples of 1024 bytes. For products whose number of registers
+/// is no concern.
+template <class T, int MI, int NI, int Depth, bool TransA, bool TransB>
+__device__ inline void unrolled_product(float (&acc)[MI][NI][4], std::uint32_t a, int a_rows, int m0,
+                                        std::uint32_t b, int b_rows, int n0, int b_from) {
+    static_assert(NI % 2 == 0);
+    const int lane = lane_id(), half = lane / 16, eighth = lane / 8 % 2, line = lane % 8;
+    std::uint32_t of_a[MI], of_b[NI / 2];
+#pragma unroll
+    for (int i = 0; i < MI; ++i) {
+        const int m = m0 + 16 * i;
+        of_a[i] = a + (TransA ? swizzled(a_rows, half * 8 + line, m / 8 + eighth)
+                              : swizzled(a_rows, m + lane % 16, half));
+    }
+#pragma unroll
+    for (int j = 0; j < NI / 2; ++j) {
+        const int n = n0 + 16 * j;
+        of_b[j] = b + (TransB ? swizzled(b_rows, b_from + eighth * 8 + line, n / 8 + half)
+                              : swizzled(b_rows, n + half * 8 + line, eighth));
+    }
+#pragma unroll
+    for (int k = 0; k < Depth; k += 16) {
+        const auto along = [&](std::uint32_t from, bool transposed, int rows) {
+            return transposed ? from + static_cast<std::uint32_t>(k * 128)
+                              : (from ^ static_cast<std::uint32_t>(k % 64 * 2)) +
+                                    static_cast<std::uint32_t>(k / 64 * rows * 128);
+        };
+        std::uint32_t fa[MI][4];
+#pragma unroll
+        for (int i = 0; i < MI; ++i) {
+            if constexpr (TransA) {
+                load_matrices_transposed(fa[i], along(of_a[i], true, a_rows));
+            } else {
+                load_matrices(fa[i], along(of_a[i], false, a_rows));
+            }
+        }
+#pragma unroll
+        for (int j = 0; j < NI; j += 2) {
+            std::uint32_t fb[4];
+            if constexpr (TransB) {
+                load_matrices_transposed(fb, along(of_b[j / 2], true, b_rows));
+            } else {
+                load_matrices(fb, along(of_b[j / 2], false, b_rows));
+            }
+#pragma unroll
+            for (int i = 0; i < MI; ++i) {
+                mma_16x8x16<T>(acc[i][j], fa[i], fb[0], fb[1]);
+                mma_16x8x16<T>(acc[i][j + 1], fa[i], fb[2], fb[3]);
+            }
+        }
+    }
+}
+
 /// acc[i][j] += a[m0 + 16 i ..][..] b[..][n0 + 8 j ..] over `Depth`, for one warp; as tile_product, for either kind of tile.
 template <int MI, int NI, int Depth, bool TransA, bool TransB, class T>
 __device__ inline void add_product(float (&acc)[MI][NI][4], const shared_tile<T>& a, int m0,
@@ -140,8 +208,8 @@ __device__ inline void add_product(float (&acc)[MI][NI][4], const shared_tile<T>
             }
         }
     } else {
-        tile_product<T, MI, NI, Depth, TransA, TransB>(acc, shared_address(a.data), a.rows, m0,
-                                                       shared_address(b.data), b.rows, n0, b_from);
+        unrolled_product<T, MI, NI, Depth, TransA, TransB>(acc, shared_address(a.data), a.rows, m0,
+                                                           shared_address(b.data), b.rows, n0, b_from);
     }
 }
 

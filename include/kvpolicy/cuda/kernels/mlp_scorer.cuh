@@ -52,15 +52,28 @@ __device__ inline float activated(scorer_activation kind, float y, float& slope)
     return y * below;
 }
 
-/// Reports the rows of a chunk's tokens that are not finite, one warp a row, and what else is not.
+/// Reports a chunk's tokens that are not finite, all threads of a block together.
 template <class T>
 __device__ inline void report_bad_rows(const scorer_streams& streams, const scorer_source<T>& source,
                                        const scorer_span& s) {
-    bool bad = false;
-    for (int r = warp_id(); r < s.count; r += static_cast<int>(blockDim.x) / 32) {
-        bad = bad || !source.finite(s, s.first + r);
+    constexpr int each = shared_tile<T>::plain ? 1 : 8;  // 16-bit rows are multiples of 16 bytes
+    struct alignas(each * sizeof(T)) group {
+        T of[each];
+    };
+    float finite = 0.0f;  // or NaN
+    for (const rows_view<const T>& rows : {source.k, source.v}) {
+        const std::int32_t across = rows.dim / each;
+        for (auto i = static_cast<std::int32_t>(threadIdx.x); i < s.count * across;
+             i += static_cast<std::int32_t>(blockDim.x)) {
+            const group all =
+                *reinterpret_cast<const group*>(rows.row(s.b, s.h, s.first + i / across) + i % across * each);
+#pragma unroll
+            for (int e = 0; e < each; ++e) {
+                finite += static_cast<float>(all.of[e]) * 0.0f;
+            }
+        }
     }
-    if (bad && lane_id() == 0) {
+    if (finite != 0.0f) {
         streams.report(s.b, status_not_finite);
     }
 }

@@ -19,67 +19,120 @@ namespace kvpolicy {
 inline namespace KVPOLICY_CUDA_NAMESPACE KVPOLICY_HIDDEN {
 namespace cuda_backend {
 
-/// A warp's gradients of features, through the feature map, to the projections' columns of its rows: d y = p (d p - p . d p) for a
-/// softmax, and Hedgehog's second half with the other sign. Rows [low, high) of the chunk; others are not written.
-template <int F, class T, class E>
-__device__ inline void store_through_features(const mlstm_problem<T>& problem, const shared_tile<E>& features,
-                                              const float (&d)[1][F / 8][4], int high, std::int32_t width,
-                                              T* to) {
-    const int lane = lane_id();
+/// A warp's gradients of its 16 rows of features: the same F / 4 columns of either half, so that Hedgehog's pairs meet in a thread.
+template <int F>
+struct feature_gradients {
+    float of[2][1][F / 32][4];
+
+    __device__ void clear_all() {
+        clear(of[0]);
+        clear(of[1]);
+    }
+    __device__ static int column(int half, int j) {
+        return F / 2 * half + F / 4 * (warp_id() / 4) + 8 * j + lane_id() % 4 * 2;
+    }
+    template <int Depth, bool TransB, class E>
+    __device__ void add(const shared_tile<E>& a, int m0, const shared_tile<E>& b) {
+        add_product<1, F / 32, Depth, false, TransB>(of[0], a, m0, b, F / 4 * (warp_id() / 4));
+        add_product<1, F / 32, Depth, false, TransB>(of[1], a, m0, b, F / 2 + F / 4 * (warp_id() / 4));
+    }
+    /// Of either half, sums over this warp's columns of features times gradients, to where a row's other warp's are.
+    template <class E>
+    __device__ void sum_along(const shared_tile<E>& features, int m0, const mlstm_row_sums& low,
+                              const mlstm_row_sums& high) const {
 #pragma unroll
-    for (int r = 0; r < 2; ++r) {
-        const int row = 16 * warp_id() + lane / 4 + 8 * r;
-        float along[2] = {};
+        for (int r = 0; r < 2; ++r) {
+            const int row = m0 + lane_id() / 4 + 8 * r;
 #pragma unroll
-        for (int j = 0; j < F / 8; ++j) {
+            for (int half = 0; half < 2; ++half) {
+                float along = 0.0f;
 #pragma unroll
-            for (int e = 0; e < 2; ++e) {
-                along[j / (F / 16)] += d[0][j][2 * r + e] * features.get(row, 8 * j + lane % 4 * 2 + e);
-            }
-        }
-        along[0] = row_sum(along[0]);
-        along[1] = row_sum(along[1]);
-        if (!problem.hedgehog) {
-            along[0] += along[1];
-            along[1] = along[0];
-        }
-        if (row >= high) {
-            continue;
-        }
-#pragma unroll
-        for (int j = 0; j < F / 8; ++j) {
-#pragma unroll
-            for (int e = 0; e < 2; ++e) {
-                const int column = 8 * j + lane % 4 * 2 + e;
-                if (column >= problem.projection) {
-                    continue;
+                for (int j = 0; j < F / 32; ++j) {
+                    float p[2];
+                    features.get_pair(row, column(half, j), p[0], p[1]);
+                    along += of[half][0][j][2 * r] * p[0] + of[half][0][j][2 * r + 1] * p[1];
                 }
-                float y = features.get(row, column) * (d[0][j][2 * r + e] - along[j / (F / 16)]);
-                if (j < F / 16 && problem.hedgehog) {
-                    y -= features.get(row, column + F / 2) *
-                         (d[0][(j + F / 16) % (F / 8)][2 * r + e] - along[1]);
-                }
-                to[std::int64_t{row} * width + column] = static_cast<T>(y);
+                (half == 0 ? low : high).set(row, row_sum(along));
             }
         }
     }
-}
+    /// Through the feature map, in place: d y = p (d - p . d) for a softmax, and Hedgehog's second half with the other sign.
+    template <class T, class E>
+    __device__ void through_map(const mlstm_problem<T>& problem, const shared_tile<E>& features, int m0,
+                                const mlstm_row_sums& low, const mlstm_row_sums& high) {
+#pragma unroll
+        for (int r = 0; r < 2; ++r) {
+            const int row = m0 + lane_id() / 4 + 8 * r;
+            float along[2] = {low.get(row), high.get(row)};
+            if (!problem.hedgehog) {
+                along[0] += along[1];
+                along[1] = along[0];
+            }
+#pragma unroll
+            for (int j = 0; j < F / 32; ++j) {
+                float p[2][2];
+                features.get_pair(row, column(0, j), p[0][0], p[0][1]);
+                features.get_pair(row, column(1, j), p[1][0], p[1][1]);
+#pragma unroll
+                for (int e = 0; e < 2; ++e) {
+                    float y[2];
+#pragma unroll
+                    for (int half = 0; half < 2; ++half) {
+                        y[half] = p[half][e] * (of[half][0][j][2 * r + e] - along[half]);
+                    }
+                    if (problem.hedgehog) {
+                        y[0] -= y[1];
+                        y[1] = 0.0f;
+                    }
+#pragma unroll
+                    for (int half = 0; half < 2; ++half) {
+                        of[half][0][j][2 * r + e] = column(half, j) + e < problem.projection ? y[half] : 0.0f;
+                    }
+                }
+            }
+        }
+    }
+    template <class T>
+    __device__ void store(const shared_tile<T>& to, int m0) const {
+#pragma unroll
+        for (int r = 0; r < 2; ++r) {
+#pragma unroll
+            for (int half = 0; half < 2; ++half) {
+#pragma unroll
+                for (int j = 0; j < F / 32; ++j) {
+                    to.set_pair(m0 + lane_id() / 4 + 8 * r, column(half, j), of[half][0][j][2 * r],
+                                of[half][0][j][2 * r + 1]);
+                }
+            }
+        }
+    }
+};
 
-/// Zeros in the columns [from, to) of rows [0, count).
-template <class T>
-__device__ inline void clear_columns(T* rows, std::int32_t width, std::int32_t from, std::int32_t to,
-                                     int count) {
-    const std::int32_t across = to - from;
-    for (auto i = static_cast<std::int32_t>(threadIdx.x); i < across * count;
-         i += static_cast<std::int32_t>(blockDim.x)) {
-        rows[std::int64_t{i / across} * width + from + i % across] = static_cast<T>(0.0f);
+/// Rows [0, count) of `width` numbers (a multiple of 8), eight at a time from get(row, column, x).
+template <class T, class Get>
+__device__ inline void write_rows(T* rows, std::int32_t width, int count, const Get& get) {
+    const std::int32_t across = width / 8;
+    auto i = static_cast<std::int32_t>(threadIdx.x);
+    std::int32_t r = i / across, c = i % across;
+    const std::int32_t step_r = mlstm_threads / across, step_c = mlstm_threads % across;
+    while (r < count) {
+        float x[8] = {};
+        get(r, 8 * c, x);
+        store_eight(rows + std::int64_t{r} * width + 8 * c, x);
+        r += step_r;
+        c += step_c;
+        if (c >= across) {
+            c -= across;
+            ++r;
+        }
     }
 }
 
 /// Of a chunk's reads: d N_l, d g_l, exp(m - M_l) and their pairs with tokens before the chunk into rows, d (Wq x) and d score into d_rows_q, and the chunk's sums of
 /// the readout's gradients.
 template <class T, int F, int V>
-__global__ void __launch_bounds__(128) mlstm_reads_backward_kernel(const mlstm_problem<T> problem) {
+__global__ void __launch_bounds__(mlstm_threads, mlstm_blocks<T>)
+    mlstm_reads_backward_kernel(const mlstm_problem<T> problem) {
     using E = mlstm_element<T>;
     const scorer_streams& streams = problem.streams;
     const scorer_span s = streams.span(static_cast<std::int32_t>(blockIdx.x) / streams.slots,
@@ -91,448 +144,197 @@ __global__ void __launch_bounds__(128) mlstm_reads_backward_kernel(const mlstm_p
     const auto thread = static_cast<int>(threadIdx.x);
     const std::int32_t skipped = max(0, s.begin + streams.delay - s.first);
     if (skipped >= s.count) {
-        for (int i = thread; i <= 2 * width; i += 128) {
+        for (int i = thread; i <= 2 * width; i += mlstm_threads) {
             sums[i] = 0.0f;
         }
-        clear_columns(d_rows, problem.rows_q, 0, problem.rows_q, s.count);
+        write_rows(d_rows, problem.rows_q, s.count, [](int, int, float(&)[8]) {});
         return;
     }
     const mlstm_read_memory<E, F, V, true> memory(aligned_dynamic_shared());
-    const double m = problem.frames[chunk].m;
+    if (thread < scorer_chunk) {
+        memory.d_score[thread] =
+            thread >= skipped && thread < s.count
+                ? gradient_of_score(streams, problem.d_scores, s, s.first + thread - streams.delay)
+                : 0.0f;
+    }
     mlstm_reads<V> reads;
-    read_chunk<F, V>(problem, s, memory, m, reads);
+    read_chunk<F, V>(problem, s, memory, problem.frames[chunk], reads);
 
-    const int m0 = 16 * warp_id(), lane = lane_id();
+    const int m0 = 16 * (warp_id() % 4), half = warp_id() / 4, lane = lane_id();
     const std::int64_t at = std::int64_t{s.h} * width;
-    float d_g[2];
-    bool clamped[2];
-    float of_readout[V / 8][2] = {}, of_gain[V / 8][2] = {};
+    const bool norm = problem.norm_gain != nullptr;
+    float inverse[2], scale[2], d_score[2];
+    bool in[2], clamped[2];
 #pragma unroll
     for (int r = 0; r < 2; ++r) {
         const int l = m0 + lane / 4 + 8 * r;
-        const bool in = l >= skipped && l < s.count;
-        const float d_score =
-            in ? gradient_of_score(streams, problem.d_scores, s, s.first + l - streams.delay) : 0.0f;
+        in[r] = l >= skipped && l < s.count;
+        d_score[r] = memory.d_score[l];
         clamped[r] = reads.divisor[r] < mlstm_clamp;
-        const float inverse = 1.0f / (clamped[r] ? mlstm_clamp : reads.divisor[r]);
+        inverse[r] = __fdividef(1.0f, clamped[r] ? mlstm_clamp : reads.divisor[r]);
         float square = 0.0f;
 #pragma unroll
-        for (int j = 0; j < V / 8; ++j) {
+        for (int j = 0; j < V / 16; ++j) {
 #pragma unroll
             for (int e = 2 * r; e < 2 * r + 2; ++e) {
-                reads.h[0][j][e] = in ? reads.h[0][j][e] * inverse : 0.0f;
+                reads.h[0][j][e] = in[r] ? reads.h[0][j][e] * inverse[r] : 0.0f;
                 square += reads.h[0][j][e] * reads.h[0][j][e];
             }
         }
-        const bool norm = problem.norm_gain != nullptr;
-        const float scale =
-            norm ? 1.0f / sqrtf(row_sum(square) / static_cast<float>(width) + mlstm_norm_epsilon) : 1.0f;
-        // d h, in a second set of registers.
-        float d_h[V / 8][2];
-        float along = 0.0f;
-#pragma unroll
-        for (int j = 0; j < V / 8; ++j) {
-#pragma unroll
-            for (int e = 0; e < 2; ++e) {
-                const std::int32_t i = 8 * j + lane % 4 * 2 + e;
-                d_h[j][e] = 0.0f;
-                if (i < width) {
-                    const float h = reads.h[0][j][2 * r + e];
-                    const float gain = norm ? problem.norm_gain[at + i] : 1.0f;
-                    float slope;
-                    of_readout[j][e] +=
-                        d_score * activated<true>(scorer_activation::silu, h * scale * gain, slope);
-                    const float d = d_score * problem.readout[at + i] * slope;
-                    of_gain[j][e] += d * h * scale;
-                    d_h[j][e] = d * gain;
-                    along += d_h[j][e] * h;
-                }
-            }
-        }
-        along = norm ? row_sum(along) * scale * scale / static_cast<float>(width) : 0.0f;
-        float of_divisor = 0.0f;
-#pragma unroll
-        for (int j = 0; j < V / 8; ++j) {
-#pragma unroll
-            for (int e = 0; e < 2; ++e) {
-                const float h = reads.h[0][j][2 * r + e];
-                const float d = scale * (d_h[j][e] - h * along);
-                const float d_n = static_cast<float>(static_cast<E>(d * inverse));
-                of_divisor += d_n * h;
-                reads.h[0][j][2 * r + e] = d_n;
-            }
-        }
-        of_divisor = row_sum(of_divisor);
-        d_g[r] = clamped[r] ? 0.0f : -of_divisor;
-        if (lane % 4 == 0) {
-            problem.d_g[row + l] = d_g[r];
-            problem.kept[row + l] = in ? reads.kept[r] : 0.0f;
-            if (l < s.count) {
-                d_rows[std::int64_t{l} * problem.rows_q + problem.at_skip] = static_cast<T>(d_score);
-            }
-        }
-#pragma unroll
-        for (int j = 0; j < V / 8; ++j) {
-            const int column = 8 * j + lane % 4 * 2;
-            memory.d_n.set_pair(l, column, reads.h[0][j][2 * r], reads.h[0][j][2 * r + 1]);
-            store_pair(problem.d_n + (row + l) * V + column, reads.h[0][j][2 * r], reads.h[0][j][2 * r + 1]);
-        }
+        memory.sums[1].set(l, row_sum(square));
     }
-    // Sums over the chunk's reads: over a warp's rows, then over the warps.
+    sync_rows();            // these rows' weights are free too: sums down the columns take their place
+    float d[1][V / 16][4];  // d h, then d N
+    float along[2] = {};
 #pragma unroll
-    for (int j = 0; j < V / 8; ++j) {
+    for (int r = 0; r < 2; ++r) {
+        scale[r] = norm ? rsqrtf(memory.sums[1].get(m0 + lane / 4 + 8 * r) / static_cast<float>(width) +
+                                 mlstm_norm_epsilon)
+                        : 1.0f;
+    }
+#pragma unroll
+    for (int j = 0; j < V / 16; ++j) {
 #pragma unroll
         for (int e = 0; e < 2; ++e) {
+            const std::int32_t i = V / 2 * half + 8 * j + lane % 4 * 2 + e;
+            const bool there = i < width;
+            const float gain = there && norm ? problem.norm_gain[at + i] : 1.0f;
+            const float readout = there ? problem.readout[at + i] : 0.0f;
+            float of_readout = 0.0f, of_gain = 0.0f;
+#pragma unroll
+            for (int r = 0; r < 2; ++r) {
+                const float h = reads.h[0][j][2 * r + e], y = h * scale[r] * gain;
+                const float open = __fdividef(1.0f, 1.0f + expf(-y));
+                of_readout += d_score[r] * y * open;
+                const float to = d_score[r] * readout * (open * (1.0f + y * (1.0f - open)));
+                of_gain += to * h * scale[r];
+                d[0][j][2 * r + e] = to * gain;
+                along[r] += to * gain * h;
+            }
 #pragma unroll
             for (int step = 4; step < 32; step *= 2) {
-                of_readout[j][e] += __shfl_xor_sync(all_lanes, of_readout[j][e], step);
-                of_gain[j][e] += __shfl_xor_sync(all_lanes, of_gain[j][e], step);
+                of_readout += __shfl_xor_sync(all_lanes, of_readout, step);
+                of_gain += __shfl_xor_sync(all_lanes, of_gain, step);
             }
             if (lane < 4) {
-                float* const to = memory.columns + (warp_id() * V + 8 * j + lane * 2 + e) * 2;
-                to[0] = of_readout[j][e];
-                to[1] = of_gain[j][e];
+                float* const to = memory.columns(warp_id() % 4) + i * 2;
+                to[0] = of_readout;
+                to[1] = of_gain;
             }
         }
     }
+#pragma unroll
+    for (int r = 0; r < 2; ++r) {
+        memory.sums[2].set(m0 + lane / 4 + 8 * r, row_sum(along[r]));
+    }
     __syncthreads();
-    for (int i = thread; i < 2 * width; i += 128) {
+    for (int i = thread; i < 2 * width; i += mlstm_threads) {
         float sum = 0.0f;
+#pragma unroll
         for (int w = 0; w < 4; ++w) {
-            sum += memory.columns[(w * V + i % width) * 2 + i / width];
+            sum += memory.columns(w)[i % width * 2 + i / width];
         }
         sums[i] = sum;
     }
-    if (thread == 0) {
-        float sum = 0.0f;
-        for (int l = skipped; l < s.count; ++l) {
-            sum += problem.d_scores.head(s.b, s.h)[s.first + l - streams.delay];
+    if (warp_id() == 7) {
+        const float sum = warp_sum(memory.d_score[lane] + memory.d_score[lane + 32]);
+        if (lane == 0) {
+            sums[2 * width] = sum;
         }
-        sums[2 * width] = sum;
+    }
+    float of_divisor[2] = {}, of_state[2] = {};  // - d g_l, and d N_l . rho + d g_l
+#pragma unroll
+    for (int r = 0; r < 2; ++r) {
+        const int l = m0 + lane / 4 + 8 * r;
+        const float back =
+            norm ? memory.sums[2].get(l) * scale[r] * scale[r] / static_cast<float>(width) : 0.0f;
+#pragma unroll
+        for (int j = 0; j < V / 16; ++j) {
+            const int column = V / 2 * half + 8 * j + lane % 4 * 2;
+            float pair[2];
+#pragma unroll
+            for (int e = 0; e < 2; ++e) {
+                pair[e] = scale[r] * (d[0][j][2 * r + e] - reads.h[0][j][2 * r + e] * back) * inverse[r];
+            }
+            round_pair<E>(pair[0], pair[1]);
+#pragma unroll
+            for (int e = 0; e < 2; ++e) {
+                const float h = reads.h[0][j][2 * r + e];
+                of_divisor[r] += pair[e] * h;
+                of_state[r] += pair[e] * (memory.rho[column + e] - (clamped[r] ? 0.0f : h));
+            }
+            memory.d_n.set_pair(l, column, pair[0], pair[1]);
+        }
+        memory.sums[3].set(l, row_sum(of_divisor[r]));
+        memory.sums[4].set(l, row_sum(of_state[r]));
+    }
+    __syncthreads();  // nobody reads the columns' sums any more either
+    for (int i = thread; i < scorer_chunk * V / 8; i += mlstm_threads) {
+        float x[8];
+        memory.d_n.get_eight(i / (V / 8), i % (V / 8) * 8, x);
+        store_eight(problem.d_n + row * V + i * 8, x);
     }
 
     // w_lj G_lj, with G_lj = d N_l . v~_j + d g_l, takes the place of the weights.
-    float g[1][8][4];
+    float g[1][4][4];
     clear(g);
-    add_product<1, 8, V, false, false>(g, memory.d_n, m0, memory.v, 0);
-#pragma unroll
-    for (int r = 0; r < 2; ++r) {
-        const int l = m0 + lane / 4 + 8 * r;
-#pragma unroll
-        for (int j = 0; j < 8; ++j) {
-            const int column = 8 * j + lane % 4 * 2;
-            memory.weights.set_pair(l, column, memory.exponents.weight(l, column) * (g[0][j][2 * r] + d_g[r]),
-                                    memory.exponents.weight(l, column + 1) * (g[0][j][2 * r + 1] + d_g[r]));
-        }
-    }
-    __syncwarp();
-    // d q~ = exp(m - M_l) (C d N + z d g) + sum_j w_lj G_lj k~_j
-    float d_q[1][F / 8][4];
-    clear(d_q);
-    add_product<1, F / 8, V, false, false>(d_q, memory.d_n, m0, memory.c, 0);
-#pragma unroll
-    for (int j = 0; j < F / 8; ++j) {
-#pragma unroll
-        for (int e = 0; e < 4; ++e) {
-            d_q[0][j][e] =
-                reads.kept[e / 2] * (d_q[0][j][e] + d_g[e / 2] * memory.z[8 * j + lane % 4 * 2 + e % 2]);
-        }
+    if (32 * half < m0 + 16) {
+        add_product<1, 4, V, false, false>(g, memory.d_n, m0, memory.v, 32 * half);
     }
 #pragma unroll
     for (int r = 0; r < 2; ++r) {
         const int l = m0 + lane / 4 + 8 * r;
-        float along = 0.0f;
+        const float d_g = clamped[r] ? 0.0f : -memory.sums[3].get(l);
+        if (half == 0 && lane % 4 == 0) {
+            problem.d_g[row + l] = d_g;
+            problem.kept[row + l] = in[r] ? memory.exponents.kept[l] : 0.0f;
+        }
 #pragma unroll
-        for (int j = 0; j < F / 8; ++j) {
-            const int column = 8 * j + lane % 4 * 2;
-            along += d_q[0][j][2 * r] * memory.q.get(l, column) +
-                     d_q[0][j][2 * r + 1] * memory.q.get(l, column + 1);
-        }
-        along = row_sum(along);
-        if (lane % 4 == 0) {
-            problem.carried[row + l] = along;
+        for (int j = 0; j < 4; ++j) {
+            const int column = 32 * half + 8 * j + lane % 4 * 2;
+            memory.weights.set_pair(l, column, memory.exponents.weight(l, column) * (g[0][j][2 * r] + d_g),
+                                    memory.exponents.weight(l, column + 1) * (g[0][j][2 * r + 1] + d_g));
         }
     }
-    add_product<1, F / 8, scorer_chunk, false, true>(d_q, memory.weights, m0, memory.k, 0);
-    store_through_features<F>(problem, memory.q, d_q, s.count, problem.rows_q, d_rows);
-    clear_columns(d_rows, problem.rows_q, problem.projection, problem.at_skip, s.count);
-    clear_columns(d_rows, problem.rows_q, problem.at_skip + 1, problem.rows_q, s.count);
-}
-
-/// Shared memory of mlstm_tokens_backward_kernel.
-template <class E, int F, int V>
-struct mlstm_tokens_memory {
-    static constexpr int pitch = scorer_chunk + 1;
-
-    shared_tile<E> q, k, v, d_n, weights, gradients;
-    shared_tile<E> a;  // where pairs was
-    float* pairs;      // [64][pitch]: T_lj in row j, then its sums from column l to the end of a half
-    float* a_z;
-    float* d_g;
-    float* carried;
-    float* later;   // pairs of a token with reads after the chunk
-    float* inside;  // with reads in it
-    float* across;  // [4]
-    float* halves;  // [2][64]: pairs in the chunk across a token, by halves of their tokens
-    mlstm_exponents exponents;
-    std::size_t bytes;
-
-    KVPOLICY_HOST_DEVICE explicit mlstm_tokens_memory(unsigned char* memory) {
-        shared_parts parts(memory);
-        q = parts.tile<E>(scorer_chunk, F);
-        k = parts.tile<E>(scorer_chunk, F);
-        v = parts.tile<E>(scorer_chunk, V);
-        d_n = parts.tile<E>(scorer_chunk, V);
-        weights = parts.tile<E>(scorer_chunk, scorer_chunk);
-        gradients = parts.tile<E>(scorer_chunk, scorer_chunk);
-        a = parts.tile<E>(F, V);
-        pairs = reinterpret_cast<float*>(a.data);
-        constexpr int more = scorer_chunk * pitch * 4 - static_cast<int>(shared_tile<E>::bytes(F, V));
-        parts.take<unsigned char>(more > 0 ? more : 0);
-        a_z = parts.take<float>(F);
-        d_g = parts.take<float>(scorer_chunk);
-        carried = parts.take<float>(scorer_chunk);
-        later = parts.take<float>(scorer_chunk);
-        inside = parts.take<float>(scorer_chunk);
-        across = parts.take<float>(4);
-        halves = parts.take<float>(2 * scorer_chunk);
-        exponents.source = parts.take<double>(scorer_chunk);
-        exponents.most = parts.take<double>(scorer_chunk);
-        bytes = parts.bytes();
-    }
-};
-
-/// The pairs of a chunk's tokens with its own reads, tokens on rows and reads on columns, four warps of 16 tokens: weights w_lj (q~_l . k~_j)
-/// and w_lj G_lj into shared memory, sums over a token's pairs, and over all pairs across each token. Ends with a barrier.
-template <class E, int F, int V>
-__device__ inline void pairs_of_chunk(const mlstm_tokens_memory<E, F, V>& memory) {
-    constexpr int pitch = mlstm_tokens_memory<E, F, V>::pitch;
-    const int m0 = 16 * warp_id(), lane = lane_id();
-    float products[1][8][4], g[1][8][4];
-    clear(products);
-    clear(g);
-    add_product<1, 8, F, false, false>(products, memory.k, m0, memory.q, 0);
-    add_product<1, 8, V, false, false>(g, memory.v, m0, memory.d_n, 0);
+    // d q~ = exp(m - M_l) (C d N + z d g) + sum_j w_lj G_lj k~_j, the state's part first
+    feature_gradients<F> d_q;
+    d_q.clear_all();
+    d_q.template add<V, false>(memory.d_n, m0, memory.c);
 #pragma unroll
     for (int r = 0; r < 2; ++r) {
-        const int j = m0 + lane / 4 + 8 * r;
-        float sum = 0.0f;
+        const int l = m0 + lane / 4 + 8 * r;
+        const float kept = memory.exponents.kept[l], state = memory.sums[4].get(l);
 #pragma unroll
-        for (int i = 0; i < 8; ++i) {
-            float weight[2], gradient[2];
+        for (int i = 0; i < 2; ++i) {
 #pragma unroll
-            for (int e = 0; e < 2; ++e) {
-                const int l = 8 * i + lane % 4 * 2 + e;
-                const float w = memory.exponents.weight(l, j);
-                // Rounded as the read's, so that its pairs add up to what its quotient says.
-                weight[e] = static_cast<float>(static_cast<E>(w * products[0][i][2 * r + e]));
-                const float of_pair = g[0][i][2 * r + e] + memory.d_g[l];
-                gradient[e] = w * of_pair;
-                memory.pairs[j * pitch + l] = weight[e] * of_pair;
-                sum += weight[e] * of_pair;
-            }
-            memory.weights.set_pair(j, 8 * i + lane % 4 * 2, weight[0], weight[1]);
-            memory.gradients.set_pair(j, 8 * i + lane % 4 * 2, gradient[0], gradient[1]);
-        }
-        sum = row_sum(sum);
-        if (lane % 4 == 0) {
-            memory.inside[j] = sum;
-        }
-    }
-    __syncthreads();
-    // Pairs across t: tokens j < t, reads l >= t. Sums along each row from l to the end of its half, then down the columns.
-    const int at = static_cast<int>(threadIdx.x) % scorer_chunk,
-              half = static_cast<int>(threadIdx.x) / scorer_chunk;
-    float sum = 0.0f;
-    for (int l = 32 * half + 31; l >= 32 * half; --l) {
-        sum += memory.pairs[at * pitch + l];
-        memory.pairs[at * pitch + l] = sum;
-    }
-    __syncthreads();
-    sum = 0.0f;
-    for (int j = 32 * half; j < min(32 * half + 32, at); ++j) {
-        sum += memory.pairs[j * pitch + at] + (at < 32 ? memory.pairs[j * pitch + 32] : 0.0f);
-    }
-    memory.halves[half * scorer_chunk + at] = sum;
-    __syncthreads();
-}
-
-/// Of a chunk's tokens: d (Wk x), d v~ and d of the gates' preactivations into d_rows_k, and the sums of the latter. Four warps of 16
-/// tokens each.
-template <class T, int F, int V>
-__global__ void __launch_bounds__(128) mlstm_tokens_backward_kernel(const mlstm_problem<T> problem) {
-    using E = mlstm_element<T>;
-    const scorer_streams& streams = problem.streams;
-    const scorer_span s = streams.span(static_cast<std::int32_t>(blockIdx.x) / streams.slots,
-                                       static_cast<std::int32_t>(blockIdx.x) % streams.slots);
-    const std::int64_t row = s.row(streams.slots), chunk = problem.chunk(s);
-    const auto thread = static_cast<int>(threadIdx.x);
-    if (s.count == 0) {
-        if (thread < 2) {
-            problem.d_gates[chunk * 2 + thread] = 0.0f;
-        }
-        return;
-    }
-    report_bad_rows(streams, problem.source, s);
-    const mlstm_tokens_memory<E, F, V> memory(aligned_dynamic_shared());
-    const mlstm_frame& frame = problem.frames[chunk];
-    const bool reads = frame.reads < scorer_chunk;
-    copy_rows(memory.k, problem.k + row * F, F, F, scorer_chunk, 128);
-    copy_rows(memory.v, problem.v + row * V, V, V, scorer_chunk, 128);
-    if (reads) {
-        copy_rows(memory.q, problem.q + row * F, F, F, scorer_chunk, 128);
-        copy_rows(memory.d_n, problem.d_n + row * V, V, V, scorer_chunk, 128);
-    }
-    copy_commit();
-    for (int i = thread; i < F; i += 128) {
-        memory.a_z[i] = problem.d_sums[chunk * F + i];
-    }
-    if (thread < scorer_chunk) {
-        memory.d_g[thread] = reads ? problem.d_g[row + thread] : 0.0f;
-        memory.carried[thread] = reads ? problem.carried[row + thread] : 0.0f;
-        memory.inside[thread] = 0.0f;
-        memory.halves[thread] = 0.0f;
-        memory.halves[scorer_chunk + thread] = 0.0f;
-    }
-    memory.exponents.load(problem.log_source + row, problem.log_top + row, frame.m);
-    copy_wait<0>();
-    __syncthreads();
-    if (reads) {
-        pairs_of_chunk<E, F, V>(memory);
-    }
-    copy_rows(memory.a, problem.d_memory + chunk * F * V, V, V, F, 128);
-    copy_commit();
-    copy_wait<0>();
-    __syncthreads();
-
-    const int m0 = 16 * warp_id(), lane = lane_id();
-    // exp(s_j - M at the chunk's end): how much of a token the state after the chunk has.
-    float out[2];
-#pragma unroll
-    for (int r = 0; r < 2; ++r) {
-        out[r] = memory.exponents.weight(scorer_chunk - 1, m0 + lane / 4 + 8 * r);
-    }
-    T* const d_rows = problem.d_rows_k + row * problem.rows_k;
-    {
-        // d k~_j = sum_l w_lj G_lj q~_l + o_j (A v~_j + a)
-        float d_k[1][F / 8][4];
-        clear(d_k);
-        add_product<1, F / 8, V, false, false>(d_k, memory.v, m0, memory.a, 0);
-#pragma unroll
-        for (int r = 0; r < 2; ++r) {
-            const int j = m0 + lane / 4 + 8 * r;
-            float along = 0.0f;
-#pragma unroll
-            for (int i = 0; i < F / 8; ++i) {
+            for (int j = 0; j < F / 32; ++j) {
 #pragma unroll
                 for (int e = 0; e < 2; ++e) {
-                    const int column = 8 * i + lane % 4 * 2 + e;
-                    float& d = d_k[0][i][2 * r + e];
-                    d = out[r] * (d + memory.a_z[column]);
-                    along += d * memory.k.get(j, column);
-                }
-            }
-            along = row_sum(along);
-            if (lane % 4 == 0) {
-                memory.later[j] = along;
-            }
-        }
-        if (reads) {
-            add_product<1, F / 8, scorer_chunk, false, true>(d_k, memory.gradients, m0, memory.q, 0);
-        }
-        store_through_features<F>(problem, memory.k, d_k, s.count, problem.rows_k, d_rows);
-    }
-    {
-        // d v~_j = sum_l w_lj (q~_l . k~_j) d N_l + o_j A^T k~_j
-        float d_v[1][V / 8][4];
-        clear(d_v);
-        add_product<1, V / 8, F, false, true>(d_v, memory.k, m0, memory.a, 0);
-#pragma unroll
-        for (int i = 0; i < V / 8; ++i) {
-#pragma unroll
-            for (int e = 0; e < 4; ++e) {
-                d_v[0][i][e] *= out[e / 2];
-            }
-        }
-        if (reads) {
-            add_product<1, V / 8, scorer_chunk, false, true>(d_v, memory.weights, m0, memory.d_n, 0);
-        }
-#pragma unroll
-        for (int i = 0; i < V / 8; ++i) {
-#pragma unroll
-            for (int e = 0; e < 4; ++e) {
-                const int j = m0 + lane / 4 + 8 * (e / 2);
-                const std::int32_t column = 8 * i + lane % 4 * 2 + e % 2;
-                if (j < s.count && column < problem.width) {
-                    d_rows[std::int64_t{j} * problem.rows_k + problem.at_v + column] =
-                        static_cast<T>(d_v[0][i][e]);
+                    float& x = d_q.of[i][0][j][2 * r + e];
+                    x = kept * (x + state * memory.z[d_q.column(i, j) + e]);
                 }
             }
         }
     }
-    clear_columns(d_rows, problem.rows_k, problem.projection, problem.at_v, s.count);
-    clear_columns(d_rows, problem.rows_k, problem.at_v + problem.width, problem.at_i, s.count);
-    clear_columns(d_rows, problem.rows_k, problem.at_i + 1, problem.at_f, s.count);
-    clear_columns(d_rows, problem.rows_k, problem.at_f + 1, problem.rows_k, s.count);
-
-    // Pairs across the whole chunk: a token before it, a read after it.
-    float across = 0.0f;
-    const E* const before = problem.memory + chunk * F * V;
-    for (int i = thread; i < F * V; i += 128) {
-        across += static_cast<float>(before[i]) * memory.a.get(i / V, i % V);
+    d_q.sum_along(memory.q, m0, memory.sums[0], memory.sums[1]);
+    sync_rows();
+    if (half == 0 && lane < 16) {
+        problem.carried[row + m0 + lane] = memory.sums[0].get(m0 + lane) + memory.sums[1].get(m0 + lane);
     }
-    for (int i = thread; i < F; i += 128) {
-        across += problem.sums[chunk * F + i] * memory.a_z[i];
-    }
-    across = warp_sum(across) * frame.keep;
-    if (lane == 0) {
-        memory.across[warp_id()] = across;
-    }
+    d_q.template add<scorer_chunk, true>(memory.weights, m0, memory.k);
+    d_q.sum_along(memory.q, m0, memory.sums[2], memory.sums[3]);
     __syncthreads();
-    if (warp_id() != 0) {
-        return;
-    }
-    // d log f_t = pairs across the chunk + reads from t on of earlier tokens + tokens before t read later + those inside; two tokens a
-    // lane.
-    const int at = 2 * lane;
-    const float carried[2] = {memory.carried[at], memory.carried[at + 1]};
-    const float later[2] = {memory.later[at], memory.later[at + 1]};
-    float suffix = carried[0] + carried[1], prefix = later[0] + later[1];
-#pragma unroll
-    for (int step = 1; step < 32; step *= 2) {
-        const float behind = __shfl_down_sync(all_lanes, suffix, static_cast<unsigned>(step));
-        const float ahead = __shfl_up_sync(all_lanes, prefix, static_cast<unsigned>(step));
-        suffix += lane + step < 32 ? behind : 0.0f;
-        prefix += lane >= step ? ahead : 0.0f;
-    }
-    const float ahead = __shfl_up_sync(all_lanes, prefix, 1u);
-    prefix = lane > 0 ? ahead : 0.0f;
-    const float whole = memory.across[0] + memory.across[1] + memory.across[2] + memory.across[3];
-    const float behind = __shfl_down_sync(all_lanes, suffix, 1u);
-    const float suffixes[2] = {suffix, carried[1] + (lane < 31 ? behind : 0.0f)};
-    const float prefixes[2] = {prefix, prefix + later[0]};
-    float of_gates[2] = {};
-#pragma unroll
-    for (int i = 0; i < 2; ++i) {
-        const int j = at + i;
-        if (j < s.count) {
-            const float d_log_f =
-                whole + suffixes[i] + prefixes[i] + memory.halves[j] + memory.halves[scorer_chunk + j];
-            const float d_i = (memory.inside[j] + memory.later[j]) * problem.slope_i[row + j];
-            // Nothing is forgotten before a stream's first token.
-            const float d_f = s.first + j == s.begin ? 0.0f : d_log_f * problem.slope_f[row + j];
-            d_rows[std::int64_t{j} * problem.rows_k + problem.at_i] = static_cast<T>(d_i);
-            d_rows[std::int64_t{j} * problem.rows_k + problem.at_f] = static_cast<T>(d_f);
-            of_gates[0] += d_i;
-            of_gates[1] += d_f;
+    d_q.through_map(problem, memory.q, m0, memory.sums[2], memory.sums[3]);
+    const shared_tile<T> to{memory.k.data, scorer_chunk};
+    d_q.store(to, m0);
+    __syncthreads();
+    write_rows(d_rows, problem.rows_q, s.count, [&](int r, int c, float(&x)[8]) {
+        if (c < problem.at_skip) {
+            to.get_eight(r, c, x);
+        } else if (c == problem.at_skip) {
+            x[0] = memory.d_score[r];
         }
-    }
-    of_gates[0] = warp_sum(of_gates[0]);
-    of_gates[1] = warp_sum(of_gates[1]);
-    if (lane == 0) {
-        problem.d_gates[chunk * 2] = of_gates[0];
-        problem.d_gates[chunk * 2 + 1] = of_gates[1];
-    }
+    });
 }
 
 }  // namespace cuda_backend

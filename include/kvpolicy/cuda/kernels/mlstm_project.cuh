@@ -7,178 +7,272 @@
 #include <kvpolicy/cuda/launch.cuh>
 
 #include <cstdint>
+#include <type_traits>
 
 namespace kvpolicy {
 inline namespace KVPOLICY_CUDA_NAMESPACE KVPOLICY_HIDDEN {
 namespace cuda_backend {
 
-/// Shared memory of the projections: 64 inputs, two slabs of weights, and the gates.
-template <class T>
+/// Numbers of gates' weights in shared memory stand so that what the two threads of a row read lies in different banks.
+KVPOLICY_HOST_DEVICE constexpr std::int32_t gate_weight(std::int32_t c) { return c + c / 32 * 4; }
+
+/// Shared memory of the projections of `Slots` neighbouring chunks: their inputs, two slabs of weights, and the gates.
+template <class T, int Slots>
 struct mlstm_project_memory {
-    shared_tile<T> x;
+    shared_tile<T> x;  // of the first; the others' follow
     unsigned char* slabs;
-    double* log_input;
-    double* log_forget;
-    float* no_scale;
-    std::int32_t* bad;
+    float* weights;      // [2][gate_weight(padded)]: of the gates, or of the skip
+    double* log_input;   // [Slots][64]
+    double* log_forget;  // [Slots][64]
+    float* ones;         // [64]: an mLSTM's input has no norms
+    std::int32_t* bad;   // [Slots][64]
+    float2* stats;       // [Slots][2][2][64]: of softmaxes
     std::size_t bytes;
 
     KVPOLICY_HOST_DEVICE mlstm_project_memory(unsigned char* memory, std::int32_t padded,
                                               std::int32_t slab_rows) {
         shared_parts parts(memory);
-        x = parts.tile<T>(scorer_chunk, padded);
+        x = {parts.tile<T>(scorer_chunk, Slots * padded).data, scorer_chunk};
         slabs = parts.tile<T>(slab_rows, 64).data;
         parts.tile<T>(slab_rows, 64);
-        log_input = parts.take<double>(scorer_chunk);
-        log_forget = parts.take<double>(scorer_chunk);
-        no_scale = parts.take<float>(scorer_chunk);
-        bad = parts.take<std::int32_t>(scorer_chunk);
+        weights = parts.take<float>(2 * gate_weight(padded));
+        log_input = parts.take<double>(Slots * scorer_chunk);
+        log_forget = parts.take<double>(Slots * scorer_chunk);
+        ones = parts.take<float>(scorer_chunk);
+        bad = parts.take<std::int32_t>(Slots * scorer_chunk);
+        stats = parts.take<float2>(Slots * 4 * scorer_chunk);
         bytes = parts.bytes();
     }
 };
 
-/// softmax over the first `count` columns of a warp's rows, of sign * y; other columns become 0.
-template <int NI>
-__device__ inline void softmax_rows(const float (&y)[1][NI][4], float (&p)[1][NI][4], float sign,
-                                    std::int32_t count) {
+/// Where a warp's part of a product stands: 32 rows of its chunk, and half of the columns. Four warps a chunk.
+struct mlstm_project_warp {
+    int row, half;
+    int barrier;  // of the two warps of the same rows
+
+    __device__ mlstm_project_warp()
+        : row(warp_id() % 2 * 32), half(warp_id() / 2 % 2), barrier(1 + warp_id() / 4 * 2 + warp_id() % 2) {}
+    __device__ int row_of(int i, int r) const { return row + 16 * i + lane_id() / 4 + 8 * r; }
+};
+
+/// softmax over the first `count` columns of sign * y; other columns become 0. y and p may be the same. What the two warps of a row must know
+/// of each other, maxima and sums, goes through `stats` [2][64]. Rounded is what the result will be rounded to: 16 bits are content with the
+/// special function unit's 2^x.
+template <class Rounded, int NI>
+__device__ inline void softmax_rows(const mlstm_project_warp& warp, const float (&y)[2][NI][4],
+                                    float (&p)[2][NI][4], float sign, std::int32_t count, float2* stats) {
+    constexpr float log2e = 1.4426950408889634f;
     const int lane = lane_id();
+    const std::int32_t left = count - warp.half * 8 * NI - lane % 4 * 2;
+    const auto in = [&](int j, int e) { return 8 * j + e < left; };
+    const auto power = [](float x) {
+        if constexpr (std::is_same_v<Rounded, float>) {
+            return expf(x);
+        } else {
+            return fast_exp2(x * log2e);
+        }
+    };
+    float most[2][2], sum[2][2];
 #pragma unroll
-    for (int r = 0; r < 2; ++r) {
-        float most = -INFINITY;
+    for (int i = 0; i < 2; ++i) {
 #pragma unroll
-        for (int j = 0; j < NI; ++j) {
+        for (int r = 0; r < 2; ++r) {
+            float high = -INFINITY;
 #pragma unroll
-            for (int e = 0; e < 2; ++e) {
-                if (8 * j + lane % 4 * 2 + e < count) {
-                    most = fmaxf(most, sign * y[0][j][2 * r + e]);
+            for (int j = 0; j < NI; ++j) {
+#pragma unroll
+                for (int e = 0; e < 2; ++e) {
+                    high = fmaxf(high, in(j, e) ? sign * y[i][j][2 * r + e] : -INFINITY);
                 }
             }
-        }
-        most = row_max(most);
-        float sum = 0.0f;
+            high = row_max(high);
+            float all = 0.0f;
 #pragma unroll
-        for (int j = 0; j < NI; ++j) {
+            for (int j = 0; j < NI; ++j) {
 #pragma unroll
-            for (int e = 0; e < 2; ++e) {
-                const bool in = 8 * j + lane % 4 * 2 + e < count;
-                p[0][j][2 * r + e] = in ? expf(sign * y[0][j][2 * r + e] - most) : 0.0f;
-                sum += p[0][j][2 * r + e];
+                for (int e = 0; e < 2; ++e) {
+                    float& x = p[i][j][2 * r + e];
+                    x = in(j, e) ? power(sign * y[i][j][2 * r + e] - high) : 0.0f;
+                    all += x;
+                }
+            }
+            most[i][r] = high;
+            sum[i][r] = row_sum(all);
+            if (lane % 4 == 0) {
+                stats[warp.half * scorer_chunk + warp.row_of(i, r)] = make_float2(high, sum[i][r]);
             }
         }
-        const float scale = 1.0f / row_sum(sum);
+    }
+    named_barrier(warp.barrier, 64);
 #pragma unroll
-        for (int j = 0; j < NI; ++j) {
-            p[0][j][2 * r] *= scale;
-            p[0][j][2 * r + 1] *= scale;
+    for (int i = 0; i < 2; ++i) {
+#pragma unroll
+        for (int r = 0; r < 2; ++r) {
+            const float2 other = stats[(1 - warp.half) * scorer_chunk + warp.row_of(i, r)];
+            const float high = fmaxf(most[i][r], other.x);
+            const float own = power(most[i][r] - high);
+            const float scale = own / (own * sum[i][r] + power(other.x - high) * other.y);
+#pragma unroll
+            for (int j = 0; j < NI; ++j) {
+                p[i][j][2 * r] *= scale;
+                p[i][j][2 * r + 1] *= scale;
+            }
         }
     }
 }
 
-/// A warp's 16 rows of an accumulator to rows of `stride` elements from column `column` on.
+/// A warp's part of an accumulator to rows of `stride` elements from column `column` on.
 template <int NI, class E>
-__device__ inline void store_rows(E* to, std::int64_t stride, int column, const float (&acc)[1][NI][4]) {
-    const int lane = lane_id();
+__device__ inline void store_rows(const mlstm_project_warp& warp, E* to, std::int64_t stride, int column,
+                                  const float (&acc)[2][NI][4]) {
 #pragma unroll
-    for (int j = 0; j < NI; ++j) {
+    for (int i = 0; i < 2; ++i) {
 #pragma unroll
         for (int r = 0; r < 2; ++r) {
-            store_pair(to + (16 * warp_id() + lane / 4 + 8 * r) * stride + column + 8 * j + lane % 4 * 2,
-                       acc[0][j][2 * r], acc[0][j][2 * r + 1]);
+            E* const row = to + warp.row_of(i, r) * stride + column + warp.half * 8 * NI + lane_id() % 4 * 2;
+#pragma unroll
+            for (int j = 0; j < NI; ++j) {
+                store_pair(row + 8 * j, acc[i][j][2 * r], acc[i][j][2 * r + 1]);
+            }
         }
+    }
+}
+
+/// y = W x of 64 inputs by each four warps, with one load of the weights for all chunks of the block: 16 NI rows of `weights`, `padded`
+/// numbers each. `slabs`: memory of two tiles of so many rows and 64 columns. Warps whose chunk has nothing to do (`active` false) only help
+/// to load.
+template <int NI, int Slots, class T>
+__device__ inline void project_slots(const mlstm_project_warp& warp, float (&acc)[2][NI][4],
+                                     const shared_tile<T>& x, bool active, const T* weights,
+                                     std::int32_t padded, unsigned char* slabs) {
+    constexpr int rows = 16 * NI, threads = 128 * Slots;
+    const std::size_t slab = shared_tile<T>::bytes(rows, 64);
+    const int count = padded / 64;
+    clear(acc);
+    copy_rows(shared_tile<T>{slabs, rows}, weights, padded, 64, rows, threads);
+    copy_commit();
+    for (int i = 0; i < count; ++i) {
+        if (i + 1 < count) {
+            copy_rows(shared_tile<T>{slabs + slab * ((i + 1) % 2), rows}, weights + (i + 1) * 64, padded, 64,
+                      rows, threads);
+            copy_commit();
+            copy_wait<1>();
+        } else {
+            copy_wait<0>();
+        }
+        __syncthreads();
+        if (active) {
+            add_product<2, NI, 64, false, false>(acc, x.from(64 * i), warp.row,
+                                                 shared_tile<T>{slabs + slab * (i % 2), rows},
+                                                 warp.half * 8 * NI);
+        }
+        __syncthreads();
     }
 }
 
 /// phi(W x) of 64 inputs into rows of F elements.
-template <int F, bool Hedgehog, class T, class E>
-__device__ inline void project_features(const shared_tile<T>& x, const T* weights, std::int32_t padded,
-                                        unsigned char* slabs, std::int32_t projection, E* to) {
-    constexpr int NI = (Hedgehog ? F / 2 : F) / 8;
-    float y[1][NI][4], p[1][NI][4];
-    clear(y);
-    project<NI>(y, x, weights, padded, slabs);
-    softmax_rows(y, p, 1.0f, projection);
-    store_rows(to, F, 0, p);
-    if constexpr (Hedgehog) {
-        softmax_rows(y, p, -1.0f, projection);
-        store_rows(to, F, F / 2, p);
+template <int F, bool Hedgehog, int Slots, class T, class E>
+__device__ inline void project_features(const mlstm_project_warp& warp, const shared_tile<T>& x, bool active,
+                                        const T* weights, std::int32_t padded, unsigned char* slabs,
+                                        std::int32_t projection, float2* stats, E* to) {
+    constexpr int NI = (Hedgehog ? F / 2 : F) / 16;
+    float y[2][NI][4];
+    project_slots<NI, Slots>(warp, y, x, active, weights, padded, slabs);
+    if (!active) {
+        return;
     }
+    if constexpr (Hedgehog) {
+        float p[2][NI][4];
+        softmax_rows<E>(warp, y, p, -1.0f, projection, stats + 2 * scorer_chunk);
+        store_rows(warp, to, F, F / 2, p);
+    }
+    softmax_rows<E>(warp, y, y, 1.0f, projection, stats);
+    store_rows(warp, to, F, 0, y);
 }
 
-/// The gates of a chunk's tokens, one warp a row: logarithms into shared memory, slopes where a backward pass wants them. A row
-/// that is not finite is marked, and counts as a token with open gates.
+/// Sums of two arrays' products with an input, two threads (neighbours) a row of a tile; both get them. `finite` is 0 or NaN.
+template <bool Both, class T>
+__device__ inline void row_products(const shared_tile<T>& x, int row, int part, const float* weights,
+                                    std::int32_t padded, float& first, float& second, float& finite) {
+    first = 0.0f;
+    second = 0.0f;
+    finite = 0.0f;
+    const float* const others = weights + gate_weight(padded);
+    for (std::int32_t c = 32 * part; c < padded; c += 64) {
+#pragma unroll
+        for (int i = 0; i < 32; i += 8) {
+            float of[8];
+            x.get_eight(row, c + i, of);
+#pragma unroll
+            for (int h = 0; h < 8; h += 4) {
+                const std::int32_t at = gate_weight(c) + i + h;
+                const float4 a = *reinterpret_cast<const float4*>(weights + at);
+                first += of[h] * a.x + of[h + 1] * a.y + of[h + 2] * a.z + of[h + 3] * a.w;
+                if (Both) {
+                    const float4 b = *reinterpret_cast<const float4*>(others + at);
+                    second += of[h] * b.x + of[h + 1] * b.y + of[h + 2] * b.z + of[h + 3] * b.w;
+                    finite += of[h] * 0.0f + of[h + 1] * 0.0f + of[h + 2] * 0.0f + of[h + 3] * 0.0f;
+                }
+            }
+        }
+    }
+    first += __shfl_xor_sync(all_lanes, first, 1);
+    second += __shfl_xor_sync(all_lanes, second, 1);
+    finite += __shfl_xor_sync(all_lanes, finite, 1);
+}
+
+/// A token's gates from its weights' products with the input: logarithms into shared memory, slopes where a backward pass wants them. A
+/// row that is not finite is marked, and counts as a token with open gates.
 template <class T>
-__device__ inline void compute_gates(const mlstm_problem<T>& problem, const scorer_span& s,
-                                     const mlstm_project_memory<T>& memory) {
-    const scorer_source<T>& source = problem.source;
-    const float* const w_i = problem.w_i + std::int64_t{s.h} * source.size;
-    const float* const w_f = problem.w_f + std::int64_t{s.h} * source.size;
-    for (int r = warp_id(); r < scorer_chunk; r += 4) {
-        float input = 0.0f, forget = 0.0f;
-        bool good = true;
-        if (r < s.count) {
-            const T* const key = source.k.row(s.b, s.h, s.first + r);
-            const T* const value = source.v.row(s.b, s.h, s.first + r);
-            for (std::int32_t c = lane_id(); c < source.size; c += 32) {
-                const auto x = static_cast<float>(c < source.k.dim ? key[c] : value[c - source.k.dim]);
-                good = good && fabsf(x) <= 3.402823466e38f;
-                input += x * w_i[c];
-                forget += x * w_f[c];
-            }
-            good = __all_sync(all_lanes, good ? 1 : 0) != 0;
-            input = warp_sum(input);
-            forget = warp_sum(forget);
+__device__ inline void compute_gates(const mlstm_problem<T>& problem, const scorer_span& s, int r,
+                                     float input, float forget, bool good, double& log_input,
+                                     double& log_forget) {
+    log_input = -INFINITY;
+    log_forget = 0.0;
+    const std::int64_t row = s.row(problem.streams.slots) + r;
+    if (r < s.count && good) {
+        input += problem.b_i != nullptr ? problem.b_i[s.h] : 0.0f;
+        forget += problem.b_f != nullptr ? problem.b_f[s.h] : 0.0f;
+        float slope_i = 1.0f, slope_f = 1.0f;
+        if (problem.softcap > 0.0f) {
+            const float of_input = tanhf(input / problem.softcap);
+            const float of_forget = tanhf(forget / problem.softcap);
+            slope_i = 1.0f - of_input * of_input;
+            slope_f = 1.0f - of_forget * of_forget;
+            input = problem.softcap * of_input;
+            forget = problem.softcap * of_forget;
         }
-        if (lane_id() != 0) {
-            continue;
+        const float e = expf(-fabsf(forget));
+        log_input = static_cast<double>(input);
+        log_forget = static_cast<double>((forget < 0.0f ? forget : 0.0f) - log1pf(e));
+        if (problem.slope_i != nullptr) {
+            problem.slope_i[row] = slope_i;
+            problem.slope_f[row] = slope_f * ((forget < 0.0f ? 1.0f : e) / (1.0f + e));  // 1 - sigmoid
         }
-        double log_input = -INFINITY, log_forget = 0.0;
-        if (r < s.count && good) {
-            input += problem.b_i != nullptr ? problem.b_i[s.h] : 0.0f;
-            forget += problem.b_f != nullptr ? problem.b_f[s.h] : 0.0f;
-            float slope_i = 1.0f, slope_f = 1.0f;
-            if (problem.softcap > 0.0f) {
-                const float of_input = tanhf(input / problem.softcap);
-                const float of_forget = tanhf(forget / problem.softcap);
-                slope_i = 1.0f - of_input * of_input;
-                slope_f = 1.0f - of_forget * of_forget;
-                input = problem.softcap * of_input;
-                forget = problem.softcap * of_forget;
-            }
-            const float e = expf(-fabsf(forget));
-            log_input = static_cast<double>(input);
-            log_forget = static_cast<double>((forget < 0.0f ? forget : 0.0f) - log1pf(e));
-            if (problem.slope_i != nullptr) {
-                problem.slope_i[s.row(problem.streams.slots) + r] = slope_i;
-                problem.slope_f[s.row(problem.streams.slots) + r] =
-                    slope_f * ((forget < 0.0f ? 1.0f : e) / (1.0f + e));  // 1 - sigmoid
-            }
-        } else if (r < s.count) {
-            log_input = 0.0;
-            if (problem.slope_i != nullptr) {
-                problem.slope_i[s.row(problem.streams.slots) + r] = NAN;
-                problem.slope_f[s.row(problem.streams.slots) + r] = NAN;
-            }
+    } else if (r < s.count) {
+        log_input = 0.0;
+        if (problem.slope_i != nullptr) {
+            problem.slope_i[row] = NAN;
+            problem.slope_f[row] = NAN;
         }
-        memory.log_input[r] = log_input;
-        memory.log_forget[r] = log_forget;
-        memory.bad[r] = good ? 0 : 1;
     }
 }
 
 /// s_j, top_l and the chunk's frame from its gates, by one warp; each lane has two tokens.
 template <class T>
 __device__ inline void scan_gates(const mlstm_problem<T>& problem, const scorer_span& s,
-                                  const mlstm_project_memory<T>& memory) {
+                                  const double* log_input, const double* log_forget,
+                                  const std::int32_t* bad) {
     const int lane = lane_id(), at = 2 * lane;
-    const double first = memory.log_forget[at];
-    double sum = first + memory.log_forget[at + 1];
+    const double first = log_forget[at];
+    double sum = first + log_forget[at + 1];
 #pragma unroll
     for (int step = 1; step < 32; step *= 2) {
         const double other = __shfl_up_sync(all_lanes, sum, static_cast<unsigned>(step));
         sum += lane >= step ? other : 0.0;
     }
-    const double before = sum - memory.log_forget[at + 1];  // b of the first of the two
-    const double source[2] = {memory.log_input[at] - before, memory.log_input[at + 1] - sum};
+    const double before = sum - log_forget[at + 1];  // b of the first of the two
+    const double source[2] = {log_input[at] - before, log_input[at + 1] - sum};
     double most = source[0] > source[1] ? source[0] : source[1];
 #pragma unroll
     for (int step = 1; step < 32; step *= 2) {
@@ -189,14 +283,21 @@ __device__ inline void scan_gates(const mlstm_problem<T>& problem, const scorer_
     const double first_top = lane > 0 && earlier > source[0] ? earlier : source[0];
     const double top = __shfl_sync(all_lanes, most, 31);
     const std::int64_t row = s.row(problem.streams.slots) + at;
+    float weights = 0.0f;
 #pragma unroll
     for (int i = 0; i < 2; ++i) {
         problem.log_source[row + i] = source[i];
         problem.log_top[row + i] = i == 0 ? first_top : most;
-        problem.weight[row + i] = expf(static_cast<float>(source[i] - top));
+        const float weight = expf(static_cast<float>(source[i] - top));
+        problem.weight[row + i] = weight;
+        weights += weight;
     }
-    const unsigned even = __ballot_sync(all_lanes, memory.bad[at]);
-    const unsigned odd = __ballot_sync(all_lanes, memory.bad[at + 1]);
+    weights = warp_sum(weights);
+    const unsigned even = __ballot_sync(all_lanes, bad[at]);
+    const unsigned odd = __ballot_sync(all_lanes, bad[at + 1]);
+    const unsigned tops = __ballot_sync(all_lanes, source[0] == top || source[1] == top ? 1 : 0);
+    const int lane_of_top = tops != 0u ? __ffs(static_cast<int>(tops)) - 1 : 0;
+    const int second = __shfl_sync(all_lanes, source[0] == top ? 0 : 1, lane_of_top);
     const double forgotten = __shfl_sync(all_lanes, sum, 31);
     if (lane == 0) {
         const int first_even = even != 0u ? 2 * (__ffs(static_cast<int>(even)) - 1) : scorer_chunk;
@@ -204,81 +305,142 @@ __device__ inline void scan_gates(const mlstm_problem<T>& problem, const scorer_
         mlstm_frame& frame = problem.frames[problem.chunk(s)];
         frame.top = top;
         frame.forgotten = forgotten;
+        frame.weights = weights;
+        frame.heavy = 2 * lane_of_top + second;
         frame.bad = first_even < first_odd ? first_even : first_odd;
     }
 }
 
-/// One block for a chunk's tokens (k~, v~, gates), one for its queries. Rows without a token are made of inputs that are 0.
-template <class T, int F, int V, bool Hedgehog>
-__global__ void __launch_bounds__(128) mlstm_project_kernel(const mlstm_problem<T> problem) {
+/// Blocks for the tokens (k~, v~, gates) of `Slots` neighbouring chunks of a plane, four warps a chunk, and as many for their queries. Rows
+/// without a token are made of inputs that are 0. direct_values: v~ are the values themselves.
+template <class T, int F, int V, bool Hedgehog, int Slots>
+__global__ void __launch_bounds__(128 * Slots, shared_tile<T>::plain || Slots == 1 ? 1 : 2)
+    mlstm_project_kernel(const mlstm_problem<T> problem, const bool direct_values) {
     constexpr int slab_rows = (Hedgehog ? F / 2 : F) > V ? (Hedgehog ? F / 2 : F) : V;
     const scorer_streams& streams = problem.streams;
-    const std::int32_t chunks = streams.batch * streams.heads * streams.slots;
-    const bool queries = static_cast<std::int32_t>(blockIdx.x) >= chunks;
-    const std::int32_t chunk = static_cast<std::int32_t>(blockIdx.x) - (queries ? chunks : 0);
-    const scorer_span s = streams.span(chunk / streams.slots, chunk % streams.slots);
+    const std::int32_t groups = (streams.slots + Slots - 1) / Slots;
+    const std::int32_t blocks = streams.batch * streams.heads * groups;
+    const bool queries = static_cast<std::int32_t>(blockIdx.x) >= blocks;
+    const std::int32_t block = static_cast<std::int32_t>(blockIdx.x) - (queries ? blocks : 0);
+    const int own = warp_id() / 4, thread = static_cast<int>(threadIdx.x) % 128;
+    const std::int32_t slot = block % groups * Slots + own;
+    scorer_span s = streams.span(block / groups, slot < streams.slots ? slot : streams.slots - 1);
     const std::int32_t skipped = queries ? max(0, s.begin + streams.delay - s.first) : 0;
-    if (skipped >= s.count) {
+    const bool active = slot < streams.slots && skipped < s.count;
+    if (__syncthreads_or(active ? 1 : 0) == 0) {
         return;
     }
     const scorer_source<T>& source = problem.source;
-    const mlstm_project_memory<T> memory(aligned_dynamic_shared(), source.padded, slab_rows);
+    const mlstm_project_memory<T, Slots> memory(aligned_dynamic_shared(), source.padded, slab_rows);
+    const shared_tile<T> x = memory.x.from(own * source.padded);
+    const mlstm_project_warp warp;
+    float2* const stats = memory.stats + own * 4 * scorer_chunk;
     const std::int32_t first = s.first - (queries ? streams.delay : 0);
     const std::int64_t row = s.row(streams.slots);
-    source.norms(s, first, skipped, s.count, memory.no_scale, memory.no_scale);  // an mLSTM's input has none
-    source.load(s, first, skipped, s.count, memory.no_scale, memory.no_scale, memory.x, 0, source.padded);
-    if (queries) {
-        if (problem.skip != nullptr) {
-            const float* const w = problem.skip + std::int64_t{s.h} * source.size;
-            for (int r = skipped + warp_id(); r < s.count; r += 4) {
-                float sum = 0.0f;
-                for (std::int32_t c = lane_id(); c < source.size; c += 32) {
-                    sum += source.number(s, first + r, c, 1.0f, 1.0f) * w[c];
-                }
-                sum = warp_sum(sum);
-                if (lane_id() == 0) {
-                    problem.skipped[row + r] = sum;
-                }
-            }
-        }
-        project_features<F, Hedgehog>(memory.x,
-                                      problem.stack_q + std::int64_t{s.h} * problem.rows_q * source.padded,
-                                      source.padded, memory.slabs, problem.projection, problem.q + row * F);
-        return;
+    if (static_cast<int>(threadIdx.x) < scorer_chunk) {
+        memory.ones[threadIdx.x] = 1.0f;
     }
-    compute_gates(problem, s, memory);
+    {
+        const float* const w = queries ? problem.skip : problem.w_i;
+        const std::int64_t at = std::int64_t{s.h} * source.size;
+        for (auto c = static_cast<std::int32_t>(threadIdx.x); c < source.padded; c += 128 * Slots) {
+            memory.weights[gate_weight(c)] = w != nullptr && c < source.size ? w[at + c] : 0.0f;
+            memory.weights[gate_weight(source.padded) + gate_weight(c)] =
+                !queries && c < source.size ? problem.w_f[at + c] : 0.0f;
+        }
+    }
+    if constexpr (shared_tile<T>::plain) {
+        __syncthreads();
+    }
+    if (active) {
+        source.load(s, first, skipped, s.count, memory.ones, memory.ones, x, 0, source.padded, thread, 128);
+    } else {
+        copy_commit();
+    }
     copy_wait<0>();
     __syncthreads();
-    if (warp_id() == 0) {
-        scan_gates(problem, s, memory);
+    float of_first, of_second, finite;
+    if (queries) {
+        if (problem.skip != nullptr && active) {
+            row_products<false>(x, thread / 2, thread % 2, memory.weights, source.padded, of_first, of_second,
+                                finite);
+            if (thread % 2 == 0 && thread / 2 >= skipped && thread / 2 < s.count) {
+                problem.skipped[row + thread / 2] = of_first;
+            }
+        }
+        project_features<F, Hedgehog, Slots>(
+            warp, x, active, problem.stack_q + std::int64_t{s.h} * problem.rows_q * source.padded,
+            source.padded, memory.slabs, problem.projection, stats, problem.q + row * F);
+        return;
     }
-    // What is not finite must not reach the reads before it, not even multiplied by 0.
-    for (int r = warp_id(); r < s.count; r += 4) {
-        if (memory.bad[r] != 0) {
-            for (int c = 2 * lane_id(); c < source.padded; c += 64) {
-                memory.x.set_pair(r, c, 0.0f, 0.0f);
+    double* const log_input = memory.log_input + own * scorer_chunk;
+    double* const log_forget = memory.log_forget + own * scorer_chunk;
+    std::int32_t* const bad = memory.bad + own * scorer_chunk;
+    if (active) {
+        row_products<true>(x, thread / 2, thread % 2, memory.weights, source.padded, of_first, of_second,
+                           finite);
+        if (thread % 2 == 0) {
+            const int r = thread / 2;
+            const bool good = finite == 0.0f;
+            double of_input, of_forget;
+            compute_gates(problem, s, r, of_first, of_second, good, of_input, of_forget);
+            log_input[r] = of_input;
+            log_forget[r] = of_forget;
+            bad[r] = good ? 0 : 1;
+        }
+    }
+    __syncthreads();
+    if (active) {
+        if (warp_id() % 4 == 0) {
+            scan_gates(problem, s, log_input, log_forget, bad);
+        }
+        // What is not finite must not reach the reads before it, not even multiplied by 0.
+        for (int r = warp_id() % 4; r < s.count; r += 4) {
+            if (bad[r] != 0) {
+                for (int c = 2 * lane_id(); c < source.padded; c += 64) {
+                    x.set_pair(r, c, 0.0f, 0.0f);
+                }
             }
         }
     }
     __syncthreads();
     const T* const weights = problem.stack_k + std::int64_t{s.h} * problem.rows_k * source.padded;
-    project_features<F, Hedgehog>(memory.x, weights, source.padded, memory.slabs, problem.projection,
-                                  problem.k + row * F);
-    float y[1][V / 8][4];
-    clear(y);
-    project<V / 8>(y, memory.x, weights + std::int64_t{problem.at_v} * source.padded, source.padded,
-                   memory.slabs);
-    const int lane = lane_id();
+    project_features<F, Hedgehog, Slots>(warp, x, active, weights, source.padded, memory.slabs,
+                                         problem.projection, stats, problem.k + row * F);
+    if (direct_values && source.k.dim % 8 == 0) {
+        if (active) {
+            for (int i = thread; i < scorer_chunk * V / 8; i += 128) {
+                const int r = i / (V / 8), c = i % (V / 8) * 8;
+                float of[8] = {};
+                if (c < problem.width) {
+                    x.get_eight(r, source.k.dim + c, of);
 #pragma unroll
-    for (int j = 0; j < V / 8; ++j) {
+                    for (int e = 0; e < 8; ++e) {
+                        of[e] = c + e < problem.width ? of[e] : 0.0f;
+                    }
+                }
+                store_eight(problem.v + row * V + i * 8, of);
+            }
+        }
+        return;
+    }
+    float y[2][V / 16][4];
+    project_slots<V / 16, Slots>(warp, y, x, active, weights + std::int64_t{problem.at_v} * source.padded,
+                                 source.padded, memory.slabs);
+    if (!active) {
+        return;
+    }
+#pragma unroll
+    for (int j = 0; j < V / 16; ++j) {
 #pragma unroll
         for (int e = 0; e < 4; ++e) {
-            if (8 * j + lane % 4 * 2 + e % 2 >= problem.width) {
+            if (V / 2 * warp.half + 8 * j + lane_id() % 4 * 2 + e % 2 >= problem.width) {
                 y[0][j][e] = 0.0f;  // the stack's next rows
+                y[1][j][e] = 0.0f;
             }
         }
     }
-    store_rows(problem.v + row * V, V, 0, y);
+    store_rows(warp, problem.v + row * V, V, 0, y);
 }
 
 }  // namespace cuda_backend

@@ -1,4 +1,7 @@
 // The delayed reads of a chunk: h = N / max(g, clamp), then scores, or the gradients of what the reads depend on.
+//
+// Eight warps: warp i has rows 16 (i % 4) .. + 15 of the chunk and half i / 4 of whatever columns a product has. Sums along rows meet in
+// shared memory.
 #pragma once
 
 #include <kvpolicy/cuda/blocks/mlstm_problem.cuh>
@@ -11,14 +14,39 @@ namespace kvpolicy {
 inline namespace KVPOLICY_CUDA_NAMESPACE KVPOLICY_HIDDEN {
 namespace cuda_backend {
 
+inline constexpr int mlstm_threads = 256;
+/// Blocks that a multiprocessor has room for: one loads while another multiplies.
+template <class T>
+inline constexpr int mlstm_blocks = shared_tile<T>::plain ? 1 : 2;
+
+/// Sums along rows from the two halves of a row's columns.
+struct mlstm_row_sums {
+    float* of;  // [2][64]
+
+    __device__ static int count() { return 2 * scorer_chunk; }
+    /// One lane of a quad writes.
+    __device__ void set(int row, float x) const {
+        if (lane_id() % 4 == 0) {
+            of[warp_id() / 4 * scorer_chunk + row] = x;
+        }
+    }
+    __device__ float get(int row) const { return of[row] + of[scorer_chunk + row]; }
+};
+
+/// Waits for the other warp of the same rows.
+__device__ inline void sync_rows() { named_barrier(1 + warp_id() % 4, 64); }
+
 /// Shared memory of a block that reads.
 template <class E, int F, int V, bool Backward>
 struct mlstm_read_memory {
     shared_tile<E> q, k, v, c, weights, d_n;
+    shared_tile<E> z_tile;  // z in two rows, rounded and what rounding takes away; of 16
     float* z;
+    float* rho;
     float* qz;
-    mlstm_exponents exponents;
-    float* columns;  // [4][V][2]: sums of a warp's rows
+    float* d_score;
+    mlstm_row_sums sums[5];
+    mlstm_exponents<E> exponents;
     std::size_t bytes;
 
     KVPOLICY_HOST_DEVICE explicit mlstm_read_memory(unsigned char* memory) {
@@ -28,90 +56,135 @@ struct mlstm_read_memory {
         v = parts.tile<E>(scorer_chunk, V);
         c = parts.tile<E>(F, V);
         weights = parts.tile<E>(scorer_chunk, scorer_chunk);
-        d_n = parts.tile<E>(Backward ? scorer_chunk : 0, V);
+        if (Backward) {
+            d_n = parts.tile<E>(scorer_chunk, V);
+            z_tile = {d_n.data, 16};
+        } else {
+            z_tile = parts.tile<E>(16, F);
+            d_n = z_tile;
+        }
         z = parts.take<float>(F);
+        rho = parts.take<float>(V);
         qz = parts.take<float>(scorer_chunk);
-        exponents.source = parts.take<double>(scorer_chunk);
-        exponents.most = parts.take<double>(scorer_chunk);
-        columns = parts.take<float>(Backward ? 4 * V * 2 : 0);
+        d_score = parts.take<float>(scorer_chunk);
+        for (mlstm_row_sums& one : sums) {
+            one.of = parts.take<float>(2 * scorer_chunk);
+        }
+        exponents.source = parts.take<typename mlstm_exponents<E>::number>(scorer_chunk);
+        exponents.most = parts.take<typename mlstm_exponents<E>::number>(scorer_chunk);
+        exponents.kept = parts.take<float>(scorer_chunk);
         bytes = parts.bytes();
     }
+    /// [V][2]: sums down the columns of a warp's 16 rows, where those rows' weights are.
+    [[nodiscard]] __device__ float* columns(int warp) const {
+        static_assert(16 * scorer_chunk * sizeof(E) >= V * 2 * sizeof(float));
+        return reinterpret_cast<float*>(weights.data + weights.offset(16 * warp, 0));
+    }
 };
 
-/// What a warp's reads give: h of its 16 rows, the divisors, and what is left of the state before the chunk.
+/// What a warp's reads give: N of its 16 rows and half of the values, and the divisors.
 template <int V>
 struct mlstm_reads {
-    float h[1][V / 8][4];
+    float h[1][V / 16][4];
     float divisor[2];
-    float kept[2];  // exp(m - M_l)
 };
 
-/// Loads a chunk and reads it. Four warps of 16 reads each. w_lj (q~_l . k~_j) stays in memory.weights, each warp's rows its own;
-/// divisors are sums of the weights as rounded there, so that h is a mean of values with the very weights that multiply them.
+/// Loads a chunk and reads it. w_lj (q~_l . k~_j) stays in memory.weights; divisors are sums of the weights as rounded there, so that h is
+/// a mean of values with the very weights that multiply them. The caller has d scores written before, if any.
 template <int F, int V, class T, class Memory>
 __device__ inline void read_chunk(const mlstm_problem<T>& problem, const scorer_span& s, const Memory& memory,
-                                  double m, mlstm_reads<V>& reads) {
+                                  const mlstm_frame& frame, mlstm_reads<V>& reads) {
+    using E = mlstm_element<T>;
     const std::int64_t row = s.row(problem.streams.slots), chunk = problem.chunk(s);
-    copy_rows(memory.q, problem.q + row * F, F, F, scorer_chunk, 128);
-    copy_rows(memory.k, problem.k + row * F, F, F, scorer_chunk, 128);
-    copy_rows(memory.v, problem.v + row * V, V, V, scorer_chunk, 128);
-    copy_rows(memory.c, problem.memory + chunk * F * V, V, V, F, 128);
+    copy_rows(memory.q, problem.q + row * F, F, F, scorer_chunk, mlstm_threads);
+    copy_rows(memory.k, problem.k + row * F, F, F, scorer_chunk, mlstm_threads);
     copy_commit();
+    copy_rows(memory.c, problem.memory + chunk * F * V, V, V, F, mlstm_threads);
+    copy_rows(memory.v, problem.v + row * V, V, V, scorer_chunk, mlstm_threads);
+    copy_commit();
+    mlstm_look_ahead<T> next(problem);
+    next.array(problem.q, scorer_chunk * F);
+    next.array(problem.k, scorer_chunk * F);
+    next.array(problem.v, scorer_chunk * V);
+    next.array(problem.memory, F * V);
     const auto thread = static_cast<int>(threadIdx.x);
-    for (int i = thread; i < F; i += 128) {
-        memory.z[i] = problem.sums[chunk * F + i];
-    }
-    memory.exponents.load(problem.log_source + row, problem.log_top + row, m);
-    copy_wait<0>();
-    __syncthreads();
-    {  // q~ . z: two threads a row
-        const int r = thread / 2, from = thread % 2 * (F / 2);
-        float sum = 0.0f;
-        for (int c = from; c < from + F / 2; c += 8) {
-            float x[8];
-            memory.q.get_eight(r, c, x);
+    for (int i = thread; i < 16 * F / 8; i += mlstm_threads) {
+        const int r = i / (F / 8), c = i % (F / 8) * 8;
+        float x[8] = {};
+        if (r < 2) {
 #pragma unroll
-            for (int e = 0; e < 8; ++e) {
-                sum += x[e] * memory.z[c + e];
+            for (int e = 0; e < 8; e += 2) {
+                const float whole[2] = {problem.sums[chunk * F + c + e], problem.sums[chunk * F + c + e + 1]};
+                x[e] = whole[0];
+                x[e + 1] = whole[1];
+                round_pair<E>(x[e], x[e + 1]);
+                if (r == 0) {
+                    memory.z[c + e] = whole[0];
+                    memory.z[c + e + 1] = whole[1];
+                } else {
+                    x[e] = whole[0] - x[e];
+                    x[e + 1] = whole[1] - x[e + 1];
+                }
             }
         }
-        sum += __shfl_xor_sync(all_lanes, sum, 1);
-        if (thread % 2 == 0) {
-            memory.qz[r] = sum;
+        memory.z_tile.set_eight(r, c, x);
+    }
+    if (thread < V) {
+        memory.rho[thread] =
+            reference_before(problem, frame, row - std::int64_t{s.slot} * scorer_chunk, V, thread);
+    }
+    memory.exponents.load(problem.log_source + row, problem.log_top + row, frame.m);
+    copy_wait<1>();
+    __syncthreads();
+    const int m0 = 16 * (warp_id() % 4), half = warp_id() / 4, lane = lane_id();
+    float products[1][4][4];
+    clear(products);
+    if (32 * half < m0 + 16) {  // other pairs are of tokens after the reads
+        add_product<1, 4, F, false, false>(products, memory.q, m0, memory.k, 32 * half);
+    }
+    if (half == 1) {
+        float of_z[1][2][4];
+        clear(of_z);
+        add_product<1, 2, F, false, false>(of_z, memory.q, m0, memory.z_tile, 0);
+        if (lane % 4 == 0) {
+            memory.qz[m0 + lane / 4] = of_z[0][0][0] + of_z[0][0][1];
+            memory.qz[m0 + lane / 4 + 8] = of_z[0][0][2] + of_z[0][0][3];
         }
     }
-    __syncwarp();  // rows 16 warp .. 16 warp + 15 are this warp's own
-    const int m0 = 16 * warp_id(), lane = lane_id();
-    clear(reads.h);
-    add_product<1, V / 8, F, false, true>(reads.h, memory.q, m0, memory.c, 0);
-    float products[1][8][4];
-    clear(products);
-    add_product<1, 8, F, false, false>(products, memory.q, m0, memory.k, 0);
 #pragma unroll
     for (int r = 0; r < 2; ++r) {
         const int l = m0 + lane / 4 + 8 * r;
-        reads.kept[r] = expf(static_cast<float>(m - memory.exponents.most[l]));
         float sum = 0.0f;
 #pragma unroll
-        for (int j = 0; j < 8; ++j) {
-            const int column = 8 * j + lane % 4 * 2;
-            float of[2];
+        for (int j = 0; j < 4; ++j) {
+            const int column = 32 * half + 8 * j + lane % 4 * 2;
+            float first = products[0][j][2 * r] * memory.exponents.weight(l, column);
+            float second = products[0][j][2 * r + 1] * memory.exponents.weight(l, column + 1);
+            round_pair<E>(first, second);
+            memory.weights.set_pair(l, column, first, second);
+            sum += first + second;
+        }
+        memory.sums[0].set(l, row_sum(sum));
+    }
+    copy_wait<0>();
+    __syncthreads();
+    clear(reads.h);
+    add_product<1, V / 16, F, false, true>(reads.h, memory.q, m0, memory.c, V / 2 * half);
+#pragma unroll
+    for (int r = 0; r < 2; ++r) {
+        const int l = m0 + lane / 4 + 8 * r;
+        const float kept = memory.exponents.kept[l], of_state = kept * memory.qz[l];
+        reads.divisor[r] = of_state + memory.sums[0].get(l);
+#pragma unroll
+        for (int j = 0; j < V / 16; ++j) {
 #pragma unroll
             for (int e = 0; e < 2; ++e) {
-                of[e] = products[0][j][2 * r + e] * memory.exponents.weight(l, column + e);
+                float& h = reads.h[0][j][2 * r + e];
+                h = kept * h + of_state * memory.rho[V / 2 * half + 8 * j + lane % 4 * 2 + e];
             }
-            memory.weights.set_pair(l, column, of[0], of[1]);
-            sum += memory.weights.get(l, column) + memory.weights.get(l, column + 1);
-        }
-        reads.divisor[r] = reads.kept[r] * memory.qz[l] + row_sum(sum);
-#pragma unroll
-        for (int j = 0; j < V / 8; ++j) {
-            reads.h[0][j][2 * r] *= reads.kept[r];
-            reads.h[0][j][2 * r + 1] *= reads.kept[r];
         }
     }
-    __syncwarp();
-    add_product<1, V / 8, scorer_chunk, false, true>(reads.h, memory.weights, m0, memory.v, 0);
+    add_product<1, V / 16, scorer_chunk, false, true>(reads.h, memory.weights, m0, memory.v, V / 2 * half);
 }
 
 inline constexpr float mlstm_clamp = 1e-6f;
@@ -119,7 +192,8 @@ inline constexpr float mlstm_norm_epsilon = 1e-6f;
 
 /// Scores of the tokens that a chunk reads.
 template <class T, int F, int V>
-__global__ void __launch_bounds__(128) mlstm_read_kernel(const mlstm_problem<T> problem) {
+__global__ void __launch_bounds__(mlstm_threads, mlstm_blocks<T>)
+    mlstm_read_kernel(const mlstm_problem<T> problem) {
     using E = mlstm_element<T>;
     const scorer_streams& streams = problem.streams;
     const scorer_span s = streams.span(static_cast<std::int32_t>(blockIdx.x) / streams.slots,
@@ -131,45 +205,60 @@ __global__ void __launch_bounds__(128) mlstm_read_kernel(const mlstm_problem<T> 
     const mlstm_read_memory<E, F, V, false> memory(aligned_dynamic_shared());
     const mlstm_frame& frame = problem.frames[problem.chunk(s)];
     mlstm_reads<V> reads;
-    read_chunk<F, V>(problem, s, memory, frame.m, reads);
-    const int lane = lane_id();
+    read_chunk<F, V>(problem, s, memory, frame, reads);
+    const int m0 = 16 * (warp_id() % 4), half = warp_id() / 4, lane = lane_id();
     const std::int64_t at = std::int64_t{s.h} * problem.width;
+    const bool norm = problem.norm_gain != nullptr;
+    float scale[2];
 #pragma unroll
     for (int r = 0; r < 2; ++r) {
-        const int l = 16 * warp_id() + lane / 4 + 8 * r;
-        const float inverse = 1.0f / (reads.divisor[r] < mlstm_clamp ? mlstm_clamp : reads.divisor[r]);
+        scale[r] = __fdividef(1.0f, reads.divisor[r] < mlstm_clamp ? mlstm_clamp : reads.divisor[r]);
         float square = 0.0f;
 #pragma unroll
-        for (int j = 0; j < V / 8; ++j) {
+        for (int j = 0; j < V / 16; ++j) {
 #pragma unroll
             for (int e = 2 * r; e < 2 * r + 2; ++e) {
-                reads.h[0][j][e] *= inverse;
+                reads.h[0][j][e] *= scale[r];
                 square += reads.h[0][j][e] * reads.h[0][j][e];
             }
         }
-        float scale = 1.0f;
-        if (problem.norm_gain != nullptr) {
-            scale = 1.0f / sqrtf(row_sum(square) / static_cast<float>(problem.width) + mlstm_norm_epsilon);
-        }
-        float score = 0.0f;
+        memory.sums[1].set(m0 + lane / 4 + 8 * r, row_sum(square));
+    }
+    if (norm) {
+        sync_rows();
+    }
 #pragma unroll
-        for (int j = 0; j < V / 8; ++j) {
+    for (int r = 0; r < 2; ++r) {
+        scale[r] =
+            norm ? rsqrtf(memory.sums[1].get(m0 + lane / 4 + 8 * r) / static_cast<float>(problem.width) +
+                          mlstm_norm_epsilon)
+                 : 1.0f;
+    }
+    float score[2] = {};
 #pragma unroll
-            for (int e = 0; e < 2; ++e) {
-                const std::int32_t i = 8 * j + lane % 4 * 2 + e;
-                if (i < problem.width) {
-                    float x = reads.h[0][j][2 * r + e] * scale;
-                    x *= problem.norm_gain != nullptr ? problem.norm_gain[at + i] : 1.0f;
-                    score += x / (1.0f + expf(-x)) * problem.readout[at + i];
+    for (int j = 0; j < V / 16; ++j) {
+#pragma unroll
+        for (int e = 0; e < 2; ++e) {
+            const std::int32_t i = V / 2 * half + 8 * j + lane % 4 * 2 + e;
+            if (i < problem.width) {
+                const float gain = norm ? problem.norm_gain[at + i] : 1.0f, readout = problem.readout[at + i];
+#pragma unroll
+                for (int r = 0; r < 2; ++r) {
+                    const float x = reads.h[0][j][2 * r + e] * scale[r] * gain;
+                    score[r] += __fdividef(x, 1.0f + expf(-x)) * readout;
                 }
             }
         }
-        score = row_sum(score);
-        if (lane % 4 == 0 && l >= skipped && l < s.count) {
-            score += problem.readout_bias != nullptr ? problem.readout_bias[s.h] : 0.0f;
-            score += problem.skip != nullptr ? problem.skipped[s.row(streams.slots) + l] : 0.0f;
-            problem.scores.head(s.b, s.h)[s.first + l - streams.delay] = l < frame.bad ? score : NAN;
-        }
+    }
+    memory.sums[2].set(m0 + lane / 4, row_sum(score[0]));
+    memory.sums[2].set(m0 + lane / 4 + 8, row_sum(score[1]));
+    sync_rows();
+    const int l = m0 + lane;
+    if (half == 0 && lane < 16 && l >= skipped && l < s.count) {
+        float all = memory.sums[2].get(l);
+        all += problem.readout_bias != nullptr ? problem.readout_bias[s.h] : 0.0f;
+        all += problem.skip != nullptr ? problem.skipped[s.row(streams.slots) + l] : 0.0f;
+        problem.scores.head(s.b, s.h)[s.first + l - streams.delay] = l < frame.bad ? all : NAN;
     }
 }
 

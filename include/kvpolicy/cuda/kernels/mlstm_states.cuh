@@ -1,4 +1,5 @@
-// An mLSTM's states between chunks: what each chunk adds, and the scans over chunks, forwards (C, z) and backwards (A, a).
+// An mLSTM's states between chunks, forwards (C, z) and backwards (A, a): a scan over the stabilisers, then walks over the chunks, each
+// block with a part of a state's features and values in registers.
 #pragma once
 
 #include <kvpolicy/cuda/blocks/mlstm_problem.cuh>
@@ -11,89 +12,8 @@ namespace kvpolicy {
 inline namespace KVPOLICY_CUDA_NAMESPACE KVPOLICY_HIDDEN {
 namespace cuda_backend {
 
-/// Shared memory of mlstm_add_kernel.
-template <class E, int F, int V>
-struct mlstm_add_memory {
-    shared_tile<E> a, b;
-    float* scale;
-    float* ratio;
-    std::size_t bytes;
-
-    KVPOLICY_HOST_DEVICE explicit mlstm_add_memory(unsigned char* memory) {
-        shared_parts parts(memory);
-        a = parts.tile<E>(scorer_chunk, F);
-        b = parts.tile<E>(scorer_chunk, V);
-        scale = parts.take<float>(scorer_chunk);
-        ratio = parts.take<float>(scorer_chunk);
-        bytes = parts.bytes();
-    }
-};
-
-/// What a chunk adds to a state: memory = sum of scale_r a_r b_r^T over its rows, sums = sum of scale_r ratio_r a_r. Forwards a is
-/// k~, b v~, and scale the tokens' weights; backwards a is q~, b d N, scale exp(m - M_l), and ratio d g_l / 1 (null: 1).
-/// Eight warps, four across the features. Chunks without reads add nothing backwards, and are passed over.
-template <class T, int F, int V, bool Backward>
-__global__ void __launch_bounds__(256) mlstm_add_kernel(const mlstm_problem<T> problem) {
-    using E = mlstm_element<T>;
-    constexpr int MI = F / 64, NI = V / 16;
-    const scorer_streams& streams = problem.streams;
-    const scorer_span s = streams.span(static_cast<std::int32_t>(blockIdx.x) / streams.slots,
-                                       static_cast<std::int32_t>(blockIdx.x) % streams.slots);
-    const std::int32_t skipped = Backward ? max(0, s.begin + streams.delay - s.first) : 0;
-    if (skipped >= s.count) {
-        return;
-    }
-    const mlstm_add_memory<E, F, V> memory(aligned_dynamic_shared());
-    const std::int64_t row = s.row(streams.slots), chunk = problem.chunk(s);
-    copy_rows(memory.a, (Backward ? problem.q : problem.k) + row * F, F, F, scorer_chunk, 256);
-    copy_rows(memory.b, (Backward ? problem.d_n : problem.v) + row * V, V, V, scorer_chunk, 256);
-    copy_commit();
-    const auto thread = static_cast<int>(threadIdx.x);
-    if (thread < scorer_chunk) {
-        memory.scale[thread] = (Backward ? problem.kept : problem.weight)[row + thread];
-        memory.ratio[thread] = Backward ? problem.d_g[row + thread] : 1.0f;
-    }
-    copy_wait<0>();
-    __syncthreads();
-    for (int i = thread; i < scorer_chunk * F / 8; i += 256) {
-        const int r = i / (F / 8), c = i % (F / 8) * 8;
-        float x[8];
-        memory.a.get_eight(r, c, x);
-#pragma unroll
-        for (int e = 0; e < 8; ++e) {
-            x[e] *= memory.scale[r];
-        }
-        memory.a.set_eight(r, c, x);
-    }
-    __syncthreads();
-    if (thread < F) {
-        float sum = 0.0f;
-        for (int r = 0; r < scorer_chunk; ++r) {
-            sum += memory.ratio[r] * memory.a.get(r, thread);
-        }
-        (Backward ? problem.d_sums : problem.sums)[chunk * F + thread] = sum;
-    }
-    float acc[MI][NI][4];
-    clear(acc);
-    const int m0 = warp_id() % 4 * (F / 4), n0 = warp_id() / 4 * (V / 2);
-    add_product<MI, NI, scorer_chunk, true, true>(acc, memory.a, m0, memory.b, n0);
-    E* const to = (Backward ? problem.d_memory : problem.memory) + chunk * F * V;
-    const int lane = lane_id();
-#pragma unroll
-    for (int i = 0; i < MI; ++i) {
-#pragma unroll
-        for (int j = 0; j < NI; ++j) {
-#pragma unroll
-            for (int r = 0; r < 2; ++r) {
-                store_pair(to + (m0 + 16 * i + lane / 4 + 8 * r) * V + n0 + 8 * j + lane % 4 * 2,
-                           acc[i][j][2 * r], acc[i][j][2 * r + 1]);
-            }
-        }
-    }
-}
-
-/// Stabilisers before each chunk, and the scan's steps: one warp a plane, a chunk a lane. m' = forgotten + max(m, top) is
-/// max(m + a, b), and such maps compose. Continued sequences take up and leave the caller's m.
+/// Stabilisers before each chunk, the walks' steps, and the heaviest token before each chunk: one warp a plane, a chunk a lane.
+/// m' = forgotten + max(m, top) is max(m + a, b), and such maps compose. Continued sequences take up and leave the caller's m.
 template <class T>
 __global__ void __launch_bounds__(32) mlstm_frames_kernel(const mlstm_problem<T> problem) {
     const scorer_streams& streams = problem.streams;
@@ -107,51 +27,93 @@ __global__ void __launch_bounds__(32) mlstm_frames_kernel(const mlstm_problem<T>
         m = static_cast<double>(stabiliser[0]) + static_cast<double>(stabiliser[1]);
     }
     bool any = false;
+    float weights =
+        1.0f;  // of all tokens before the next 32 chunks, from m on; of the caller's state nothing is known
+    std::int32_t heavy = -1;
+    mlstm_frame next{};
+    if (lane < streams.slots) {
+        next = problem.frames[std::int64_t{plane} * streams.slots + lane];
+    }
     for (std::int32_t first = 0; first < streams.slots; first += 32) {
         const std::int32_t slot = first + lane;
         scorer_span s{};
         if (slot < streams.slots) {
             s = streams.span(plane, slot);
         }
-        mlstm_frame& frame =
-            problem.frames[std::int64_t{plane} * streams.slots + (slot < streams.slots ? slot : 0)];
+        mlstm_frame frame = next;
+        if (slot + 32 < streams.slots) {
+            next = problem.frames[std::int64_t{plane} * streams.slots + slot + 32];
+        }
         const bool there = s.count > 0;
         const bool fresh = there && s.first == s.begin;
         double a = 0.0, b = -INFINITY;
+        std::int32_t own_heavy = -1;  // what b is of
         if (there) {
             a = fresh ? -INFINITY : frame.forgotten;
             b = frame.forgotten + frame.top;
+            own_heavy = slot * scorer_chunk + frame.heavy;
         }
 #pragma unroll
         for (int step = 1; step < 32; step *= 2) {
             const double before_a = __shfl_up_sync(all_lanes, a, static_cast<unsigned>(step));
             const double before_b = __shfl_up_sync(all_lanes, b, static_cast<unsigned>(step));
+            const std::int32_t other = __shfl_up_sync(all_lanes, own_heavy, static_cast<unsigned>(step));
             if (lane >= step) {
                 const double moved = before_b + a;
+                own_heavy = moved > b ? other : own_heavy;
                 b = moved > b ? moved : b;
                 a += before_a;
             }
         }
         const double moved = m + a;
         const double after = moved > b ? moved : b;
+        const std::int32_t heavy_after = moved > b ? heavy : own_heavy;
         const double before = __shfl_up_sync(all_lanes, after, 1u);
+        const std::int32_t heavy_before = __shfl_up_sync(all_lanes, heavy_after, 1u);
         const double own = fresh ? -INFINITY : lane == 0 ? m : before;
-        if (slot < streams.slots) {
-            frame.count = s.count;
-            frame.fresh = fresh ? 1 : 0;
-            frame.reads = scorer_chunk;
-        }
+        frame.keep = 1.0f;
+        float add = 0.0f;
         if (there) {
             const double most = own > frame.top ? own : frame.top;
             frame.m = own;
             frame.keep = expf(static_cast<float>(own - most));
+            add = expf(static_cast<float>(frame.top - most));
+        }
+        // weights' = keep weights + add the chunk's
+        float keep_all = frame.keep, add_all = there ? add * frame.weights : 0.0f;
+#pragma unroll
+        for (int step = 1; step < 32; step *= 2) {
+            const float before_keep = __shfl_up_sync(all_lanes, keep_all, static_cast<unsigned>(step));
+            const float before_add = __shfl_up_sync(all_lanes, add_all, static_cast<unsigned>(step));
+            if (lane >= step) {
+                add_all += keep_all * before_add;
+                keep_all *= before_keep;
+            }
+        }
+        const float weights_after = keep_all * weights + add_all;
+        const float weights_before = __shfl_up_sync(all_lanes, weights_after, 1u);
+        frame.count = s.count;
+        frame.fresh = fresh ? 1 : 0;
+        frame.reads = scorer_chunk;
+        if (there) {
             // A token that is not finite makes all later states NaN.
-            frame.add = frame.bad < s.count ? NAN : expf(static_cast<float>(frame.top - most));
+            frame.add = frame.bad < s.count ? NAN : add;
             const std::int32_t skipped = max(0, s.begin + streams.delay - s.first);
             frame.reads = skipped < s.count ? skipped : scorer_chunk;
+            frame.before = fresh ? -1 : lane == 0 ? heavy : heavy_before;
+            const float all = lane == 0 ? weights : weights_before;
+            frame.share = frame.before >= 0 && all >= 0.5f ? 1.0f / all : 0.0f;
+        } else {
+            frame.before = -1;
+            frame.share = 0.0f;
+        }
+        if (slot < streams.slots) {
+            problem.frames[std::int64_t{plane} * streams.slots + slot] = frame;
         }
         any = any || __any_sync(all_lanes, there ? 1 : 0) != 0;
         m = __shfl_sync(all_lanes, after, 31);
+        heavy = __shfl_sync(all_lanes, heavy_after, 31);
+        weights = __shfl_sync(all_lanes, weights_after, 31);
     }
     if (lane == 0 && stabiliser != nullptr && (any || start == 0)) {
         const auto high = static_cast<float>(m);
@@ -160,122 +122,400 @@ __global__ void __launch_bounds__(32) mlstm_frames_kernel(const mlstm_problem<T>
     }
 }
 
-/// A chunk's part in a scan.
-struct mlstm_step {
+/// A chunk's part in a walk.
+struct alignas(16) mlstm_step {
     float keep, add;
-    bool there, adds, fresh;
+    float share;         // of the reference
+    std::int32_t heavy;  // its row of the plane; -1: none
+    std::int32_t there;  // the chunk has tokens
+    std::int32_t adds;   // and adds to the state
+    std::int32_t fresh;  // a stream's first
 };
 
-/// The scan of N neighbouring elements of a plane's states by one thread; all threads of a block go together. What chunks add is
-/// loaded `ahead` chunks before it is needed. Returns whether there was a chunk.
-template <int N, bool Backward, class E>
-__device__ inline bool scan_chunks(const mlstm_frame* frames, std::int32_t slots, mlstm_step* steps,
-                                   bool active, E* memory, std::int64_t stride, float (&running)[N]) {
-    constexpr int ahead = 8, tile = 64;
-    struct alignas(N * sizeof(E)) group {
-        E of[N];
-    };
-    bool any = false;
-    for (std::int32_t base = 0; base < slots; base += tile) {
-        __syncthreads();
-        const std::int32_t mine = base + static_cast<std::int32_t>(threadIdx.x);
-        if (threadIdx.x < tile && mine < slots) {
-            const mlstm_frame& frame = frames[Backward ? slots - 1 - mine : mine];
-            const bool there = frame.count > 0;
-            steps[threadIdx.x] = {frame.keep, Backward ? 1.0f : frame.add, there,
-                                  Backward ? there && frame.reads < scorer_chunk : there, frame.fresh != 0};
-        }
-        __syncthreads();
-        for (int first = 0; active && first < tile && base + first < slots; first += ahead) {
-            group delta[ahead];
-#pragma unroll
-            for (int n = 0; n < ahead; ++n) {
-                const std::int32_t at = base + first + n;
-                const std::int32_t slot = Backward ? slots - 1 - at : at;
-#pragma unroll
-                for (int e = 0; e < N; ++e) {
-                    delta[n].of[e] = static_cast<E>(0.0f);
+inline constexpr int mlstm_walk_threads = 256;
+
+/// Shared memory of mlstm_walk_kernel: a ring of what chunks add.
+template <class E, int FS, int VS>
+struct mlstm_walk_memory {
+    static constexpr int stages = FS + VS <= 64 ? 8 : 6, batch = 64;
+    static constexpr int columns = (FS + VS + 63) / 64 * 64;
+    static constexpr int down = FS / 16,
+                         across = mlstm_walk_threads / 32 / down;  // warps over features, over values
+
+    unsigned char* tiles;  // of each stage: k~ or q~, FS columns, then v~ or d N, VS columns
+    float* scale;          // [stages][64]
+    float* ratio;          // [stages][64]
+    E* split;              // [2][2][64]: a ratio rounded, and what rounding takes away
+    E* heavy;              // [stages][VS]
+    float* lost;           // [2][across][FS]
+    mlstm_step* steps;     // [2][batch]
+    std::size_t bytes;
+
+    KVPOLICY_HOST_DEVICE explicit mlstm_walk_memory(unsigned char* memory) {
+        shared_parts parts(memory);
+        tiles = parts.tile<E>(scorer_chunk, stages * columns).data;
+        scale = parts.take<float>(stages * scorer_chunk);
+        ratio = parts.take<float>(stages * scorer_chunk);
+        split = parts.take<E>(2 * 2 * scorer_chunk);
+        heavy = parts.take<E>(stages * VS);
+        lost = parts.take<float>(2 * across * FS);
+        steps = parts.take<mlstm_step>(2 * batch);
+        bytes = parts.bytes();
+    }
+    [[nodiscard]] __device__ shared_tile<E> tile(int stage) const {
+        return {tiles + shared_tile<E>::bytes(scorer_chunk, columns) * stage, scorer_chunk};
+    }
+};
+
+/// acc += sum_r a_r b_r^T and sums += sum_r a_r ratio_r over a chunk's rows r, for one warp: 16 columns of a tile from m0 on and 8 NI from
+/// n0 on. `split` has ratio_r as two numbers of E (null: 1); the sums stand in columns 0 and 1 of an accumulator.
+template <int NI, class E>
+__device__ inline void add_outer(float (&acc)[NI][4], float (&sums)[4], const shared_tile<E>& tile, int m0,
+                                 int n0, const E* split) {
+    const int lane = lane_id();
+    if constexpr (shared_tile<E>::plain) {
+        for (int k = 0; k < scorer_chunk; ++k) {
+            for (int e = 0; e < 4; ++e) {
+                const float a = tile.get(k, m0 + lane / 4 + 8 * (e / 2));
+                for (int j = 0; j < NI; ++j) {
+                    acc[j][e] += a * tile.get(k, n0 + 8 * j + lane % 4 * 2 + e % 2);
                 }
-                if (at < slots && steps[first + n].adds) {
-                    delta[n] = *reinterpret_cast<const group*>(memory + slot * stride);
+                if (lane % 4 == 0 && e % 2 == 0) {
+                    sums[e] += a * (split == nullptr ? 1.0f : split[k]);
                 }
             }
+        }
+    } else {
+        const int half = lane / 16, eighth = lane / 8 % 2, line = lane % 8, quarter = lane / 8;
+        const std::uint32_t data = shared_address(tile.data);
+        const std::uint32_t of_a = data + swizzled(scorer_chunk, half * 8 + line, m0 / 8 + eighth);
 #pragma unroll
-            for (int n = 0; n < ahead; ++n) {
-                const std::int32_t at = base + first + n;
-                const std::int32_t slot = Backward ? slots - 1 - at : at;
-                if (at >= slots || !steps[first + n].there) {
-                    continue;
+        for (int k = 0; k < scorer_chunk; k += 32) {
+            std::uint32_t fa[2][4], of_ratio[2][2];
+#pragma unroll
+            for (int h = 0; h < 2; ++h) {
+                load_matrices_transposed(fa[h], of_a + static_cast<std::uint32_t>((k + 16 * h) * 128));
+#pragma unroll
+                for (int i = 0; i < 2; ++i) {
+                    of_ratio[h][i] =
+                        split == nullptr ? (lane < 4 ? 0x3f803f80u : 0u)
+                        : lane < 8       ? *reinterpret_cast<const std::uint32_t*>(
+                                         split + lane / 4 * scorer_chunk + k + 16 * h + 8 * i + lane % 4 * 2)
+                                   : 0u;
                 }
-                any = true;
-                const mlstm_step step = steps[first + n];
-                group out;
+            }
+            if constexpr (NI == 1) {  // 8 columns of 32 rows at once
+                std::uint32_t fb[4];
+                load_matrices_transposed(fb, data + swizzled(scorer_chunk, k + quarter * 8 + line, n0 / 8));
+                mma_16x8x16<E>(acc[0], fa[0], fb[0], fb[1]);
+                mma_16x8x16<E>(acc[0], fa[1], fb[2], fb[3]);
+            } else {
 #pragma unroll
-                for (int e = 0; e < N; ++e) {
-                    // Streams begin without a state, and nothing goes back beyond their first token.
-                    const float before = !Backward && step.fresh ? 0.0f : running[e];
-                    out.of[e] = static_cast<E>(before);
-                    running[e] = step.keep * before + step.add * static_cast<float>(delta[n].of[e]);
-                    if (Backward && step.fresh) {
-                        running[e] = 0.0f;
+                for (int h = 0; h < 2; ++h) {
+#pragma unroll
+                    for (int j = 0; j < NI; j += 2) {
+                        std::uint32_t fb[4];
+                        load_matrices_transposed(fb,
+                                                 data + swizzled(scorer_chunk, k + 16 * h + eighth * 8 + line,
+                                                                 (n0 + 8 * j) / 8 + half));
+                        mma_16x8x16<E>(acc[j], fa[h], fb[0], fb[1]);
+                        mma_16x8x16<E>(acc[j + 1], fa[h], fb[2], fb[3]);
                     }
                 }
-                *reinterpret_cast<group*>(memory + slot * stride) = out;
+            }
+            mma_16x8x16<E>(sums, fa[0], of_ratio[0][0], of_ratio[0][1]);
+            mma_16x8x16<E>(sums, fa[1], of_ratio[1][0], of_ratio[1][1]);
+        }
+    }
+}
+
+/// `columns` columns of a chunk's rows, `stride` apart, into a tile's columns from `at` on, by a walk's threads.
+template <int Columns, class E>
+__device__ inline void copy_slice(const shared_tile<E>& tile, int at, const E* from, int stride) {
+    constexpr int each = 16 / sizeof(E), across = Columns / each;
+    const int row = static_cast<int>(threadIdx.x) / across,
+              column = static_cast<int>(threadIdx.x) % across * each;
+    const std::uint32_t data = shared_address(tile.data);
+#pragma unroll
+    for (int r = 0; r < scorer_chunk; r += mlstm_walk_threads / across) {
+        if (mlstm_walk_threads / across <= scorer_chunk || row < scorer_chunk) {
+            copy_16(data + tile.offset(row + r, at + column), from + (row + r) * stride + column, 16);
+        }
+    }
+}
+
+/// `count` elements side by side, a multiple of 16 bytes, by the threads from `from` on.
+template <class E>
+__device__ inline void copy_line(E* to, const E* line, int count, int from) {
+    constexpr int each = 16 / sizeof(E);
+    const int i = static_cast<int>(threadIdx.x) - from;
+    if (i >= 0 && i < count / each) {
+        copy_16(shared_address(to + i * each), line + i * each, 16);
+    }
+}
+
+/// States before each chunk, or backwards those after it. A block has FS features and VS values of a plane's state in registers, eight
+/// warps of 16 features each, and walks over the plane's chunks:
+///
+///     state <- keep state + sum_r scale_r a_r b_r^T,   sums <- keep sums + sum_r scale_r ratio_r a_r
+///
+/// Forwards a is k~, b v~, scale the tokens' weights; backwards a is q~, b d N, scale exp(m - M_l), ratio d g_l (forwards 1). Chunks without
+/// reads add nothing backwards. Continued sequences take up and leave the caller's states, features (width + 1) + 2 numbers in the
+/// features' own order.
+template <class T, int F, int V, int FS, int VS, bool Backward>
+__global__ void __launch_bounds__(mlstm_walk_threads) mlstm_walk_kernel(const mlstm_problem<T> problem) {
+    using E = mlstm_element<T>;
+    using memory_type = mlstm_walk_memory<E, FS, VS>;
+    constexpr int stages = memory_type::stages, batch = memory_type::batch;
+    constexpr int WM = memory_type::down, WN = memory_type::across;
+    constexpr int NI = VS / 8 / WN, parts = F / FS * (V / VS);
+    const scorer_streams& streams = problem.streams;
+    const memory_type memory(aligned_dynamic_shared());
+    const auto block = static_cast<std::int32_t>(blockIdx.x);
+    const std::int32_t plane = block / parts, slots = streams.slots;
+    const int f0 = block % parts / (V / VS) * FS, part_v = block % (V / VS), v0 = part_v * VS;
+    const int thread = static_cast<int>(threadIdx.x), lane = lane_id();
+    const int m0 = warp_id() % WM * 16, wn = warp_id() / WM, n0 = wn * (VS / WN);
+    const std::int64_t first_chunk = std::int64_t{plane} * slots, first_row = first_chunk * scorer_chunk;
+    const auto slot_of = [&](std::int32_t n) { return Backward ? slots - 1 - n : n; };
+
+    const auto load_steps = [&](std::int32_t base) {
+        if (thread < batch) {
+            mlstm_step step{};
+            step.heavy = -1;
+            if (base + thread < slots) {
+                const std::int32_t slot = slot_of(base + thread);
+                const mlstm_frame& frame = problem.frames[first_chunk + slot];
+                step.there = frame.count > 0 ? 1 : 0;
+                step.adds = step.there != 0 && (!Backward || frame.reads < scorer_chunk) ? 1 : 0;
+                step.fresh = frame.fresh;
+                step.keep = frame.keep;
+                step.add = Backward ? 1.0f : frame.add;
+                if (!Backward) {
+                    step.heavy = frame.before;
+                    step.share = frame.share;
+                } else if (slot + 1 < slots) {  // the reference after the chunk; streams that end need none
+                    step.heavy = problem.frames[first_chunk + slot + 1].before;
+                    step.share = problem.frames[first_chunk + slot + 1].share;
+                }
+            }
+            memory.steps[base % (2 * batch) + thread] = step;
+        }
+    };
+    // Where step n's numbers stand; prefetch goes through the steps in order.
+    const std::int64_t from = first_row + std::int64_t{slot_of(0)} * scorer_chunk;
+    constexpr int direction = Backward ? -scorer_chunk : scorer_chunk;
+    const E* next_a = (Backward ? problem.q : problem.k) + from * F + f0;
+    const E* next_b = (Backward ? problem.d_n : problem.v) + from * V + v0;
+    const float* next_scale = (Backward ? problem.kept : problem.weight) + from;
+    const float* next_ratio = Backward ? problem.d_g + from : nullptr;
+    const E* const values = problem.v + first_row * V + v0;
+    const auto prefetch = [&](std::int32_t n) {
+        if (n < slots) {
+            const int stage = n % stages;
+            const mlstm_step step = memory.steps[n % (2 * batch)];
+            if (step.adds != 0) {
+                const shared_tile<E> tile = memory.tile(stage);
+                copy_slice<FS, E>(tile, 0, next_a, F);
+                copy_slice<VS, E>(tile, FS, next_b, V);
+                copy_line(memory.scale + stage * scorer_chunk, next_scale, scorer_chunk, 0);
+                if (Backward) {
+                    copy_line(memory.ratio + stage * scorer_chunk, next_ratio, scorer_chunk, 32);
+                }
+            }
+            if (step.heavy >= 0) {
+                copy_line(memory.heavy + stage * VS, values + std::int64_t{step.heavy} * V, VS, 64);
+            }
+            next_a += direction * F;
+            next_b += direction * V;
+            next_scale += direction;
+            next_ratio += Backward ? direction : 0;
+        }
+        copy_commit();
+    };
+    load_steps(0);
+    __syncthreads();
+#pragma unroll
+    for (int n = 0; n < stages - 1; ++n) {
+        prefetch(n);
+    }
+    // Multiplies what came for step n by its scales.
+    const auto scale_stage = [&](std::int32_t n) {
+        if (n >= slots) {
+            return;
+        }
+        const mlstm_step step = memory.steps[n % (2 * batch)];
+        if (step.adds == 0) {
+            return;
+        }
+        const int stage = n % stages;
+        const shared_tile<E> tile = memory.tile(stage);
+#pragma unroll
+        for (int i = thread; i < scorer_chunk * FS / 8; i += mlstm_walk_threads) {
+            const int r = i / (FS / 8), c = i % (FS / 8) * 8;
+            const float by = memory.scale[stage * scorer_chunk + r] * step.add;
+            float x[8];
+            tile.get_eight(r, c, x);
+#pragma unroll
+            for (int e = 0; e < 8; ++e) {
+                x[e] *= by;
+            }
+            tile.set_eight(r, c, x);
+        }
+        if (Backward && thread < scorer_chunk) {
+            const float ratio = memory.ratio[stage * scorer_chunk + thread];
+            E* const split = memory.split + n % 2 * 2 * scorer_chunk + thread;
+            split[0] = static_cast<E>(ratio);
+            split[scorer_chunk] = static_cast<E>(ratio - static_cast<float>(split[0]));
+        }
+    };
+    float acc[1][NI][4], of_sums[4];  // every warp has the sums of its features
+    const auto clear_all = [&] {
+        clear(acc);
+#pragma unroll
+        for (int e = 0; e < 4; ++e) {
+            of_sums[e] = 0.0f;
+        }
+    };
+    clear_all();
+    const std::int64_t size = std::int64_t{problem.features} * (problem.width + 1) + 2;
+    const std::int32_t start = streams.start_of(plane / streams.heads);
+    float* const state = Backward || problem.states == nullptr ? nullptr : problem.states + plane * size;
+    float* const state_sums =
+        state == nullptr ? nullptr : state + std::int64_t{problem.features} * problem.width;
+    const auto row_of = [&](int r) { return m0 + lane / 4 + 8 * r; };
+    if (!Backward && state != nullptr && start > 0) {
+#pragma unroll
+        for (int r = 0; r < 2; ++r) {
+            const std::int32_t feature = problem.feature_of(f0 + row_of(r), F);
+            if (feature < 0) {
+                continue;
+            }
+#pragma unroll
+            for (int j = 0; j < NI; ++j) {
+#pragma unroll
+                for (int e = 0; e < 2; ++e) {
+                    const std::int32_t column = v0 + n0 + 8 * j + lane % 4 * 2 + e;
+                    if (column < problem.width) {
+                        acc[0][j][2 * r + e] = state[std::int64_t{feature} * problem.width + column];
+                    }
+                }
+            }
+            if (lane % 4 == 0) {
+                of_sums[2 * r] = state_sums[feature];
             }
         }
     }
-    return any;
-}
-
-/// Turns what chunks add into the states before them; backwards into those after them. A thread has eight neighbouring
-/// elements of a plane's state; in a plane's last block one of its sums. Continued sequences take up and leave the caller's
-/// states, features (width + 1) + 2 numbers in the features' own order.
-template <class T, int F, int V, bool Backward>
-__global__ void __launch_bounds__(128) mlstm_scan_kernel(const mlstm_problem<T> problem) {
-    using E = mlstm_element<T>;
-    constexpr int threads = 128;
-    constexpr int blocks = F * V / 8 / threads;
-    static_assert(blocks * threads * 8 == F * V && threads >= F);
-    __shared__ mlstm_step steps[64];
-    const scorer_streams& streams = problem.streams;
-    const std::int32_t plane = static_cast<std::int32_t>(blockIdx.x) / (blocks + 1);
-    const std::int32_t part = static_cast<std::int32_t>(blockIdx.x) % (blocks + 1);
-    const auto thread = static_cast<int>(threadIdx.x);
-    const std::int64_t first = std::int64_t{plane} * streams.slots;
-    const mlstm_frame* const frames = problem.frames + first;
-    const std::int64_t size = std::int64_t{problem.features} * (problem.width + 1) + 2;
-    float* const state = Backward || problem.states == nullptr ? nullptr : problem.states + plane * size;
-    const std::int32_t start = streams.start_of(plane / streams.heads);
-    if (part == blocks) {
-        const std::int32_t feature = thread < F ? problem.feature_of(thread, F) : -1;
-        float* const lasting = state == nullptr || feature < 0
-                                   ? nullptr
-                                   : state + std::int64_t{problem.features} * problem.width + feature;
-        float running[1] = {lasting != nullptr && start > 0 ? *lasting : 0.0f};
-        float* const sums = (Backward ? problem.d_sums : problem.sums) + first * F + thread;
-        const bool any = scan_chunks<1, Backward>(frames, streams.slots, steps, thread < F, sums, F, running);
-        if (lasting != nullptr && (any || start == 0)) {
-            *lasting = running[0];
+    // What rounding takes from the state before step n, along the reference: the warps' parts.
+    const auto write_sums = [&](std::int32_t n) {
+        if (Backward && n >= 0 && thread < FS && memory.steps[n % (2 * batch)].there != 0) {
+            float sum = 0.0f;
+#pragma unroll
+            for (int part = 0; part < WN; ++part) {
+                sum += memory.lost[(n % 2 * WN + part) * FS + thread];
+            }
+            problem.d_sums[((first_chunk + slot_of(n)) * problem.sum_parts + part_v) * F + f0 + thread] = sum;
         }
-        return;
-    }
-    const int at = (part * threads + thread) * 8, column = at % V;
-    const std::int32_t feature = problem.feature_of(at / V, F);
-    float* const lasting =
-        state == nullptr || feature < 0 ? nullptr : state + std::int64_t{feature} * problem.width + column;
-    float running[8];
+    };
+    copy_wait<stages - 2>();
+    __syncthreads();
+    scale_stage(0);
+    bool any = false;
+    for (std::int32_t n = 0; n < slots; ++n) {
+        copy_wait<stages - 3>();  // step n + 1 is there
+        __syncthreads();
+        write_sums(n - 1);
+        prefetch(n + stages - 1);
+        const mlstm_step step = memory.steps[n % (2 * batch)];
+        if (step.there != 0) {
+            any = true;
+            const int stage = n % stages;
+            const std::int64_t chunk = first_chunk + slot_of(n);
+            // Streams begin without a state, and nothing goes back beyond their first token.
+            if (!Backward && step.fresh != 0) {
+                clear_all();
+            }
+            E* const to = (Backward ? problem.d_memory : problem.memory) + chunk * F * V +
+                          (f0 + m0 + lane / 4) * V + v0 + n0 + lane % 4 * 2;
+            float rho[NI][2] = {};
+            if (step.heavy >= 0) {
+                const E* const value = memory.heavy + stage * VS + n0 + lane % 4 * 2;
 #pragma unroll
-    for (int e = 0; e < 8; ++e) {
-        running[e] = lasting != nullptr && start > 0 && column + e < problem.width ? lasting[e] : 0.0f;
-    }
-    E* const memory = (Backward ? problem.d_memory : problem.memory) + first * F * V + at;
-    const bool any =
-        scan_chunks<8, Backward>(frames, streams.slots, steps, true, memory, std::int64_t{F} * V, running);
-    if (lasting != nullptr && (any || start == 0)) {
+                for (int j = 0; j < NI; ++j) {
+                    rho[j][0] = step.share * static_cast<float>(value[8 * j]);
+                    rho[j][1] = step.share * static_cast<float>(value[8 * j + 1]);
+                }
+            }
 #pragma unroll
-        for (int e = 0; e < 8; ++e) {
-            if (column + e < problem.width) {
-                lasting[e] = running[e];
+            for (int r = 0; r < 2; ++r) {
+                const float sum = __shfl_sync(all_lanes, of_sums[2 * r] + of_sums[2 * r + 1], lane & ~3);
+                const float z = Backward ? 0.0f : sum;
+                float lost = 0.0f;
+#pragma unroll
+                for (int j = 0; j < NI; ++j) {
+                    float x[2] = {acc[0][j][2 * r] - z * rho[j][0], acc[0][j][2 * r + 1] - z * rho[j][1]};
+                    store_pair(to + 8 * r * V + 8 * j, x[0], x[1]);
+                    if (Backward) {
+                        round_pair<E>(x[0], x[1]);
+                        lost +=
+                            (acc[0][j][2 * r] - x[0]) * rho[j][0] + (acc[0][j][2 * r + 1] - x[1]) * rho[j][1];
+                    }
+                }
+                if (Backward) {
+                    lost = row_sum(lost);
+                    if (lane % 4 == 0) {
+                        memory.lost[(n % 2 * WN + wn) * FS + row_of(r)] =
+                            lost + (part_v == 0 && wn == 0 ? sum : 0.0f);
+                    }
+                } else if (part_v == 0 && wn == 0 && lane % 4 == 0) {
+                    problem.sums[chunk * F + f0 + row_of(r)] = sum;
+                }
+            }
+#pragma unroll
+            for (int e = 0; e < 4; ++e) {
+#pragma unroll
+                for (int j = 0; j < NI; ++j) {
+                    acc[0][j][e] *= step.keep;
+                }
+                of_sums[e] *= step.keep;
+            }
+            if (step.adds != 0) {
+                add_outer<NI>(acc[0], of_sums, memory.tile(stage), m0, FS + n0,
+                              Backward ? memory.split + n % 2 * 2 * scorer_chunk : nullptr);
+            }
+            if (Backward && step.fresh != 0) {
+                clear_all();
+            }
+        }
+        scale_stage(n + 1);
+        if (n % batch == 1) {  // nobody looks at the batch before any more
+            load_steps(n - 1 + batch);
+        }
+    }
+    __syncthreads();
+    write_sums(slots - 1);
+    if constexpr (!Backward) {
+        if (state == nullptr || !(any || start == 0)) {
+            return;
+        }
+#pragma unroll
+        for (int r = 0; r < 2; ++r) {
+            const std::int32_t feature = problem.feature_of(f0 + row_of(r), F);
+            if (feature < 0) {
+                continue;
+            }
+#pragma unroll
+            for (int j = 0; j < NI; ++j) {
+#pragma unroll
+                for (int e = 0; e < 2; ++e) {
+                    const std::int32_t column = v0 + n0 + 8 * j + lane % 4 * 2 + e;
+                    if (column < problem.width) {
+                        state[std::int64_t{feature} * problem.width + column] = acc[0][j][2 * r + e];
+                    }
+                }
+            }
+            if (part_v == 0 && wn == 0 && lane % 4 == 0) {
+                state_sums[feature] = of_sums[2 * r] + of_sums[2 * r + 1];
             }
         }
     }

@@ -38,6 +38,15 @@ struct weight_stack {
         hold(at + count);
         return at;
     }
+    /// Whether somebody wants a gradient of rows [from, to).
+    [[nodiscard]] KVPOLICY_HOST_DEVICE bool wanted(std::int32_t from, std::int32_t to) const {
+        for (int p = 0; p < parts; ++p) {
+            if (part[p].gradient != nullptr && part[p].at < to && from < part[p].at + part[p].count) {
+                return true;
+            }
+        }
+        return false;
+    }
     /// Makes room for so many rows, since products are computed for whole tiles of them.
     void hold(std::int32_t count) { rows = rows > count ? rows : (count + 63) / 64 * 64; }
 };
@@ -95,15 +104,20 @@ __device__ inline void project(float (&acc)[1][NI][4], const shared_tile<T>& x, 
 }
 
 /// Partial sums over chunks of d y^T x. A block has 64 rows and 128 columns of one head's matrix and one of `splits` parts of its
-/// chunks; partial [splits, heads, width, padded] is overwritten. The input of row r of a chunk is token first + r - shift.
+/// chunks; partial [splits, heads, stack.rows, padded] is overwritten where the stack has gradients. The input of row r of a chunk is token
+/// first + r - shift.
 template <class T>
 __global__ void __launch_bounds__(128)
-    weight_gradient_kernel(const scorer_streams streams, const scorer_source<T> source, const T* const d_rows,
-                           const std::int32_t width, const std::int32_t shift, const std::int32_t splits,
-                           float* const partial) {
+    weight_gradient_kernel(const scorer_streams streams, const scorer_source<T> source,
+                           const weight_stack stack, const T* const d_rows, const std::int32_t shift,
+                           const std::int32_t splits, float* const partial) {
+    const std::int32_t width = stack.rows;
     shared_parts parts(aligned_dynamic_shared());
-    const auto d_y = parts.tile<T>(scorer_chunk, 64);
-    const auto x = parts.tile<T>(scorer_chunk, 128);
+    unsigned char* const tiles = parts.tile<T>(scorer_chunk, 2 * (64 + 128)).data;
+    const auto d_y = [&](int stage) {
+        return shared_tile<T>{tiles + shared_tile<T>::bytes(scorer_chunk, 192) * stage, scorer_chunk};
+    };
+    const auto x = [&](int stage) { return d_y(stage).from(64); };
     auto* const scale_k = parts.take<float>(scorer_chunk);
     auto* const scale_v = parts.take<float>(scorer_chunk);
     const std::int32_t across = (source.padded + 127) / 128, down = width / 64;
@@ -111,6 +125,9 @@ __global__ void __launch_bounds__(128)
     const std::int32_t column = item % across * 128;
     item /= across;
     const std::int32_t row = item % down * 64;
+    if (!stack.wanted(row, row + 64)) {
+        return;
+    }
     item /= down;
     const std::int32_t h = item % streams.heads, split = item / streams.heads;
     const std::int32_t chunks = streams.batch * streams.slots;
@@ -119,22 +136,50 @@ __global__ void __launch_bounds__(128)
     const int m0 = warp_id() / 2 * 32, n0 = warp_id() % 2 * 64;
     float acc[2][8][4];
     clear(acc);
-    for (std::int32_t chunk = split * each; chunk < last; ++chunk) {
-        const std::int32_t plane = chunk / streams.slots * streams.heads + h;
-        const scorer_span s = streams.span(plane, chunk % streams.slots);
-        const std::int32_t skipped = max(0, s.begin + shift - s.first);
-        if (skipped >= s.count) {
-            continue;
+    const auto span_of = [&](std::int32_t chunk) {
+        return streams.span(chunk / streams.slots * streams.heads + h, chunk % streams.slots);
+    };
+    // The first chunk from this one on that has rows.
+    const auto next_of = [&](std::int32_t chunk) {
+        for (; chunk < last; ++chunk) {
+            const scorer_span s = span_of(chunk);
+            if (max(0, s.begin + shift - s.first) < s.count) {
+                break;
+            }
         }
-        __syncthreads();  // the tiles are free
-        const std::int32_t first = s.first - shift;
-        source.norms(s, first, skipped, s.count, scale_k, scale_v);
-        source.load(s, first, skipped, s.count, scale_k, scale_v, x, column, 128);
-        copy_rows(d_y, d_rows + s.row(streams.slots) * width + row, width, 64, s.count, 128);
-        copy_commit();
-        copy_wait<0>();
+        return chunk;
+    };
+    const auto load = [&](std::int32_t chunk, int stage) {
+        const scorer_span s = span_of(chunk);
+        copy_rows(d_y(stage), d_rows + s.row(streams.slots) * width + row, width, 64, s.count, 128);
+        source.load(s, s.first - shift, max(0, s.begin + shift - s.first), s.count, scale_k, scale_v,
+                    x(stage), column, 128);
+    };
+    // Plain copies run one chunk ahead; what is computed on the way is not.
+    const bool ahead = !shared_tile<T>::plain && source.input == scorer_input::key_value;
+    std::int32_t chunk = next_of(split * each);
+    int stage = 0;
+    if (ahead && chunk < last) {
+        load(chunk, 0);
+    }
+    while (chunk < last) {
+        const std::int32_t next = next_of(chunk + 1);
+        if (!ahead) {
+            const scorer_span s = span_of(chunk);
+            source.norms(s, s.first - shift, max(0, s.begin + shift - s.first), s.count, scale_k, scale_v);
+            load(chunk, 0);
+            copy_wait<0>();
+        } else if (next < last) {
+            load(next, 1 - stage);
+            copy_wait<1>();
+        } else {
+            copy_wait<0>();
+        }
         __syncthreads();
-        add_product<2, 8, 64, true, true>(acc, d_y, m0, x, n0);
+        add_product<2, 8, 64, true, true>(acc, d_y(stage), m0, x(stage), n0);
+        __syncthreads();  // the tiles are free
+        stage = ahead ? 1 - stage : 0;
+        chunk = next;
     }
     float* const to = partial + (std::int64_t{split} * streams.heads + h) * width * source.padded;
     const int lane = lane_id();
