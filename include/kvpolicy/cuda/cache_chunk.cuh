@@ -119,7 +119,7 @@ class cache_chunk_call {
         call_.batch.q_len = call_.taken;
         if constexpr (scored) {
             call_.computed = computed_;
-            launch_scores(on_, score_launch<T, Scorer>{.cache = call_.cache,
+            launch_scores(on_, score_launch<cache_view<T>, Scorer>{.cache = call_.cache,
                                                        .batch = call_.batch,
                                                        .tokens = call_.tokens,
                                                        .scores = computed_,

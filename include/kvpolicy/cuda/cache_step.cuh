@@ -39,7 +39,7 @@ class cache_step_call {
     using T = typename Rows::T;
     using Gate = typename P::gate_type;
     using Scorer = asked_scorer<P>;
-    using Launch = step_launch<Rows, Gate, Scorer>;
+    using Launch = fixed_step_launch<Rows, Gate, Scorer>;
     static constexpr auto kernel = cache_step_kernel<Rows, Gate, Scorer>;
 
   public:
@@ -58,8 +58,8 @@ class cache_step_call {
               "cache_step_kernel");
         const std::int64_t resident =
             std::int64_t{std::max(fit, 1)} * device.attribute(cudaDevAttrMultiProcessorCount);
-        call_.splits = step_splits(std::max<std::int64_t>(heads() * call_.parts, 1), cache.longest, resident,
-                                   Rows::warps);
+        call_.work.splits = step_splits(std::max<std::int64_t>(heads() * call_.parts, 1), cache.longest,
+                                        resident, Rows::warps);
     }
 
     /// Takes the parts of the workspace; with null only measures.
@@ -68,7 +68,7 @@ class cache_step_call {
         call_.notes = parts.take<step_note>(heads());
         computed_ = parts.take<float>(scored_before<Scorer> ? heads() : 0);
         const std::int64_t states =
-            call_.splits * call_.parts == 1 ? 0 : heads() * call_.parts * call_.splits;
+            call_.work.splits * call_.parts == 1 ? 0 : heads() * call_.parts * call_.work.splits;
         call_.states =
             parts.take<typename Rows::Compute>(states * stream_state<Rows::heads>::size(call_.width));
         return parts.bytes();
@@ -89,11 +89,11 @@ class cache_step_call {
         call_.status = status;
         if constexpr (scored_before<Scorer>) {
             call_.computed = computed_;
-            launch_scores(on_, score_launch<T, Scorer>{.cache = call_.cache,
-                                                       .batch = batch,
-                                                       .tokens = {.k = k, .v = v},
-                                                       .scores = computed_,
-                                                       .scorer = call_.scorer});
+            launch_scores(on_, score_launch<cache_view<T>, Scorer>{.cache = call_.cache,
+                                                                   .batch = batch,
+                                                                   .tokens = {.k = k, .v = v},
+                                                                   .scores = computed_,
+                                                                   .scorer = call_.scorer});
         }
         run();
     }
@@ -116,8 +116,8 @@ class cache_step_call {
         return std::int64_t{call_.batch.count} * call_.cache.kv_heads;
     }
     void run() const {
-        launch("cache_step_kernel", kernel, heads() * call_.parts * call_.splits, Rows::threads, shared_, on_,
-               call_);
+        launch("cache_step_kernel", kernel, heads() * call_.parts * call_.work.splits, Rows::threads, shared_,
+               on_, call_);
     }
 
     const cuda& on_;

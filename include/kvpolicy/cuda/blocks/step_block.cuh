@@ -27,13 +27,17 @@ struct step_note {
     float arriving;       // the newcomer's score
 };
 
-/// A launch. Rows: sizes of the stream; Gate and Scorer: the policy's.
-template <class Rows, class Gate, class Scorer>
+/// A launch. Rows: sizes of the stream; Gate and Scorer: the policy's; View: the cache; Work: how its rows are cut among blocks.
+template <class Rows_, class Gate_, class Scorer_, class View_, class Work>
 struct step_launch {
+    using Rows = Rows_;
+    using Gate = Gate_;
+    using Scorer = Scorer_;
+    using View = View_;
     using T = typename Rows::T;
     using Compute = typename Rows::Compute;
 
-    cache_view<T> cache;
+    View cache;
     Batch batch{};
     rows_view<const T> q{};  // [count, Hq, 1, Dk]
     rows_view<const T> k{};  // [count, Hkv, 1, Dk]
@@ -42,14 +46,16 @@ struct step_launch {
     plane_view<float> lse{};
     plane_view<const float> scores{};  // the newcomers', where they are given
     const float* computed = nullptr;   // [count, Hkv], of a scorer that is scored_before: see score_launch
-    Compute* states = nullptr;   // [count, Hkv, parts, splits, stream_state]; null where parts * splits = 1
-    step_note* notes = nullptr;  // [count, Hkv]
+    const float* advanced =
+        nullptr;  // [count, Hkv, state_size]: the scorer's states after the step, if not in the cache
+    Compute* states = nullptr;        // of blocks that share a head
+    step_note* notes = nullptr;       // [count, Hkv]
     std::uint32_t* status = nullptr;  // [count]
-    std::int32_t splits = 1;          // blocks that share the rows of a head
     std::int32_t parts = 1;           // of a group of query heads, Rows::heads each
     std::int32_t width = 0;           // of a state
     stream_logits logits{};
     bool writes = true;  // a step; else attention over the rows as they are
+    Work work{};
     Gate gate;
     Scorer scorer;
 };
@@ -134,12 +140,40 @@ struct load_of_block {
     }
 };
 
-template <class Rows, class Gate, class Scorer>
-class step_block {
-    using Launch = step_launch<Rows, Gate, Scorer>;
-    using T = typename Rows::T;
-    using Compute = typename Rows::Compute;
+/// Tiles [begin, end).
+struct tile_range {
+    std::int32_t begin, end;
+};
+
+/// The tiles of all rows, and of one more for a newcomer that no row makes room for.
+__device__ inline std::int64_t step_tiles(std::int32_t used, bool writes) {
+    return (std::int64_t{used} + (writes ? 1 : 0) + stream_tile - 1) / stream_tile;
+}
+
+/// The states of `count` blocks that share a part of a head; one every `stride` numbers.
+template <class Compute>
+struct part_states {
+    const Compute* states;
+    std::int32_t count;
+    std::int64_t stride;
+};
+
+/// What a block does with its share of a head. `Share` says which:
+///     pair, part              the head of an entry, and the part of its group
+///     notes()                 whether this block leaves the note
+///     tiles_of(tiles, warp)   the first and the last but one of `tiles` tiles that a warp takes
+///     blocks()                that share the head, all parts
+///     state()                 where the block's own state goes
+///     states_of(part)         those of all blocks of a part
+template <class Launch>
+class step_head {
+    using Rows = typename Launch::Rows;
+    using Scorer = typename Launch::Scorer;
+    using Head = typename Launch::View::head_type;
+    using T = typename Launch::T;
+    using Compute = typename Launch::Compute;
     using Merged = merged_state<Rows::heads, Compute>;
+    using states_of_part = part_states<Compute>;
     static constexpr bool given = scores_come_along<Scorer>;
     static constexpr bool on_leaving = Scorer::when == score_time::on_leaving;
 
@@ -149,46 +183,30 @@ class step_block {
         std::uint32_t last;
     };
 
-    __device__ step_block(const Launch& call, Memory& memory, unsigned char* regions)
-        : call_(call), memory_(memory), regions_(regions) {
-        auto number = static_cast<std::int32_t>(blockIdx.x);
-        split_ = number % call.splits;
-        number /= call.splits;
-        part_ = number % call.parts;
-        pair_ = number / call.parts;
-        entry_ = pair_ / call.cache.kv_heads;
-        head_ = pair_ % call.cache.kv_heads;
-    }
+    __device__ step_head(const Launch& call, Memory& memory, unsigned char* regions, std::int32_t pair,
+                         std::int32_t part, std::int32_t slot)
+        : call_(call),
+          memory_(memory),
+          regions_(regions),
+          part_(part),
+          pair_(pair),
+          entry_(pair / call.cache.kv_heads),
+          head_(pair % call.cache.kv_heads),
+          slot_(slot) {}
 
-    __device__ void run() {
-        const active_entry active(call_.cache, call_.batch, entry_, 1);
-        if (active.tokens == 0) {
-            if (active.bad && call_.status != nullptr && head_ == 0 && part_ + split_ == 0 &&
-                threadIdx.x == 0) {
-                atomicOr(call_.status + entry_, static_cast<std::uint32_t>(status_bad_length));
-            }
-            return;
-        }
-        slot_ = active.slot;
-        const head_view<T> head(call_.cache, slot_, head_);
+    template <class Share>
+    __device__ void run(const Share& share) {
+        const Head head(call_.cache, slot_, head_);
         const position_t q = call_.cache.length[slot_];
         const std::int32_t kept = call_.cache.kept[head.index], victim = call_.cache.victim[head.index];
         const std::int32_t used = head.layout.used(q, kept);
 
-        // The tiles of all rows and of one more, for a newcomer that no row makes room for.
-        const std::int64_t tiles =
-            (std::int64_t{used} + (call_.writes ? 1 : 0) + stream_tile - 1) / stream_tile;
-        const std::int64_t workers = std::int64_t{call_.splits} * Rows::warps;
-        const std::int64_t worker = std::int64_t{split_} * Rows::warps + warp_id();
-        const stream_rows<T> rows{head.k,
-                                  head.v,
-                                  call_.cache.dim_k,
-                                  call_.cache.dim_v,
-                                  used,
-                                  static_cast<std::int32_t>(tiles * worker / workers),
-                                  static_cast<std::int32_t>(tiles * (worker + 1) / workers)};
+        using Source = decltype(head.source(used));
+        const tile_range mine = share.tiles_of(step_tiles(used, call_.writes), warp_id());
+        const stream_rows<Source> rows{head.source(used), call_.cache.dim_k, call_.cache.dim_v, used,
+                                       mine.begin,        mine.end};
         unsigned char* const region = regions_ + warp_id() * region_bytes();
-        typename stream_of<Rows>::type stream(region, rows);
+        typename stream_of<Rows, Source>::type stream(region, rows);
         stream.start();
 
         detail::step_decision step;
@@ -196,7 +214,7 @@ class step_block {
         float score = 0.0f;
         stream_newcomer<T> newcomer{nullptr, nullptr, -1, used};
         if (call_.writes) {
-            step = decide(head, q, kept, victim, score);
+            step = decide(head, q, kept, victim, score, share.notes());
             newcomer = {call_.k.row(entry_, head_, 0), call_.v.row(entry_, head_, 0), step.hole,
                         step.hole == used ? used + 1 : used};
         }
@@ -212,17 +230,22 @@ class step_block {
         const std::int64_t region_size = region_bytes() / static_cast<int>(sizeof(Compute));
         const auto* const of_warps = reinterpret_cast<const Compute*>(regions_);
         moved_rows moved;
-        if (call_.splits * call_.parts == 1) {
+        const std::int32_t blocks = share.blocks();
+        if (blocks == 1) {
             moved = fetch_rows(head, step);
-            write_results<Rows::warps>(of_warps, Rows::warps, region_size, 0, load_of_block{});
+            write_results<Rows::warps>(
+                [&](std::int32_t) {
+                    return states_of_part{of_warps, Rows::warps, region_size};
+                },
+                load_of_block{});
         } else {
-            merge_warps(of_warps, region_size, queries.heads);
-            if (!arrives_last(head.index)) {
+            merge_warps(of_warps, region_size, queries.heads, share.state());
+            if (!arrives_last(head.index, static_cast<std::uint32_t>(blocks))) {
                 return;
             }
             moved = fetch_rows(head, step);
             constexpr int batch = sizeof(Compute) == 4 ? 16 : 2;
-            write_results<batch>(state(0, 0), call_.splits, state_size(), call_.splits * state_size(),
+            write_results<batch>([&](std::int32_t part) { return share.states_of(part); },
                                  load_shared_between_blocks{});
         }
         if (call_.writes) {
@@ -232,27 +255,18 @@ class step_block {
 
   private:
     [[nodiscard]] __device__ int region_bytes() const { return Rows::shared_bytes(call_.cache.dim_v); }
-    [[nodiscard]] __device__ std::int64_t state_size() const {
-        return stream_state<Rows::heads>::size(call_.width);
-    }
-    [[nodiscard]] __device__ Compute* state(std::int32_t part, std::int32_t split) const {
-        return call_.states +
-               ((std::int64_t{pair_} * call_.parts + part) * call_.splits + split) * state_size();
-    }
-
-    /// What the step does to the rows, the same in every block and thread; `score` is u's. Block 0 writes its note.
-    __device__ detail::step_decision decide(const head_view<T>& head, position_t q, std::int32_t kept,
-                                            std::int32_t victim, float& score) {
+    /// What the step does to the rows, the same in every block and thread; `score` is u's. One block `notes`.
+    __device__ detail::step_decision decide(const Head& head, position_t q, std::int32_t kept,
+                                            std::int32_t victim, float& score, bool notes) {
         const position_t limit = call_.cache.rebase_limit;
         const position_t u = q - head.rule.window;
         if (u >= head.rule.sinks) {
-            score = on_leaving ? call_.computed[pair_] : head.score[head.layout.recent(u)];
+            score = on_leaving ? call_.computed[pair_] : head.score_of(head.layout.recent(u));
         }
         detail::step_decision step = detail::begin_step(head.rule, call_.gate, limit, q, kept, victim, score);
-        const detail::head_places places = head.places(limit);
+        const auto places = head.places(limit);
         const detail::ranked_place ranked = places.rank(score, u, -1, q);
-        const bool notes = part_ == 0 && split_ == 0;
-        std::int32_t* const record = call_.cache.tile_victims + head.tile;
+        std::int32_t* const record = head.record;
         if (step.full) {
             detail::ranked_place worst;
             if (step.known >= 0) {
@@ -306,9 +320,9 @@ class step_block {
     }
 
     /// The warps' states become the block's, in memory that the last block reads.
-    __device__ void merge_warps(const Compute* of_warps, std::int64_t stride, std::int32_t heads) const {
+    __device__ void merge_warps(const Compute* of_warps, std::int64_t stride, std::int32_t heads,
+                                Compute* to) const {
         const std::int32_t fours = call_.cache.dim_v / 4;
-        Compute* const to = state(part_, split_);
         for (std::int32_t i = static_cast<std::int32_t>(threadIdx.x); i < heads * fours; i += Rows::threads) {
             const std::int32_t head = i / fours, column = i % fours * 4;
             Merged all;
@@ -326,10 +340,9 @@ class step_block {
 
     /// Whether all other blocks of the head have arrived. What they wrote before is then visible to this one, and they
     /// no longer read the cache. The counter is back at 0 for the next launch.
-    __device__ bool arrives_last(std::int64_t index) const {
+    __device__ bool arrives_last(std::int64_t index, std::uint32_t blocks) const {
         __syncthreads();  // the block's own work comes before its arrival
         if (threadIdx.x == 0) {
-            const auto blocks = static_cast<std::uint32_t>(call_.splits * call_.parts);
             __threadfence();
             memory_.last = atomicInc(call_.cache.arrivals + index, blocks - 1) == blocks - 1 ? 1 : 0;
             __threadfence();
@@ -338,17 +351,17 @@ class step_block {
         return memory_.last != 0;
     }
 
-    /// Outputs of all query heads of the group.
-    template <int Batch, class Load>
-    __device__ void write_results(const Compute* states, std::int32_t count, std::int64_t stride,
-                                  std::int64_t part_stride, const Load& load) const {
+    /// Outputs of all query heads of the group, from states_of(part).
+    template <int Batch, class StatesOf, class Load>
+    __device__ void write_results(const StatesOf& states_of, const Load& load) const {
         const std::int32_t fours = call_.cache.dim_v / 4;
         for (std::int32_t i = static_cast<std::int32_t>(threadIdx.x); i < call_.cache.group * fours;
              i += Rows::threads) {
             const std::int32_t head = i / fours, column = i % fours * 4;
             Merged all;
-            all.template take<Batch>(states + head / Rows::heads * part_stride, count, stride,
-                                     head % Rows::heads, call_.width, column, load);
+            const states_of_part from = states_of(head / Rows::heads);
+            all.template take<Batch>(from.states, from.count, from.stride, head % Rows::heads, call_.width,
+                                     column, load);
             const Compute scale = all.sum == Compute(0) ? Compute(0) : Compute(1) / all.sum;
             const std::int64_t of_q = std::int64_t{head_} * call_.cache.group + head;
             T* const to = call_.out.row(entry_, of_q, 0) + column;
@@ -378,25 +391,21 @@ class step_block {
     };
     static constexpr int piece = sizeof(T) == 2 ? 8 : 1;  // elements
 
-    /// Piece i of a row, those of the key before those of the value.
-    struct row_piece {
-        T* rows;
-        const T* newcomer;
-        std::int32_t dim;
-    };
-    [[nodiscard]] __device__ row_piece piece_of(const head_view<T>& head, std::int32_t i) const {
+    /// Piece i of a row, those of the key before those of the value: in a row of the cache, and of the newcomer.
+    [[nodiscard]] __device__ T* piece_of(const Head& head, std::int32_t row, std::int32_t i) const {
         const std::int32_t of_k = call_.cache.dim_k / piece;
-        if (i < of_k) {
-            return {head.k + i * piece, call_.k.row(entry_, head_, 0) + i * piece, call_.cache.dim_k};
-        }
-        i -= of_k;
-        return {head.v + i * piece, call_.v.row(entry_, head_, 0) + i * piece, call_.cache.dim_v};
+        return i < of_k ? head.key(row) + i * piece : head.value(row) + (i - of_k) * piece;
+    }
+    [[nodiscard]] __device__ const T* piece_of_newcomer(std::int32_t i) const {
+        const std::int32_t of_k = call_.cache.dim_k / piece;
+        return i < of_k ? call_.k.row(entry_, head_, 0) + i * piece
+                        : call_.v.row(entry_, head_, 0) + (i - of_k) * piece;
     }
     [[nodiscard]] __device__ std::int32_t pieces() const {
         return (call_.cache.dim_k + call_.cache.dim_v) / piece;
     }
 
-    [[nodiscard]] __device__ moved_rows fetch_rows(const head_view<T>& head,
+    [[nodiscard]] __device__ moved_rows fetch_rows(const Head& head,
                                                    const detail::step_decision& step) const {
         moved_rows moved{};
         if (!call_.writes) {
@@ -406,11 +415,9 @@ class step_block {
         if constexpr (sizeof(T) == 2) {
             static_assert(Rows::threads >= 2 * Rows::Dim / piece, "a piece a thread");
             if (thread < pieces()) {
-                const row_piece mine = piece_of(head, thread);
-                moved.arriving = *reinterpret_cast<const uint4*>(mine.newcomer);
+                moved.arriving = *reinterpret_cast<const uint4*>(piece_of_newcomer(thread));
                 if (step.promoted >= 0) {
-                    moved.leaving =
-                        *reinterpret_cast<const uint4*>(mine.rows + std::int64_t{step.newest} * mine.dim);
+                    moved.leaving = *reinterpret_cast<const uint4*>(piece_of(head, step.newest, thread));
                 }
             }
         }
@@ -422,34 +429,42 @@ class step_block {
 
     /// The key that leaves moves to its place, then the newcomer takes its row. Each thread moves pieces of its own, so
     /// that no piece is overwritten before it is read.
-    __device__ void write_rows(const head_view<T>& head, position_t q, const detail::step_decision& step,
-                               float score, const moved_rows& moved) const {
+    __device__ void write_rows(const Head& head, position_t q, const detail::step_decision& step, float score,
+                               const moved_rows& moved) const {
         const auto thread = static_cast<std::int32_t>(threadIdx.x);
         for (std::int32_t i = thread; i < pieces(); i += Rows::threads) {
-            const row_piece mine = piece_of(head, i);
-            T* const newest = mine.rows + std::int64_t{step.newest} * mine.dim;
-            T* const promoted = mine.rows + std::int64_t{step.promoted} * mine.dim;
-            if constexpr (sizeof(T) == 2) {
-                if (step.promoted >= 0) {
+            T* const newest = piece_of(head, step.newest, i);
+            if (step.promoted >= 0) {
+                T* const promoted = piece_of(head, step.promoted, i);
+                if constexpr (sizeof(T) == 2) {
                     *reinterpret_cast<uint4*>(promoted) = moved.leaving;
-                }
-                *reinterpret_cast<uint4*>(newest) = moved.arriving;
-            } else {
-                if (step.promoted >= 0) {
+                } else {
                     *promoted = *newest;
                 }
-                *newest = *mine.newcomer;
+            }
+            if constexpr (sizeof(T) == 2) {
+                *reinterpret_cast<uint4*>(newest) = moved.arriving;
+            } else {
+                *newest = *piece_of_newcomer(i);
+            }
+        }
+        if constexpr (on_leaving) {
+            if (call_.advanced != nullptr) {
+                const std::int64_t size = call_.cache.state_size;
+                for (std::int64_t i = thread; i < size; i += Rows::threads) {
+                    call_.cache.state[head.index * size + i] = call_.advanced[pair_ * size + i];
+                }
             }
         }
         if (thread != 0) {
             return;
         }
         if (step.promoted >= 0) {
-            head.position[step.promoted] = step.leaving;
-            head.score[step.promoted] = score;
+            head.position_of(step.promoted) = step.leaving;
+            head.score_of(step.promoted) = score;
         }
-        head.position[step.newest] = q;
-        head.score[step.newest] = moved.note.arriving;
+        head.position_of(step.newest) = q;
+        head.score_of(step.newest) = moved.note.arriving;
         call_.cache.kept[head.index] = step.kept;
         call_.cache.victim[head.index] = moved.note.victim;
         if (head_ == 0) {
@@ -465,9 +480,63 @@ class step_block {
     const Launch& call_;
     Memory& memory_;
     unsigned char* regions_;
-    std::int32_t split_, part_, pair_, entry_, head_;
-    std::int32_t slot_ = 0;
+    std::int32_t part_, pair_, entry_, head_, slot_;
 };
+
+/// As many blocks for every head. States are [count, Hkv, parts, splits].
+struct fixed_work {
+    std::int32_t splits = 1;
+};
+template <class Rows, class Gate, class Scorer>
+using fixed_step_launch = step_launch<Rows, Gate, Scorer, cache_view<typename Rows::T>, fixed_work>;
+
+template <class Launch>
+struct fixed_share {
+    using Compute = typename Launch::Compute;
+    const Launch& call;
+    std::int32_t pair, part, split;
+
+    [[nodiscard]] __device__ bool notes() const { return part + split == 0; }
+    [[nodiscard]] __device__ tile_range tiles_of(std::int64_t tiles, int warp) const {
+        const std::int64_t workers = std::int64_t{call.work.splits} * Launch::Rows::warps;
+        const std::int64_t worker = std::int64_t{split} * Launch::Rows::warps + warp;
+        return {static_cast<std::int32_t>(tiles * worker / workers),
+                static_cast<std::int32_t>(tiles * (worker + 1) / workers)};
+    }
+    [[nodiscard]] __device__ std::int32_t blocks() const { return call.work.splits * call.parts; }
+    [[nodiscard]] __device__ Compute* state() const { return state_at(part, split); }
+    [[nodiscard]] __device__ part_states<Compute> states_of(std::int32_t of_part) const {
+        return {state_at(of_part, 0), call.work.splits, state_size()};
+    }
+
+  private:
+    [[nodiscard]] __device__ std::int64_t state_size() const {
+        return stream_state<Launch::Rows::heads>::size(call.width);
+    }
+    [[nodiscard]] __device__ Compute* state_at(std::int32_t of_part, std::int32_t of_split) const {
+        return call.states +
+               ((std::int64_t{pair} * call.parts + of_part) * call.work.splits + of_split) * state_size();
+    }
+};
+
+/// One block of a FixedBudgetCache's step.
+template <class Launch>
+__device__ void fixed_step(const Launch& call, typename step_head<Launch>::Memory& memory,
+                           unsigned char* regions) {
+    auto number = static_cast<std::int32_t>(blockIdx.x);
+    const std::int32_t split = number % call.work.splits;
+    number /= call.work.splits;
+    const std::int32_t part = number % call.parts, pair = number / call.parts;
+    const std::int32_t entry = pair / call.cache.kv_heads;
+    const active_entry active(call.cache, call.batch, entry, 1);
+    if (active.tokens != 0) {
+        step_head<Launch>(call, memory, regions, pair, part, active.slot)
+            .run(fixed_share<Launch>{call, pair, part, split});
+    } else if (active.bad && call.status != nullptr && pair % call.cache.kv_heads == 0 && part + split == 0 &&
+               threadIdx.x == 0) {
+        atomicOr(call.status + entry, static_cast<std::uint32_t>(status_bad_length));
+    }
+}
 
 }  // namespace cuda_backend
 }  // namespace KVPOLICY_HIDDEN

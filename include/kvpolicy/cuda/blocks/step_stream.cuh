@@ -19,11 +19,32 @@ namespace kvpolicy {
 inline namespace KVPOLICY_CUDA_NAMESPACE KVPOLICY_HIDDEN {
 namespace cuda_backend {
 
-/// The rows of a head, and the part of them that a warp takes.
+inline constexpr int stream_tile = 16;
+
+/// Rows of a head that lie together. `tile` is asked for by all lanes of a warp at once, with tiles in rising order; the rest by any.
 template <class T>
+struct plain_source {
+    struct tile_rows {
+        const T* k;  // of the tile's first row; the others follow
+        const T* v;
+    };
+    const T* k;  // [rows, dim_k]
+    const T* v;  // [rows, dim_v]
+    std::int32_t dim_k;
+    std::int32_t dim_v;
+
+    __device__ tile_rows tile(std::int32_t number) const {
+        const std::int64_t row = std::int64_t{number} * stream_tile;
+        return {k + row * dim_k, v + row * dim_v};
+    }
+    __device__ const T* key(std::int32_t row) const { return k + std::int64_t{row} * dim_k; }
+    __device__ const T* value(std::int32_t row) const { return v + std::int64_t{row} * dim_v; }
+};
+
+/// The rows of a head, and the part of them that a warp takes.
+template <class Source>
 struct stream_rows {
-    const T* k;  // [used, dim_k]
-    const T* v;  // [used, dim_v]
+    Source source;
     std::int32_t dim_k;
     std::int32_t dim_v;
     std::int32_t used;
@@ -52,8 +73,6 @@ struct stream_logits {
     double slope;
     double cap;
 };
-
-inline constexpr int stream_tile = 16;
 
 /// A state in memory: max[heads], sum[heads] (in a header of 4 numbers at least), weighted values [heads][width].
 template <int Heads>
@@ -105,13 +124,13 @@ struct plain_rows {
 
 /// Keys stand on the rows of the products (mma's M), query heads on the columns: S^T = K Q^T, O^T = V^T P^T. So one tile of
 /// 16 rows serves 8 heads. In an accumulator lane 4 group + pair has rows group, group + 8 and heads 2 pair, 2 pair + 1.
-template <class S>
+template <class S, class Source>
 class tensor_stream {
     using T = typename S::T;
     static constexpr int steps = S::Dim / 16;
 
   public:
-    __device__ tensor_stream(unsigned char* region, const stream_rows<T>& rows)
+    __device__ tensor_stream(unsigned char* region, const stream_rows<Source>& rows)
         : rows_(rows), region_(region), shared_(shared_address(region)) {}
 
     /// Sets the first copies on their way.
@@ -252,13 +271,14 @@ class tensor_stream {
 
     /// Copies a tile, if it is one of this warp's, and closes a group of copies in any case. Each lane has its chunk of every
     /// row that it copies; of rows that are not in use nothing is read, and zeros come.
-    __device__ void load(std::int32_t tile, int stage) const {
+    __device__ void load(std::int32_t tile, int stage) {
         if (tile < rows_.end) {
             constexpr int chunks = S::Dim / 8, rows = 32 / chunks;  // at once
             const int chunk = lane_id() % chunks, first = lane_id() / chunks;
             const std::int32_t row = tile * stream_tile + first;
-            const T* k = rows_.k + std::int64_t{row} * rows_.dim_k + 8 * chunk;
-            const T* v = rows_.v + std::int64_t{row} * rows_.dim_v + 8 * chunk;
+            const auto from = rows_.source.tile(tile);
+            const T* k = from.k + first * rows_.dim_k + 8 * chunk;
+            const T* v = from.v + first * rows_.dim_v + 8 * chunk;
             const std::uint32_t of_k = 8 * chunk < rows_.dim_k ? 16 : 0,
                                 of_v = 8 * chunk < rows_.dim_v ? 16 : 0;
             const std::uint32_t to = shared_ + stage * S::tile_bytes + first * S::Dim * 2;
@@ -289,7 +309,7 @@ class tensor_stream {
     }
     static_assert(S::Dim / 8 <= 32, "a lane a chunk of a row");
 
-    stream_rows<T> rows_;
+    stream_rows<Source> rows_;
     unsigned char* region_;
     std::uint32_t shared_;
     float max_[2] = {minus_infinity(), minus_infinity()};
@@ -298,13 +318,13 @@ class tensor_stream {
 };
 
 /// Plain loops, a lane a key: to check others with, and for storage that the tensor cores do not take.
-template <class S>
+template <class S, class Source>
 class plain_stream {
     using T = typename S::T;
     static constexpr int most = 32;  // columns a lane: head_dims up to 1024
 
   public:
-    __device__ plain_stream(unsigned char* region, const stream_rows<T>& rows)
+    __device__ plain_stream(unsigned char* region, const stream_rows<Source>& rows)
         : rows_(rows), region_(region) {}
 
     __device__ void start() {}
@@ -322,8 +342,7 @@ class plain_stream {
             const std::int32_t row = first + lane_id();
             T logit = nothing();
             if (row < end) {
-                const T* const key =
-                    row == newcomer.hole ? newcomer.k : rows_.k + std::int64_t{row} * rows_.dim_k;
+                const T* const key = row == newcomer.hole ? newcomer.k : rows_.source.key(row);
                 T sum = T(0);
                 for (std::int32_t d = 0; d < rows_.dim_k; ++d) {
                     sum += queries.q[d] * key[d];
@@ -347,7 +366,7 @@ class plain_stream {
             for (std::int32_t x = 0; x < 32 && first + x < end; ++x) {
                 const T w = __shfl_sync(all_lanes, weight, x);
                 const T* const value =
-                    first + x == newcomer.hole ? newcomer.v : rows_.v + std::int64_t{first + x} * rows_.dim_v;
+                    first + x == newcomer.hole ? newcomer.v : rows_.source.value(first + x);
 #pragma unroll
                 for (int i = 0; i < most; ++i) {
                     const std::int32_t column = 32 * i + lane_id();
@@ -382,22 +401,22 @@ class plain_stream {
   private:
     __device__ static T nothing() { return static_cast<T>(minus_infinity()); }
 
-    stream_rows<T> rows_;
+    stream_rows<Source> rows_;
     unsigned char* region_;
     T max_ = nothing();
     T sum_ = T(0);
     T o_[most];
 };
 
-template <class S>
+template <class S, class Source>
 struct stream_of;
-template <class T, int Dim>
-struct stream_of<tensor_rows<T, Dim>> {
-    using type = tensor_stream<tensor_rows<T, Dim>>;
+template <class T, int Dim, class Source>
+struct stream_of<tensor_rows<T, Dim>, Source> {
+    using type = tensor_stream<tensor_rows<T, Dim>, Source>;
 };
-template <class T>
-struct stream_of<plain_rows<T>> {
-    using type = plain_stream<plain_rows<T>>;
+template <class T, class Source>
+struct stream_of<plain_rows<T>, Source> {
+    using type = plain_stream<plain_rows<T>, Source>;
 };
 
 }  // namespace cuda_backend

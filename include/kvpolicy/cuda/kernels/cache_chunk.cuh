@@ -211,10 +211,8 @@ template <class T>
 __device__ void put_token(const chunk_launch<T>& call, const chunk_head<T>& at, std::int32_t j,
                           std::int64_t row) {
     const cache_view<T>& cache = call.cache;
-    copy_row(call.tokens.key(cache, at.rows, at.entry, at.head, j), at.rows.k + row * cache.dim_k,
-             cache.dim_k);
-    copy_row(call.tokens.value(cache, at.rows, at.entry, at.head, j), at.rows.v + row * cache.dim_v,
-             cache.dim_v);
+    copy_row(call.tokens.key(at.rows, at.entry, at.head, j), at.rows.k + row * cache.dim_k, cache.dim_k);
+    copy_row(call.tokens.value(at.rows, at.entry, at.head, j), at.rows.v + row * cache.dim_v, cache.dim_v);
     if (lane_id() == 0) {
         at.rows.position[row] = at.base + j;
         at.rows.score[row] = at.score(call, j);
@@ -243,10 +241,10 @@ __global__ void __launch_bounds__(chunk_threads)
         const bool of_ring = holder < capacity;
         const std::int32_t j = holder - capacity;
         copy_row(of_ring ? at.rows.k + std::int64_t{holder} * cache.dim_k
-                         : call.tokens.key(cache, at.rows, at.entry, at.head, j),
+                         : call.tokens.key(at.rows, at.entry, at.head, j),
                  at.rows.k + row * cache.dim_k, cache.dim_k);
         copy_row(of_ring ? at.rows.v + std::int64_t{holder} * cache.dim_v
-                         : call.tokens.value(cache, at.rows, at.entry, at.head, j),
+                         : call.tokens.value(at.rows, at.entry, at.head, j),
                  at.rows.v + row * cache.dim_v, cache.dim_v);
         if (lane_id() == 0) {
             at.rows.position[row] = call.place_position[plane + p];
