@@ -33,8 +33,7 @@ inline namespace KVPOLICY_CUDA_NAMESPACE KVPOLICY_HIDDEN {
 // the call does not take, or a slot that the cache does not have, counts as no token and sets status_bad_length. Slots named
 // twice are not detected. `status` [count], where given, is OR-ed into.
 //
-// A DualCache takes step, attend and export_heads (calls in chunks do not compile yet), for policies without keep and eviction parts.
-// Where its pool has no pages for an entry, the entry is left as it is, its out is 0, its lse -inf, and status_pool_exhausted is set:
+// A DualCache takes the same calls, for policies without keep and eviction parts. Where its pool has no pages for an entry, the entry is left as it is, its out is 0, its lse -inf, and status_pool_exhausted is set:
 // the same entries as on the host. Pages may have other ids.
 //
 // Refused before anything is enqueued: shapes that disagree, a head_dim beyond Dims, rows that are not aligned, too little
@@ -93,11 +92,30 @@ void export_heads(const cuda& on, const FixedBudgetRef<P, T>& cache, const Batch
 
 template <class Dims = all_head_dims, class P, Storage T>
 std::size_t step_workspace_bytes(const cuda& on, const DualRef<P, T>& cache, std::int32_t count);
+template <class Dims = all_head_dims, class P, Storage T>
+std::size_t cache_workspace_bytes(const cuda& on, const DualRef<P, T>& cache, std::int32_t count,
+                                  std::int32_t tokens);
 
 template <class Dims = all_head_dims, class P, Storage T>
 void step(const cuda& on, const DualRef<P, T>& cache, const Batch& batch, input_rows<T> q, input_rows<T> k,
           input_rows<T> v, output_rows<T> out, workspace_view workspace, std::uint32_t* status = nullptr,
           const CacheExtras& extras = {});
+
+/// A chunk fits, or nothing of it is kept. Its workspace has room for the keys and values of all rows that the batch's entries can hold
+/// (no more than the pool has): they are brought together once a chunk, which costs what reading them twice does.
+template <class Dims = all_head_dims, class P, Storage T>
+void prefill(const cuda& on, const DualRef<P, T>& cache, const Batch& batch, input_rows<T> q, input_rows<T> k,
+             input_rows<T> v, output_rows<T> out, workspace_view workspace, std::uint32_t* status = nullptr,
+             const CacheExtras& extras = {});
+
+template <class Dims = all_head_dims, class P, Storage T>
+void propose(const cuda& on, const DualRef<P, T>& cache, const Batch& batch, input_rows<T> q, input_rows<T> k,
+             input_rows<T> v, output_rows<T> out, workspace_view workspace, std::uint32_t* status = nullptr,
+             const CacheExtras& extras = {});
+
+template <class Dims = all_head_dims, class P, Storage T>
+void commit(const cuda& on, const DualRef<P, T>& cache, const Batch& batch, workspace_view workspace,
+            std::uint32_t* status = nullptr);
 
 template <class Dims = all_head_dims, class P, Storage T>
 void attend(const cuda& on, const DualRef<P, T>& cache, const Batch& batch, input_rows<T> q,

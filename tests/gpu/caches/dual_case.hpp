@@ -11,7 +11,8 @@
 
 namespace test {
 
-template <class P, class T, class Dims = kvpolicy::all_head_dims>
+/// With `Chunks`, also calls of more tokens than one; they take long to compile.
+template <class P, class T, class Dims = kvpolicy::all_head_dims, bool Chunks = false>
 class BothDuals {
   public:
     kvpolicy::CacheShape shape;
@@ -69,8 +70,9 @@ class BothDuals {
 
     /// Gives the tokens to both, all layers alike, and advances. Entries that find no page are tried again after more slabs have come, or,
     /// where none may come, are given up in both by clearing a slot. Returns whether any was refused.
+    /// `accepted`: of proposed tokens.
     bool call(Mode mode, const std::vector<std::int32_t>& slots, const std::vector<std::int32_t>& q_len,
-              const CallTensors<T>& in) {
+              const CallTensors<T>& in, const std::vector<std::int32_t>& accepted = {}) {
         const auto count = static_cast<std::int32_t>(slots.size());
         const std::int32_t length = in.q.length, heads = shape.kv_heads, query_heads = shape.query_heads;
         const Device<std::int32_t> device_slots(slots);
@@ -80,13 +82,16 @@ class BothDuals {
         const auto k_view = kvpolicy::view_bhsd<const T>(k.data(), count, heads, length, shape.dim_k);
         const auto v_view = kvpolicy::view_bhsd<const T>(v.data(), count, heads, length, shape.dim_v);
         bool refused = false;
-        std::vector<std::int32_t> moved = q_len;
+        std::vector<std::int32_t> brought = q_len, moved = mode == Mode::propose ? accepted : q_len;
         for (std::int32_t layer = 0; layer < shape.layers; ++layer) {
-            std::vector<std::int32_t> now = moved;
+            std::vector<std::int32_t> now = brought;
+            bool committing = false;
             for (bool again = true; again;) {
-                const kvpolicy::Batch batch{count, slots.data(), now.data(), length};
+                const kvpolicy::Batch batch{count, slots.data(), now.data(),
+                                            committing ? shape.proposals : length};
                 const Device<std::int32_t> device_len(now);
-                const kvpolicy::Batch device_batch{count, device_slots.data(), device_len.data(), length};
+                const kvpolicy::Batch device_batch{count, device_slots.data(), device_len.data(),
+                                                   batch.length};
                 Tensor<T> wanted(count, query_heads, length, shape.dim_v);
                 wanted.fill(7.0f);
                 Plane<float> wanted_lse(count, query_heads, length, 7.0f);
@@ -108,16 +113,43 @@ class BothDuals {
                 const auto host_ref = oracle.cache.ref(layer);
                 const auto out_view =
                     kvpolicy::view_bhsd(out.data(), count, query_heads, length, shape.dim_v);
-                REQUIRE(mode == Mode::step);
-                const Device<unsigned char> workspace(
-                    kvpolicy::step_workspace_bytes<Dims>(device, ref, count));
-                kvpolicy::step<Dims>(device, ref, device_batch, q_view, k_view, v_view, out_view, workspace,
-                                     status.data(), device_extras);
-                call_ref<P, T>(on, host_ref, batch, in.q.view(), in.k.view(), in.v.view(), wanted.view(),
-                               extras, true, wanted_status.data());
+                if (mode == Mode::step) {
+                    const Device<unsigned char> workspace(
+                        kvpolicy::step_workspace_bytes<Dims>(device, ref, count));
+                    kvpolicy::step<Dims>(device, ref, device_batch, q_view, k_view, v_view, out_view,
+                                         workspace, status.data(), device_extras);
+                    call_ref<P, T>(on, host_ref, batch, in.q.view(), in.k.view(), in.v.view(), wanted.view(),
+                                   extras, true, wanted_status.data());
+                } else if constexpr (Chunks) {
+                    const Device<unsigned char> workspace(
+                        kvpolicy::cache_workspace_bytes<Dims>(device, ref, count, batch.length));
+                    Workspace host_workspace(
+                        kvpolicy::cache_workspace_bytes(on, host_ref, count, batch.length));
+                    if (committing) {
+                        kvpolicy::commit<Dims>(device, ref, device_batch, workspace, status.data());
+                        kvpolicy::commit(on, host_ref, batch, host_workspace, wanted_status.data());
+                    } else if (mode == Mode::prefill) {
+                        kvpolicy::prefill<Dims>(device, ref, device_batch, q_view, k_view, v_view, out_view,
+                                                workspace, status.data(), device_extras);
+                        kvpolicy::prefill(on, host_ref, batch, in.q.view(), in.k.view(), in.v.view(),
+                                          wanted.view(), host_workspace, wanted_status.data(), extras);
+                    } else {
+                        kvpolicy::propose<Dims>(device, ref, device_batch, q_view, k_view, v_view, out_view,
+                                                workspace, status.data(), device_extras);
+                        kvpolicy::propose(on, host_ref, batch, in.q.view(), in.k.view(), in.v.view(),
+                                          wanted.view(), host_workspace, extras);
+                    }
+                }
                 CHECK(status.read() == wanted_status);
-                check_.compare(out.read(), wanted, lse.read(), wanted_lse, now, in.v);
+                if (!committing) {
+                    check_.compare(out.read(), wanted, lse.read(), wanted_lse, now, in.v);
+                }
                 CHECK(cache.free_pages(device) == oracle.cache.free_pages());
+                if (mode == Mode::propose && !committing) {
+                    committing = true;
+                    now = moved;
+                    continue;
+                }
                 again = false;
                 for (std::size_t i = 0; i < slots.size(); ++i) {
                     if (wanted_status[i] == 0) {
@@ -133,7 +165,7 @@ class BothDuals {
                         if (now[i] != 0) {
                             oracle.cache.clear(on, slots[i]);
                             cache.clear(device, slots[i]);
-                            now[i] = moved[i] = 0;
+                            now[i] = moved[i] = brought[i] = 0;
                             break;
                         }
                     }
@@ -284,9 +316,10 @@ class BothDuals {
     OutputCheck<T> check_;
 };
 
-/// Random calls on random slots: steps, looks, reservations, clears. Returns how many calls found no page at first.
-template <class Dims = kvpolicy::all_head_dims, class P, class T>
-std::int32_t random_life(BothDuals<P, T, Dims>& both, Scores kind, std::int32_t calls,
+/// Random calls on random slots: steps, looks, reservations, clears, and with `Chunks` prefills and proposals. Returns how many calls
+/// found no page at first.
+template <class P, class T, class Dims, bool Chunks>
+std::int32_t random_life(BothDuals<P, T, Dims, Chunks>& both, Scores kind, std::int32_t calls,
                          std::mt19937& generator) {
     CAPTURE(name(kind));
     const kvpolicy::CacheShape& shape = both.shape;
@@ -302,12 +335,22 @@ std::int32_t random_life(BothDuals<P, T, Dims>& both, Scores kind, std::int32_t 
         }
         std::shuffle(slots.begin(), slots.end(), generator);
         slots.resize(static_cast<std::size_t>(1 + pick(shape.slots)));
+        const Mode mode = what < 18 || !Chunks                ? Mode::step
+                          : what < 21 || shape.proposals == 0 ? Mode::prefill
+                                                              : Mode::propose;
+        const std::int32_t most = mode == Mode::step      ? 1
+                                  : mode == Mode::propose ? shape.proposals
+                                                          : 1 + pick(90);
+        std::vector<std::int32_t> accepted;
         for (std::size_t i = 0; i < slots.size(); ++i) {
-            q_len.push_back(pick(8) != 0 ? 1 : 0);
+            q_len.push_back(mode != Mode::step ? pick(most + 1) : pick(8) != 0 ? 1 : 0);
+            accepted.push_back(pick(q_len.back() + 1));
         }
         const auto count = static_cast<std::int32_t>(slots.size());
-        const CallTensors<T> in(shape, count, 1, kind, generator);
-        std::string done = "step";
+        const CallTensors<T> in(shape, count, most, kind, generator);
+        std::string done = mode == Mode::step      ? "step"
+                           : mode == Mode::prefill ? "prefill"
+                                                   : "propose and commit";
         if (what == 0 && pick(4) == 0) {
             both.oracle.cache.clear(both.on, slots[0]);
             both.cache.clear(both.device, slots[0]);
@@ -322,7 +365,7 @@ std::int32_t random_life(BothDuals<P, T, Dims>& both, Scores kind, std::int32_t 
             both.look(slots, in);
             done = "attend";
         } else {
-            refused += both.call(Mode::step, slots, q_len, in) ? 1 : 0;
+            refused += both.call(mode, slots, q_len, in, accepted) ? 1 : 0;
         }
         if (turn % 8 == 7 || done != "step") {
             both.same_rows(done + " at turn " + std::to_string(turn));

@@ -42,10 +42,10 @@ void check(const P& policy, position_t rebase_limit = kvpolicy::rebase_limit,
         BothDuals<P, float> ample(shape_of(kind == Scores::random ? 3 : 1),
                                   {.slab_pages = 7, .most_slabs = 200, .longest = 4000}, policy, nullptr,
                                   nullptr, attention, rebase_limit);
-        CHECK(random_life(ample, kind, 250, generator) != 0);
+        CHECK(random_life(ample, kind, 120, generator) != 0);
         BothDuals<P, float> scarce(shape_of(1), {.slab_pages = 13, .most_slabs = 3, .longest = 4000}, policy,
                                    nullptr, nullptr, attention, rebase_limit);
-        CHECK(random_life(scarce, kind, 250, generator) != 0);
+        CHECK(random_life(scarce, kind, 120, generator) != 0);
     }
 }
 

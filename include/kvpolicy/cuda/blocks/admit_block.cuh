@@ -57,7 +57,7 @@ __device__ int running_sums(admit_memory& memory, std::int32_t count, const Numb
 /// What an admission works with.
 struct admission {
     std::int32_t most = 1;            // tokens an entry may bring
-    std::int32_t* taken = nullptr;    // [count]: tokens of the entries that go on; else 0
+    std::int32_t* taken = nullptr;    // [count]: tokens of the entries that go on; -1 for those without pages
     std::int32_t* missing = nullptr;  // [count, Hkv]: scratch
     std::uint32_t* status = nullptr;  // [count]
 };
@@ -107,7 +107,7 @@ __device__ bool admit_block(const dual_view<T>& cache, const Batch& batch, const
                 for (std::int32_t head = 0; head < cache.kv_heads; ++head) {
                     pages[head] = 0;
                 }
-                call.taken[entry] = 0;
+                call.taken[entry] = -1;
                 if (call.status != nullptr) {
                     atomicOr(call.status + entry, static_cast<std::uint32_t>(status_pool_exhausted));
                 }

@@ -110,8 +110,12 @@ struct head_view {
     [[nodiscard]] __device__ plain_source<T> source(std::int32_t /*used*/) const {
         return {k, v, dim_k, dim_v};
     }
-    [[nodiscard]] __device__ const T* spare_key(std::int32_t j) const { return key(capacity() + j); }
-    [[nodiscard]] __device__ const T* spare_value(std::int32_t j) const { return value(capacity() + j); }
+    [[nodiscard]] __device__ T* spare_key(std::int32_t j) const { return key(capacity() + j); }
+    [[nodiscard]] __device__ T* spare_value(std::int32_t j) const { return value(capacity() + j); }
+    [[nodiscard]] __device__ position_t& spare_position(std::int32_t j) const {
+        return position[capacity() + j];
+    }
+    [[nodiscard]] __device__ float& spare_score(std::int32_t j) const { return score[capacity() + j]; }
     /// Rows before the spare ones.
     [[nodiscard]] __device__ std::int32_t capacity() const { return layout.place(rule.budget); }
     [[nodiscard]] __device__ detail::head_places places(position_t rebase_limit) const {

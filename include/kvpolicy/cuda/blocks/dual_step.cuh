@@ -18,7 +18,7 @@ namespace cuda_backend {
 struct dual_work {
     static constexpr std::int32_t least = 8;  // tiles that a block takes at least
 
-    std::int32_t* taken = nullptr;       // [count]: tokens of the entries that go on
+    std::int32_t* taken = nullptr;       // [count]: see admission
     std::int32_t* missing = nullptr;     // [count, Hkv]
     std::int32_t* first_tile = nullptr;  // [count * Hkv + 1]: tiles of all heads before, of one part
     std::int32_t* first_pair = nullptr;  // [blocks]: the head that a block begins in
@@ -70,7 +70,7 @@ __device__ void plan_dual_step(const Launch& call, admit_memory& memory) {
         memory, pairs,
         [&](std::int32_t pair) {
             const std::int32_t entry = pair / kv_heads;
-            if (work.taken[entry] == 0) {
+            if (work.taken[entry] <= 0) {
                 return 0;
             }
             const std::int32_t slot = call.batch.slot(entry), h = pair % kv_heads;
@@ -100,8 +100,7 @@ __device__ void plan_dual_step(const Launch& call, admit_memory& memory) {
         return;
     }
     for (std::int32_t entry = 0; entry < call.batch.count; ++entry) {
-        const active_entry active(call.cache, call.batch, entry, 1);
-        if (active.tokens == work.taken[entry]) {
+        if (work.taken[entry] >= 0) {
             continue;
         }
         for (std::int32_t h = 0; h < kv_heads * call.cache.group; ++h) {
@@ -128,10 +127,7 @@ struct dual_share {
 
     [[nodiscard]] __device__ bool notes() const { return part == 0 && begin == 0; }
     [[nodiscard]] __device__ tile_range tiles_of(std::int64_t /*tiles*/, int warp) const {
-        constexpr int warps = Launch::Rows::warps;
-        const std::int32_t mine = end - begin;
-        return {begin + mine / warps * warp + mine % warps * warp / warps,
-                begin + mine / warps * (warp + 1) + mine % warps * (warp + 1) / warps};
+        return tiles_of_warp<typename Launch::Rows>(begin, end, warp);
     }
     [[nodiscard]] __device__ std::int32_t blocks() const {
         std::int32_t sum = 0;

@@ -164,14 +164,27 @@ struct dual_head {
     [[nodiscard]] __device__ paged_source<T> source(std::int32_t used) const {
         return {rows, cache->pages_of(used)};
     }
-    [[nodiscard]] __device__ const T* spare_key(std::int32_t j) const {
-        return cache->spare.k(index * cache->proposals + j);
+    [[nodiscard]] __device__ T* spare_key(std::int32_t j) const { return cache->spare.k(spare_row(j)); }
+    [[nodiscard]] __device__ T* spare_value(std::int32_t j) const { return cache->spare.v(spare_row(j)); }
+    [[nodiscard]] __device__ position_t& spare_position(std::int32_t j) const {
+        return cache->spare.position_data[spare_row(j)];
     }
-    [[nodiscard]] __device__ const T* spare_value(std::int32_t j) const {
-        return cache->spare.v(index * cache->proposals + j);
+    [[nodiscard]] __device__ float& spare_score(std::int32_t j) const {
+        return cache->spare.score_data[spare_row(j)];
+    }
+    /// The most rows that the head can have in use: see DualRef::capacity_of.
+    [[nodiscard]] __device__ std::int32_t capacity() const {
+        const std::int64_t bound = std::int64_t{rule.sinks} + rule.window + rule.budget;
+        return static_cast<std::int32_t>(rule.budget == unlimited || bound > cache->longest ? cache->longest
+                                                                                            : bound);
     }
     [[nodiscard]] __device__ paged_places<T> places(position_t rebase_limit) const {
         return {rule, rebase_limit, rows, layout.place(0)};
+    }
+
+  private:
+    [[nodiscard]] __device__ std::int64_t spare_row(std::int32_t j) const {
+        return index * cache->proposals + j;
     }
 };
 

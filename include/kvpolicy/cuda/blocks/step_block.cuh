@@ -140,11 +140,6 @@ struct load_of_block {
     }
 };
 
-/// Tiles [begin, end).
-struct tile_range {
-    std::int32_t begin, end;
-};
-
 /// The tiles of all rows, and of one more for a newcomer that no row makes room for.
 __device__ inline std::int64_t step_tiles(std::int32_t used, bool writes) {
     return (std::int64_t{used} + (writes ? 1 : 0) + stream_tile - 1) / stream_tile;
@@ -161,7 +156,7 @@ struct part_states {
 /// What a block does with its share of a head. `Share` says which:
 ///     pair, part              the head of an entry, and the part of its group
 ///     notes()                 whether this block leaves the note
-///     tiles_of(tiles, warp)   the first and the last but one of `tiles` tiles that a warp takes
+///     tiles_of(tiles, warp)   which of the head's tiles a warp takes
 ///     blocks()                that share the head, all parts
 ///     state()                 where the block's own state goes
 ///     states_of(part)         those of all blocks of a part
@@ -203,8 +198,7 @@ class step_head {
 
         using Source = decltype(head.source(used));
         const tile_range mine = share.tiles_of(step_tiles(used, call_.writes), warp_id());
-        const stream_rows<Source> rows{head.source(used), call_.cache.dim_k, call_.cache.dim_v, used,
-                                       mine.begin,        mine.end};
+        const stream_rows<Source> rows{head.source(used), call_.cache.dim_k, call_.cache.dim_v, used, mine};
         unsigned char* const region = regions_ + warp_id() * region_bytes();
         typename stream_of<Rows, Source>::type stream(region, rows);
         stream.start();
@@ -498,10 +492,8 @@ struct fixed_share {
 
     [[nodiscard]] __device__ bool notes() const { return part + split == 0; }
     [[nodiscard]] __device__ tile_range tiles_of(std::int64_t tiles, int warp) const {
-        const std::int64_t workers = std::int64_t{call.work.splits} * Launch::Rows::warps;
-        const std::int64_t worker = std::int64_t{split} * Launch::Rows::warps + warp;
-        return {static_cast<std::int32_t>(tiles * worker / workers),
-                static_cast<std::int32_t>(tiles * (worker + 1) / workers)};
+        return tiles_of_warp<typename Launch::Rows>(tiles * split / call.work.splits,
+                                                    tiles * (split + 1) / call.work.splits, warp);
     }
     [[nodiscard]] __device__ std::int32_t blocks() const { return call.work.splits * call.parts; }
     [[nodiscard]] __device__ Compute* state() const { return state_at(part, split); }

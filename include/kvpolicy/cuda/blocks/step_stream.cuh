@@ -41,6 +41,24 @@ struct plain_source {
     __device__ const T* value(std::int32_t row) const { return v + std::int64_t{row} * dim_v; }
 };
 
+/// Tiles begin, begin + stride, ... below end.
+struct tile_range {
+    std::int32_t begin, end, stride;
+};
+
+/// The share of a warp in a block's tiles. Where warps take tiles in turn, a block reads one stretch of memory: 264 blocks with four far
+/// stretches each would be more pages of memory than the card's TLBs hold, once a cache has gigabytes.
+template <class Rows>
+__device__ tile_range tiles_of_warp(std::int64_t begin, std::int64_t end, int warp) {
+    if constexpr (Rows::in_turn) {
+        return {static_cast<std::int32_t>(begin + warp), static_cast<std::int32_t>(end), Rows::warps};
+    } else {
+        const std::int64_t count = end - begin;
+        return {static_cast<std::int32_t>(begin + count * warp / Rows::warps),
+                static_cast<std::int32_t>(begin + count * (warp + 1) / Rows::warps), 1};
+    }
+}
+
 /// The rows of a head, and the part of them that a warp takes.
 template <class Source>
 struct stream_rows {
@@ -48,7 +66,7 @@ struct stream_rows {
     std::int32_t dim_k;
     std::int32_t dim_v;
     std::int32_t used;
-    std::int32_t begin, end;  // tiles
+    tile_range tiles;
 };
 
 /// The query heads of a part of a group.
@@ -91,6 +109,7 @@ struct tensor_rows {
     using Compute = float;
     static constexpr int Dim = Dim_;
     static constexpr int heads = 8;
+    static constexpr bool in_turn = true;
     static constexpr int warps = Dim > 128 ? 2 : 4;
     static constexpr int threads = 32 * warps;
     static constexpr int half_bytes = stream_tile * Dim * 2;  // the keys of a tile, or the values
@@ -112,6 +131,7 @@ struct plain_rows {
     using T = T_;
     using Compute = T_;
     static constexpr int heads = 1;
+    static constexpr bool in_turn = false;  // a lane a row: two tiles at once
     static constexpr int warps = 4;
     static constexpr int threads = 32 * warps;
     __host__ __device__ static constexpr std::int32_t width(std::int32_t dim_v) {
@@ -137,7 +157,7 @@ class tensor_stream {
     __device__ void start() {
 #pragma unroll 1
         for (int stage = 0; stage < S::stages; ++stage) {
-            load(rows_.begin + stage, stage);
+            load(rows_.tiles.begin + stage * rows_.tiles.stride, stage);
         }
     }
 
@@ -163,7 +183,7 @@ class tensor_stream {
         const std::uint32_t k_flip = ((lane / 16) ^ (k_row % 8)) << 4;
         const std::uint32_t v_flip = ((lane / 8 % 2) ^ (v_row % 8)) << 4;
         int stage = 0;
-        for (std::int32_t tile = rows_.begin; tile < rows_.end; ++tile) {
+        for (std::int32_t tile = rows_.tiles.begin; tile < rows_.tiles.end; tile += rows_.tiles.stride) {
             copy_wait<S::stages - 1>();
             __syncwarp();
             if (newcomer.hole >= 0 && newcomer.hole / stream_tile == tile) {
@@ -220,7 +240,7 @@ class tensor_stream {
                 }
             }
             __syncwarp();  // the tile is read
-            load(tile + S::stages, stage);
+            load(tile + S::stages * rows_.tiles.stride, stage);
             stage = stage + 1 == S::stages ? 0 : stage + 1;
         }
         copy_wait<0>();
@@ -272,7 +292,7 @@ class tensor_stream {
     /// Copies a tile, if it is one of this warp's, and closes a group of copies in any case. Each lane has its chunk of every
     /// row that it copies; of rows that are not in use nothing is read, and zeros come.
     __device__ void load(std::int32_t tile, int stage) {
-        if (tile < rows_.end) {
+        if (tile < rows_.tiles.end) {
             constexpr int chunks = S::Dim / 8, rows = 32 / chunks;  // at once
             const int chunk = lane_id() % chunks, first = lane_id() / chunks;
             const std::int32_t row = tile * stream_tile + first;
@@ -336,9 +356,9 @@ class plain_stream {
         for (int i = 0; i < most; ++i) {
             o_[i] = T(0);
         }
-        const std::int32_t last = rows_.end * stream_tile;
+        const std::int32_t last = rows_.tiles.end * stream_tile;
         const std::int32_t end = last < newcomer.limit ? last : newcomer.limit;
-        for (std::int32_t first = rows_.begin * stream_tile; first < end; first += 32) {
+        for (std::int32_t first = rows_.tiles.begin * stream_tile; first < end; first += 32) {
             const std::int32_t row = first + lane_id();
             T logit = nothing();
             if (row < end) {
