@@ -170,6 +170,11 @@ class DualCache : public CacheOwner<DualCache<P, T>, P, T> {
     // The same on a device (kvpolicy/cuda.cuh has the bodies); FixedBudgetCache says what holds for all of them. Tables, states and
     // slabs are device memory. page_rows must be a multiple of 16.
     using base::advance;
+    using base::fork;
+    using base::reorder;
+    using base::restore;
+    using base::snapshot;
+    using base::snapshot_bytes;
 
     /// Takes device memory for the bookkeeping, and empties every slot and the pool. Waits for the stream; not to be captured.
     template <class Build = cuda_build>
@@ -190,12 +195,55 @@ class DualCache : public CacheOwner<DualCache<P, T>, P, T> {
     /// status_pool_exhausted: lend a slab, call that layer again, then advance again.
     template <class Build = cuda_build>
     void advance(const cuda& on, const Batch& batch, std::uint32_t* status = nullptr);
+    /// `status`: one word of device memory.
+    template <class Build = cuda_build>
+    void fork(const cuda& on, std::int32_t from, std::int32_t to, std::uint32_t* status = nullptr);
+    /// `sources` [count] is device memory; count is at most 512. `status`: one word.
+    template <class Build = cuda_build>
+    void reorder(const cuda& on, const std::int32_t* sources, std::int32_t count,
+                 std::uint32_t* status = nullptr);
+    // Snapshots allocate host memory of one slot, and device memory for its rows, and wait for the stream. Blobs are the host's, and
+    // those of any kind of cache.
+    template <class Build = cuda_build>
+    [[nodiscard]] std::size_t snapshot_bytes(const cuda& on, std::int32_t slot) const;
+    /// `buffer` is host memory.
+    template <class Build = cuda_build>
+    std::size_t snapshot(const cuda& on, std::int32_t slot, void* buffer, std::size_t buffer_bytes) const;
+    /// `blob` and `status` are host memory.
+    template <class Build = cuda_build>
+    void restore(const cuda& on, std::int32_t slot, const void* blob, std::size_t blob_bytes,
+                 std::uint32_t* status = nullptr);
 #endif
 
   private:
 #if defined(__CUDACC__)
     template <class Build>
     void require_device_slot(std::int32_t slot, const char* name) const;
+    template <class Build>
+    struct slot_copy;
+    template <class Build>
+    auto counted_slot(const cuda& on, std::int32_t slot) const;
+    [[nodiscard]] CacheShape one_slot_shape() const {
+        CacheShape shape = this->shape_;
+        shape.slots = 1;
+        return shape;
+    }
+    [[nodiscard]] PoolShape one_slot_pool(std::int64_t rows) const {
+        const std::int64_t heads = std::int64_t{this->shape_.layers} * this->shape_.kv_heads;
+        return {static_cast<std::int32_t>(rows / this->shape_.page_rows + heads + 1), 1, pool_.longest};
+    }
+    /// Calls visit(rows of a head, row, number of the row among all) for the rows of a slot_copy.
+    template <class Copy, class Visit>
+    static void for_each_row(const Copy& copy, const Visit& visit) {
+        for (std::size_t x = 0; x + 1 < copy.first.size(); ++x) {
+            const auto heads = static_cast<std::size_t>(copy.cache.shape().kv_heads);
+            const auto rows = copy.cache.ref(static_cast<std::int32_t>(x / heads))
+                                  .head_rows(0, static_cast<std::int32_t>(x % heads));
+            for (std::int64_t at = copy.first[x]; at < copy.first[x + 1]; ++at) {
+                visit(rows, static_cast<std::int32_t>(at - copy.first[x]), at);
+            }
+        }
+    }
 #endif
     [[nodiscard]] std::size_t offset_index(std::int32_t layer, std::int32_t head) const {
         return static_cast<std::size_t>(layer) * static_cast<std::size_t>(this->shape_.kv_heads + 1) +

@@ -180,6 +180,41 @@ class BothDuals {
         return refused;
     }
 
+    /// Slot i becomes what sources[i] was; with two slots, `to` what `from` was. Status words agree.
+    void reorder(const std::vector<std::int32_t>& sources) {
+        std::uint32_t wanted = 0;
+        const Device<std::uint32_t> status(std::vector<std::uint32_t>(1, 0));
+        const Device<std::int32_t> of_device(sources);
+        const auto count = static_cast<std::int32_t>(sources.size());
+        oracle.cache.reorder(on, sources.data(), count, &wanted);
+        cache.reorder(device, of_device.data(), count, status.data());
+        CHECK(status.read()[0] == wanted);
+    }
+    void fork(std::int32_t from, std::int32_t to) {
+        std::uint32_t wanted = 0;
+        const Device<std::uint32_t> status(std::vector<std::uint32_t>(1, 0));
+        oracle.cache.fork(on, from, to, &wanted);
+        cache.fork(device, from, to, status.data());
+        CHECK(status.read()[0] == wanted);
+    }
+
+    /// Slot `to` becomes what `from` was, through a blob of the device's.
+    void snapshot(std::int32_t from, std::int32_t to) {
+        std::vector<unsigned char> blob(cache.snapshot_bytes(device, from));
+        std::vector<unsigned char> of_host(oracle.cache.snapshot_bytes(from));
+        CHECK(blob.size() == of_host.size());
+        cache.snapshot(device, from, blob.data(), blob.size());
+        oracle.cache.snapshot(on, from, of_host.data(), of_host.size());
+        if constexpr (std::is_same_v<typename P::scorer_type, kvpolicy::GivenScores>) {
+            const bool same = blob == of_host;
+            CHECK(same);
+        }
+        std::uint32_t wanted = 0, status = 0;
+        oracle.cache.restore(on, to, blob.data(), blob.size(), &wanted);
+        cache.restore(device, to, blob.data(), blob.size(), &status);
+        CHECK(status == wanted);
+    }
+
     /// Attention over the rows as they are, in all layers.
     void look(const std::vector<std::int32_t>& slots, const CallTensors<T>& in) {
         const auto count = static_cast<std::int32_t>(slots.size());
@@ -277,16 +312,12 @@ class BothDuals {
         add(length.data(), 1);
         return bytes;
     }
-    /// No page is free and held at once, or free twice.
+    /// No page is free and held at once, or free twice; and pages know how many tables name them.
     void every_page_once() const {
         const auto ref = cache.ref(0);
         const auto free = fetch(ref.pool.free_ids, cache.free_pages(device));
         std::vector<std::int32_t> names(static_cast<std::size_t>(cache.lent_pages()), 0);
-        for (const std::int32_t id : free) {
-            REQUIRE(id >= 0);
-            REQUIRE(id < cache.lent_pages());
-            names[static_cast<std::size_t>(id)] += 1;
-        }
+        const auto counted = fetch(ref.pool.names, cache.lent_pages());
         for (std::int32_t layer = 0; layer < shape.layers; ++layer) {
             const auto of = cache.ref(layer);
             const auto host_ref = oracle.cache.ref(layer);
@@ -301,7 +332,21 @@ class BothDuals {
                 }
             }
         }
-        CHECK(std::all_of(names.begin(), names.end(), [](std::int32_t count) { return count == 1; }));
+        std::vector<char> is_free(names.size(), 0);
+        for (const std::int32_t id : free) {
+            REQUIRE(id >= 0);
+            REQUIRE(id < cache.lent_pages());
+            const auto page = static_cast<std::size_t>(id);
+            CHECK(names[page] == 0);
+            CHECK(is_free[page] == 0);
+            is_free[page] = 1;
+        }
+        bool right = true;
+        for (std::size_t page = 0; page < names.size(); ++page) {
+            right = right &&
+                    (is_free[page] != 0 ? names[page] == 0 : names[page] > 0 && counted[page] == names[page]);
+        }
+        CHECK(right);
     }
     [[nodiscard]] std::vector<unsigned char> without_state(std::int32_t layer, std::int32_t slot) const {
         const auto ref = oracle.cache.ref(layer);
@@ -316,7 +361,7 @@ class BothDuals {
     OutputCheck<T> check_;
 };
 
-/// Random calls on random slots: steps, looks, reservations, clears, and with `Chunks` prefills and proposals. Returns how many calls
+/// Random calls on random slots: steps, looks, reservations, forks, reorders, snapshots, clears, and with `Chunks` prefills and proposals. Returns how many calls
 /// found no page at first.
 template <class P, class T, class Dims, bool Chunks>
 std::int32_t random_life(BothDuals<P, T, Dims, Chunks>& both, Scores kind, std::int32_t calls,
@@ -364,6 +409,19 @@ std::int32_t random_life(BothDuals<P, T, Dims, Chunks>& both, Scores kind, std::
         } else if (what == 2) {
             both.look(slots, in);
             done = "attend";
+        } else if (what == 3) {
+            both.fork(pick(shape.slots), pick(shape.slots));
+            done = "fork";
+        } else if (what == 4) {
+            std::vector<std::int32_t> sources(static_cast<std::size_t>(1 + pick(shape.slots)));
+            for (std::int32_t& source : sources) {
+                source = pick(shape.slots);
+            }
+            both.reorder(sources);
+            done = "reorder";
+        } else if (what == 5) {
+            both.snapshot(pick(shape.slots), pick(shape.slots));
+            done = "snapshot";
         } else {
             refused += both.call(mode, slots, q_len, in, accepted) ? 1 : 0;
         }
