@@ -260,12 +260,58 @@ class BothDuals {
         every_page_once();
     }
 
+    /// Whether both hold the same keys, with scores and scorer states alike to `tolerance`.
+    void near_rows(float tolerance) const {
+        bool same = true, near = true;
+        const auto close = [&](float a, float b) {
+            return a == b || std::abs(a - b) <= tolerance * (1.0f + std::abs(b));
+        };
+        for (std::int32_t layer = 0; layer < shape.layers; ++layer) {
+            const auto ref = cache.ref(layer), host_ref = oracle.cache.ref(layer);
+            for (std::int32_t slot = 0; slot < shape.slots; ++slot) {
+                for (std::int32_t head = 0; head < shape.kv_heads; ++head) {
+                    const std::int64_t index = host_ref.head_index(slot, head);
+                    same = same && fetch(ref.kept + index, 1)[0] == host_ref.kept[index];
+                    const auto table = table_of(layer, slot, head);
+                    const auto arrays = fetch(ref.pool.slabs, cache.slabs());
+                    const auto rows = host_ref.head_rows(slot, head);
+                    const auto used = host_ref.used(slot, head);
+                    for (std::size_t page = 0; page < table.size(); ++page) {
+                        const auto& slab =
+                            arrays[static_cast<std::size_t>(table[page] / ref.pool.slab_pages)];
+                        const std::int64_t at =
+                            std::int64_t{table[page] % ref.pool.slab_pages} * shape.page_rows;
+                        const auto position = fetch(slab.position + at, shape.page_rows);
+                        const auto score = fetch(slab.score + at, shape.page_rows);
+                        const auto first = static_cast<std::int32_t>(page) * shape.page_rows;
+                        for (std::int32_t r = 0; r < shape.page_rows && first + r < used; ++r) {
+                            same = same && position[static_cast<std::size_t>(r)] == rows.position(first + r);
+                            near = near && close(score[static_cast<std::size_t>(r)], rows.score(first + r));
+                        }
+                    }
+                }
+            }
+            const auto state = fetch(ref.state, std::int64_t{ref.slots} * ref.kv_heads * ref.state_size);
+            for (std::size_t x = 0; x < state.size(); ++x) {
+                near = near && close(state[x], host_ref.state[x]);
+            }
+        }
+        CHECK(same);
+        CHECK(near);
+    }
+
     template <class Value>
     static auto fetch(const Value* from, std::int64_t count) {
         return fetch_from(from, count);
     }
 
   private:
+    [[nodiscard]] std::vector<std::int32_t> table_of(std::int32_t layer, std::int32_t slot,
+                                                     std::int32_t head) const {
+        const auto ref = cache.ref(layer), host_ref = oracle.cache.ref(layer);
+        return fetch(ref.table + slot * host_ref.table_offset[shape.kv_heads] + host_ref.table_offset[head],
+                     fetch(ref.held + host_ref.head_index(slot, head), 1)[0]);
+    }
     [[nodiscard]] std::vector<unsigned char> content(const std::vector<std::vector<unsigned char>>& lent,
                                                      std::int32_t layer, std::int32_t slot) const {
         const auto ref = cache.ref(layer);
@@ -296,9 +342,7 @@ class BothDuals {
             const std::int32_t used = host_ref.layout(head).used(length[0], kept[h]);
             CHECK(std::int64_t{held[h]} * shape.page_rows >= used);
             CHECK(held[h] == host_ref.held[host_ref.head_index(slot, head)]);
-            const std::int32_t* const at =
-                ref.table + slot * host_ref.table_offset[shape.kv_heads] + host_ref.table_offset[head];
-            const auto table = fetch(at, held[h]);
+            const auto table = table_of(layer, slot, head);
             const kvpolicy::PagedRows<T> rows{
                 table.data(), arrays.data(), ref.pool.slab_pages, shape.page_rows, ref.dim_k, ref.dim_v, 1};
             for (std::int32_t r = 0; r < used && std::int64_t{held[h]} * shape.page_rows >= used; ++r) {

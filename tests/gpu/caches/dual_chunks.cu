@@ -35,12 +35,14 @@ void check(const P& policy, position_t rebase_limit = kvpolicy::rebase_limit,
                          .dim_v = 16,
                          .page_rows = 16,
                          .proposals = 5};
-        BothDuals<P, float, all_head_dims, true> ample(shape, {.slab_pages = 7, .most_slabs = 400, .longest = 9000}, policy,
-                                  nullptr, nullptr, attention, rebase_limit);
+        BothDuals<P, float, all_head_dims, true> ample(shape,
+                                                       {.slab_pages = 7, .most_slabs = 400, .longest = 9000},
+                                                       policy, nullptr, nullptr, attention, rebase_limit);
         CHECK(random_life(ample, kind, 120, generator) != 0);
         shape.query_heads = kv_heads;
-        BothDuals<P, float, all_head_dims, true> scarce(shape, {.slab_pages = 20, .most_slabs = 4, .longest = 9000}, policy,
-                                   nullptr, nullptr, attention, rebase_limit);
+        BothDuals<P, float, all_head_dims, true> scarce(shape,
+                                                        {.slab_pages = 20, .most_slabs = 4, .longest = 9000},
+                                                        policy, nullptr, nullptr, attention, rebase_limit);
         CHECK(random_life(scarce, kind, 120, generator) != 0);
     }
 }

@@ -15,14 +15,15 @@ TEST_CASE("bf16, gates that keep all, a half, few") {
     std::mt19937 generator(3);
     for (const std::int32_t group : {4, 12}) {
         BothDuals<P, bf16, head_dims<64>, true> both({.layers = 1,
-                                                .slots = 3,
-                                                .query_heads = 3 * group,
-                                                .kv_heads = 3,
-                                                .dim_k = 64,
-                                                .dim_v = 40,
-                                                .page_rows = 32,
-                                                .proposals = 4},
-                                               {.slab_pages = 16, .most_slabs = 40, .longest = 5000}, policy);
+                                                      .slots = 3,
+                                                      .query_heads = 3 * group,
+                                                      .kv_heads = 3,
+                                                      .dim_k = 64,
+                                                      .dim_v = 40,
+                                                      .page_rows = 32,
+                                                      .proposals = 4},
+                                                     {.slab_pages = 16, .most_slabs = 40, .longest = 5000},
+                                                     policy);
         random_life(both, Scores::random, 120, generator);
     }
 }
