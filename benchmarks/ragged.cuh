@@ -27,8 +27,13 @@ namespace kvp = kvpolicy;
 using kvp::bf16;
 using Dims = kvp::head_dims<128>;
 
-inline constexpr std::int32_t batch = 16, heads = 8, group = 4, dim = 128, sinks = 4, window = 256;
-inline constexpr kvp::position_t length = 131072;
+inline constexpr std::int32_t heads = 8, group = 4, dim = 128, sinks = 4, window = 256;
+
+/// A layer's size.
+struct Size {
+    std::int32_t batch = 16;
+    kvp::position_t length = 131072;
+};
 inline constexpr std::int32_t tokens_to_come = 200;
 
 static __global__ void fill_numbers(bf16* to, std::int64_t count) {
@@ -57,10 +62,11 @@ inline void fill(bf16* to, std::int64_t count) {
 
 /// A call's tensors.
 struct Tensors {
-    static constexpr std::int64_t row = std::int64_t{batch} * heads * dim;
+    std::int32_t batch;
+    std::int64_t row = std::int64_t{batch} * heads * dim;
     buffer<bf16> q{row * group}, k{row}, v{row}, out{row * group};
     buffer<float> scores{std::int64_t{batch} * heads};
-    Tensors() {
+    explicit Tensors(std::int32_t entries) : batch(entries) {
         fill(q.data(), q.count());
         fill(k.data(), k.count());
         fill(v.data(), v.count());
@@ -77,14 +83,16 @@ template <class Cache>
 void time_steps(benchmark::State& state, Cache& cache, const stream_of_calls& calls, const Tensors& in,
                 double bytes) {
     const kvp::cuda on{calls.stream};
+    const std::int32_t batch = in.batch;
     const auto ref = cache.ref(0);
     const std::size_t needed = kvp::step_workspace_bytes<Dims>(on, ref, batch);
     const buffer<unsigned char> workspace(static_cast<std::int64_t>(needed));
     const buffer<std::uint32_t> status(batch);
-    ok(cudaMemset(status.data(), 0, batch * sizeof(std::uint32_t)));
+    ok(cudaMemset(status.data(), 0, static_cast<std::size_t>(batch) * sizeof(std::uint32_t)));
     ok(cudaDeviceSynchronize());
     const auto token = [&] {
-        next_scores<<<1, batch * heads, 0, calls.stream>>>(in.scores.data(), batch * heads, ref.length);
+        next_scores<<<1, static_cast<unsigned>(batch * heads), 0, calls.stream>>>(in.scores.data(),
+                                                                                  batch * heads, ref.length);
         kvp::step<Dims>(on, ref, {batch},
                         kvp::view_bhsd<const bf16>(in.q.data(), batch, heads * group, 1, dim),
                         kvp::view_bhsd<const bf16>(in.k.data(), batch, heads, 1, dim),
@@ -118,8 +126,9 @@ void time_steps(benchmark::State& state, Cache& cache, const stream_of_calls& ca
         times.push_back(ms);
         state.SetIterationTime(times.back() * 1e-3);
     }
-    std::vector<std::uint32_t> words(batch);
-    ok(cudaMemcpy(words.data(), status.data(), batch * sizeof(std::uint32_t), cudaMemcpyDeviceToHost));
+    std::vector<std::uint32_t> words(static_cast<std::size_t>(batch));
+    ok(cudaMemcpy(words.data(), status.data(), static_cast<std::size_t>(batch) * sizeof(std::uint32_t),
+                  cudaMemcpyDeviceToHost));
     if (std::any_of(words.begin(), words.end(), [](std::uint32_t word) { return word != 0; })) {
         state.SkipWithError("a step did not run: its status is set");
     }
@@ -140,8 +149,8 @@ using Gated = kvp::Policy<kvp::Sink<>, kvp::Window<>, kvp::ThresholdGate<kvp::at
 
 /// The state of a DualCache after `length` tokens of which head h has promoted kept[h]. Pages of a head are scattered over the pool.
 static __global__ void fill_dual(kvp::DualRef<Gated, bf16> cache, const std::int32_t* kept,
-                                 const std::int64_t* first_page, std::int64_t slot_pages,
-                                 std::int64_t pages) {
+                                 const std::int64_t* first_page, std::int64_t slot_pages, std::int64_t pages,
+                                 kvp::position_t length) {
     const std::int32_t slot = static_cast<std::int32_t>(blockIdx.x) / heads,
                        h = static_cast<std::int32_t>(blockIdx.x) % heads;
     const std::int32_t used = sinks + window + kept[h], held = (used + cache.page_rows - 1) / cache.page_rows;
@@ -171,7 +180,10 @@ static __global__ void fill_free(kvp::DualRef<Gated, bf16> cache, std::int64_t f
 }
 
 /// Heads of `percent` of the keys each.
-inline void dual(benchmark::State& state, const std::array<float, heads>& percent, std::int32_t page_rows) {
+inline void dual(benchmark::State& state, const Size& size, const std::array<float, heads>& percent,
+                 std::int32_t page_rows) {
+    const std::int32_t batch = size.batch;
+    const kvp::position_t length = size.length;
     std::array<float, heads> thresholds{};
     std::array<std::int32_t, heads> kept{};
     std::array<std::int64_t, heads> first_page{};
@@ -215,16 +227,19 @@ inline void dual(benchmark::State& state, const std::array<float, heads>& percen
     const buffer<std::int64_t> of_pages(heads);
     ok(cudaMemcpy(of_kept.data(), kept.data(), sizeof kept, cudaMemcpyHostToDevice));
     ok(cudaMemcpy(of_pages.data(), first_page.data(), sizeof first_page, cudaMemcpyHostToDevice));
-    fill_dual<<<batch * heads, 256>>>(ref, of_kept.data(), of_pages.data(), slot_pages, pages);
+    fill_dual<<<static_cast<unsigned>(batch * heads), 256>>>(ref, of_kept.data(), of_pages.data(), slot_pages,
+                                                             pages, length);
     fill_free<<<1, 256>>>(ref, batch * slot_pages, pages);
     ok(cudaGetLastError());
     ok(cudaDeviceSynchronize());
-    const Tensors in;
+    const Tensors in(batch);
     time_steps(state, cache, calls, in, 2.0 * batch * static_cast<double>(rows) * dim * sizeof(bf16));
 }
 
 /// A window of all tokens.
-inline void dense(benchmark::State& state) {
+inline void dense(benchmark::State& state, const Size& size) {
+    const std::int32_t batch = size.batch;
+    const kvp::position_t length = size.length;
     using Dense = kvp::Policy<kvp::Window<>>;
     kvp::FixedBudgetCache<Dense, bf16> cache({.layers = 1,
                                               .slots = batch,
@@ -240,9 +255,10 @@ inline void dense(benchmark::State& state) {
     const auto ref = cache.ref(0);
     fill(ref.k, batch * ref.rows * dim);
     fill(ref.v, batch * ref.rows * dim);
-    const std::vector<kvp::position_t> lengths(batch, length);
-    ok(cudaMemcpy(ref.length, lengths.data(), sizeof(kvp::position_t) * batch, cudaMemcpyHostToDevice));
-    const Tensors in;
+    const std::vector<kvp::position_t> lengths(static_cast<std::size_t>(batch), length);
+    ok(cudaMemcpy(ref.length, lengths.data(), sizeof(kvp::position_t) * lengths.size(),
+                  cudaMemcpyHostToDevice));
+    const Tensors in(batch);
     time_steps(state, cache, calls, in,
                2.0 * batch * heads * static_cast<double>(length) * dim * sizeof(bf16));
 }
@@ -251,15 +267,24 @@ inline void add_rows() {
     constexpr std::array<float, heads> mixed = {2, 4, 8, 12, 16, 25, 43, 90},
                                        even = {25, 25, 25, 25, 25, 25, 25, 25},
                                        full = {100, 100, 100, 100, 100, 100, 100, 100};
-    add("dense decode, 128k x 16", [](benchmark::State& state) { dense(state); });
+    add("dense decode, 128k x 16", [](benchmark::State& state) { dense(state, {}); });
     for (const std::int32_t page_rows : {16, 64}) {
         const std::string pages = ", pages of " + std::to_string(page_rows);
         add("ragged DualCache, 25% of 128k x 16" + pages,
-            [=](benchmark::State& state) { dual(state, mixed, page_rows); });
+            [=](benchmark::State& state) { dual(state, {}, mixed, page_rows); });
         add("even DualCache, 25% of 128k x 16" + pages,
-            [=](benchmark::State& state) { dual(state, even, page_rows); });
+            [=](benchmark::State& state) { dual(state, {}, even, page_rows); });
     }
-    add("DualCache, all of 128k x 16, pages of 16", [=](benchmark::State& state) { dual(state, full, 16); });
+    add("DualCache, all of 128k x 16, pages of 16",
+        [=](benchmark::State& state) { dual(state, {}, full, 16); });
+    // Short sequences, where the launch that plans weighs most.
+    for (const std::int32_t batch : {8, 32}) {
+        const Size size{batch, 4096};
+        const std::string name = "4096 x " + std::to_string(batch);
+        add("dense decode, " + name, [=](benchmark::State& state) { dense(state, size); });
+        add("DualCache, all of " + name + ", pages of 16",
+            [=](benchmark::State& state) { dual(state, size, full, 16); });
+    }
 }
 
 }  // namespace ragged
