@@ -104,14 +104,20 @@ struct step_decision {
     std::int32_t used = 0;       ///< rows in use before
     std::int32_t newest = 0;     ///< the row that the newcomer gets
     std::int32_t promoted = -1;  ///< the row that u, the key that leaves the window, gets; or -1
-    std::int32_t hole =
-        0;  ///< the row in whose place attention reads the newcomer; `used`: beside all others
-    std::int32_t kept = 0;    ///< long-range places in use afterwards
-    std::int32_t known = -1;  ///< the worst place, or -1 where it must be searched
-    bool full = false;        ///< u contests the worst place: settle_step() has the last word
+    std::int32_t kept = 0;       ///< long-range places in use afterwards
+    std::int32_t known = -1;     ///< the worst place, or -1 where it must be searched
+    bool full = false;           ///< u contests the worst place: settle_step() has the last word
     bool replaced = false;
     position_t leaving = 0;  ///< u
 };
+
+/// The worst place at query q, if `victim`, what the step before left as such, still is; else -1.
+KVPOLICY_HOST_DEVICE inline std::int32_t known_worst(const HeadRule& rule, position_t rebase_limit,
+                                                     position_t q, std::int32_t victim) {
+    return rule.decay_step == 1 && priority_base(q, rebase_limit) == priority_base(q - 1, rebase_limit)
+               ? victim
+               : -1;
+}
 
 /// Query `q`, the slot's length, brings a key. `victim` is what the step before left as the worst place; `score` is u's. All of the
 /// decision but the contest for the worst place, if there is one.
@@ -123,16 +129,13 @@ KVPOLICY_HOST_DEVICE step_decision begin_step(const HeadRule& rule, const Gate& 
     step_decision step;
     step.used = layout.used(q, kept);
     step.newest = layout.recent(q);
-    step.hole = step.used;
     step.kept = kept;
     step.leaving = q - rule.window;
     if (step.leaving < rule.sinks) {
         return step;
     }
-    const bool moved = priority_base(q, rebase_limit) != priority_base(q - 1, rebase_limit);
-    step.known = rule.decay_step == 1 && !moved ? victim : -1;
+    step.known = known_worst(rule, rebase_limit, q, victim);
     if (rule.budget == 0 || !gate.open(score, rule)) {
-        step.hole = step.newest;
         return step;
     }
     step.full = kept >= rule.budget;
@@ -150,9 +153,6 @@ KVPOLICY_HOST_DEVICE inline void settle_step(step_decision& step, const HeadRule
     step.replaced = ranks_before(newcomer.value, newcomer.position, worst.value, worst.position);
     if (step.replaced) {
         step.promoted = HeadRows{rule.sinks, rule.window}.place(worst.place);
-        step.hole = step.promoted;
-    } else {
-        step.hole = step.newest;
     }
 }
 

@@ -92,15 +92,17 @@ void check_cache_call(const Cache& cache, const Batch& batch, std::int32_t token
     }
 }
 
-inline stream_logits logits_of(const Attention& attention, std::int32_t dim_k) {
+template <class Compute>
+stream_logits<Compute> logits_of(const Attention& attention, std::int32_t dim_k) {
     constexpr double log2_e = 1.44269504088896340736;
     const double scale = attention.scale != 0.0f ? static_cast<double>(attention.scale)
                                                  : 1.0 / std::sqrt(static_cast<double>(dim_k));
     const double softcap = attention.softcap;
-    return softcap > 0.0 ? stream_logits{2.0 * log2_e * scale / softcap, softcap * log2_e}
-                         : stream_logits{scale * log2_e, 0.0};
+    const bool capped = softcap > 0.0;
+    return {static_cast<Compute>(capped ? 2.0 * log2_e * scale / softcap : scale * log2_e),
+            static_cast<Compute>(capped ? softcap * log2_e : 0.0)};
 }
 
 }  // namespace cuda_backend
-}  // namespace KVPOLICY_HIDDEN
-}  // namespace kvpolicy
+                         }  // namespace KVPOLICY_HIDDEN
+                         }  // namespace kvpolicy

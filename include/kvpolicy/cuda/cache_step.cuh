@@ -15,22 +15,13 @@ namespace kvpolicy {
 inline namespace KVPOLICY_CUDA_NAMESPACE KVPOLICY_HIDDEN {
 namespace cuda_backend {
 
-/// Into how many blocks the rows of a head are cut: `heads` blocks of up to `rows` rows are there without cutting, and
-/// `resident` fit on the card. What counts is the time of the fullest place, and what a block costs however few its rows are.
-inline std::int32_t step_splits(std::int64_t heads, std::int64_t rows, std::int64_t resident, int warps) {
-    constexpr std::int64_t most = 32, cost_of_a_block = 96;  // in rows
-    const std::int64_t useful = rows / (std::int64_t{stream_tile} * warps);
-    std::int32_t best = 1;
-    std::int64_t least = 0;
-    for (std::int64_t splits = 1; splits <= std::clamp<std::int64_t>(useful, 1, most); ++splits) {
-        const std::int64_t rounds = (heads * splits + resident - 1) / resident;
-        const std::int64_t cost = rounds * ((rows + splits - 1) / splits + cost_of_a_block);
-        if (splits == 1 || cost < least) {
-            best = static_cast<std::int32_t>(splits);
-            least = cost;
-        }
-    }
-    return best;
+/// Into how many blocks the `rows` rows of each of `heads` heads are cut: no more than keep the multiprocessors busy, since what blocks
+/// find has to be merged, and none of few rows. (Measured on an H100 at batch 1, 8 and 32: docs/performance.md.)
+inline std::int32_t step_splits(std::int64_t heads, std::int64_t rows, std::int64_t multiprocessors) {
+    constexpr std::int64_t least_rows = 512;
+    const std::int64_t wanted = (multiprocessors * 7 / 5 + heads - 1) / heads;
+    const std::int64_t useful = std::clamp<std::int64_t>(rows / least_rows, 1, most_splits);
+    return static_cast<std::int32_t>(std::clamp<std::int64_t>(wanted, 1, useful));
 }
 
 /// A step, or attention alone, with kernels of these sizes.
@@ -39,27 +30,24 @@ class cache_step_call {
     using T = typename Rows::T;
     using Gate = typename P::gate_type;
     using Scorer = asked_scorer<P>;
-    using Launch = fixed_step_launch<Rows, Gate, Scorer>;
+    using Launch = step_launch<Rows, Gate, Scorer>;
     static constexpr auto kernel = cache_step_kernel<Rows, Gate, Scorer>;
 
   public:
     cache_step_call(const cuda& on, const device_scope& device, const FixedBudgetRef<P, T>& cache,
                     std::int32_t count)
         : on_(on),
+          device_(device),
           call_{.cache = cache_view<T>(cache), .gate = cache.gate, .scorer = scorer_of<P>(cache.scorer)} {
         call_.batch.count = count;
         call_.width = Rows::width(cache.dim_v);
-        call_.logits = logits_of(cache.attention, cache.dim_k);
+        call_.logits = logits_of<typename Rows::Compute>(cache.attention, cache.dim_k);
         call_.parts = (cache.group + Rows::heads - 1) / Rows::heads;
         shared_ = static_cast<std::size_t>(Rows::warps) * Rows::shared_bytes(cache.dim_v);
-        allow_shared("cache_step_kernel", reinterpret_cast<const void*>(kernel), shared_);
-        int fit = 0;
-        check(cudaOccupancyMaxActiveBlocksPerMultiprocessor(&fit, kernel, Rows::threads, shared_),
-              "cache_step_kernel");
-        const std::int64_t resident =
-            std::int64_t{std::max(fit, 1)} * device.attribute(cudaDevAttrMultiProcessorCount);
-        call_.work.splits = step_splits(std::max<std::int64_t>(heads() * call_.parts, 1), cache.longest,
-                                        resident, Rows::warps);
+        const std::int64_t multiprocessors = device.attribute(cudaDevAttrMultiProcessorCount);
+        const std::int64_t alone = std::max<std::int64_t>(heads() * call_.parts, 1);
+        call_.splits = step_splits(alone, cache.longest, multiprocessors);
+        call_.deciders = alone * (call_.splits + 1) <= 2 * multiprocessors ? 1 : 0;
     }
 
     /// Takes the parts of the workspace; with null only measures.
@@ -68,7 +56,7 @@ class cache_step_call {
         call_.notes = parts.take<step_note>(heads());
         computed_ = parts.take<float>(scored_before<Scorer> ? heads() : 0);
         const std::int64_t states =
-            call_.work.splits * call_.parts == 1 ? 0 : heads() * call_.parts * call_.work.splits;
+            call_.blocks() * call_.parts == 1 ? 0 : heads() * call_.parts * call_.blocks();
         call_.states =
             parts.take<typename Rows::Compute>(states * stream_state<Rows::heads>::size(call_.width));
         return parts.bytes();
@@ -116,11 +104,16 @@ class cache_step_call {
         return std::int64_t{call_.batch.count} * call_.cache.kv_heads;
     }
     void run() const {
-        launch("cache_step_kernel", kernel, heads() * call_.parts * call_.work.splits, Rows::threads, shared_,
-               on_, call_);
+        const std::int64_t blocks = heads() * call_.parts * call_.blocks();
+        if (call_.computed != nullptr) {  // rows are streamed while they are scored
+            launch_early("cache_step_kernel", kernel, blocks, Rows::threads, shared_, device_, on_, call_);
+        } else {
+            launch("cache_step_kernel", kernel, blocks, Rows::threads, shared_, on_, call_);
+        }
     }
 
     const cuda& on_;
+    const device_scope& device_;
     Launch call_;
     float* computed_ = nullptr;
     std::size_t shared_ = 0;

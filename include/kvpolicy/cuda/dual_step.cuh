@@ -39,7 +39,7 @@ class dual_step_call {
           call_{.cache = dual_view<T>(cache), .gate = cache.gate, .scorer = scorer_of<P>(cache.scorer)} {
         call_.batch.count = count;
         call_.width = Rows::width(cache.dim_v);
-        call_.logits = logits_of(cache.attention, cache.dim_k);
+        call_.logits = logits_of<typename Rows::Compute>(cache.attention, cache.dim_k);
         call_.parts = (cache.group + Rows::heads - 1) / Rows::heads;
         detail::require(heads() * call_.parts <= 0x7fffffff, "entries x heads", heads(), "below 2^31");
         shared_ = static_cast<std::size_t>(Rows::warps) * Rows::shared_bytes(cache.dim_v);
@@ -63,7 +63,7 @@ class dual_step_call {
         call_.work.first_tile = parts.take<std::int32_t>(heads() + 1);
         call_.work.first_pair = parts.take<std::int32_t>(call_.work.blocks);
         call_.work.share = parts.take<std::int32_t>(1);
-        call_.notes = parts.take<step_note>(heads());
+        call_.notes = parts.take<ragged::step_note>(heads());
         computed_ = parts.take<float>(scored_before<Scorer> ? heads() : 0);
         advanced_ = parts.take<float>(on_leaving ? heads() * call_.cache.state_size : 0);
         call_.states = parts.take<typename Rows::Compute>((call_.work.blocks + heads() * call_.parts) *
@@ -140,11 +140,11 @@ void with_step_call(const cuda& on, const DualRef<P, T>& cache, std::int32_t cou
         const int tile = fitting_tile(Dims{}, dim);
         detail::require(tile != 0, "head_dim", dim, "at most the largest of the call's head_dims, and 256");
         with_tile(Dims{}, tile, [&](auto of) {
-            dual_step_call<tensor_rows<T, decltype(of)::value>, P> call(on, device, cache, count);
+            dual_step_call<ragged::tensor_rows<T, decltype(of)::value>, P> call(on, device, cache, count);
             body(call);
         });
     } else {
-        dual_step_call<plain_rows<T>, P> call(on, device, cache, count);
+        dual_step_call<ragged::plain_rows<T>, P> call(on, device, cache, count);
         body(call);
     }
 }

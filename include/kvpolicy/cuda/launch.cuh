@@ -100,22 +100,66 @@ inline void allow_shared(const char* name, const void* kernel, std::size_t share
     }
 }
 
-/// Enqueues a kernel on a 1-D grid; nothing where the grid is empty. `name` is a literal and names it in errors.
+/// Enqueues a kernel on a 1-D grid, with a launch attribute or null; `name` is a literal and names the kernel in errors.
 template <class... Parameters, class... Arguments>
-void launch(const char* name, void (*kernel)(Parameters...), std::int64_t blocks, int threads,
-            std::size_t shared_bytes, const cuda& on, Arguments... arguments) {
-    if (blocks == 0) {
-        return;
-    }
+void launch_with(const cudaLaunchAttribute* attribute, const char* name, void (*kernel)(Parameters...),
+                 std::int64_t blocks, int threads, std::size_t shared_bytes, const cuda& on,
+                 Arguments... arguments) {
     detail::require(blocks > 0 && blocks <= 0x7fffffff, "blocks of a launch", blocks,
                     "at most 2^31 - 1: split the batch");
     allow_shared(name, reinterpret_cast<const void*>(kernel), shared_bytes);
+    cudaLaunchAttribute copy{};
     cudaLaunchConfig_t config{};
     config.gridDim = dim3(static_cast<unsigned>(blocks));
     config.blockDim = dim3(static_cast<unsigned>(threads));
     config.dynamicSmemBytes = shared_bytes;
     config.stream = on.stream;
+    if (attribute != nullptr) {
+        copy = *attribute;
+        config.attrs = &copy;
+        config.numAttrs = 1;
+    }
     check(cudaLaunchKernelEx(&config, kernel, static_cast<Parameters>(arguments)...), name);
+}
+
+/// Enqueues a kernel on a 1-D grid; nothing where the grid is empty.
+template <class... Parameters, class... Arguments>
+void launch(const char* name, void (*kernel)(Parameters...), std::int64_t blocks, int threads,
+            std::size_t shared_bytes, const cuda& on, Arguments... arguments) {
+    if (blocks != 0) {
+        launch_with(nullptr, name, kernel, blocks, threads, shared_bytes, on, arguments...);
+    }
+}
+
+/// As launch(), but the kernel may begin once all blocks of the one before in the stream have called let_next_kernel_start(), and
+/// must call wait_for_kernel_before() where it needs what that one wrote. Where the card or the kernel's code is older
+/// than compute capability 9.0, it begins when the other has ended.
+template <class... Parameters, class... Arguments>
+void launch_early(const char* name, void (*kernel)(Parameters...), std::int64_t blocks, int threads,
+                  std::size_t shared_bytes, const device_scope& device, const cuda& on,
+                  Arguments... arguments) {
+    if (blocks == 0) {
+        return;
+    }
+    cudaFuncAttributes code{};
+    check(cudaFuncGetAttributes(&code, reinterpret_cast<const void*>(kernel)), name);
+    cudaLaunchAttribute early{};
+    early.id = cudaLaunchAttributeProgrammaticStreamSerialization;
+    early.val.programmaticStreamSerializationAllowed = 1;
+    const bool may = code.ptxVersion >= 90 && device.attribute(cudaDevAttrComputeCapabilityMajor) >= 9;
+    launch_with(may ? &early : nullptr, name, kernel, blocks, threads, shared_bytes, on, arguments...);
+}
+
+/// See launch_early().
+__device__ inline void let_next_kernel_start() {
+#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 900
+    asm volatile("griddepcontrol.launch_dependents;" ::: "memory");
+#endif
+}
+__device__ inline void wait_for_kernel_before() {
+#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 900
+    asm volatile("griddepcontrol.wait;" ::: "memory");
+#endif
 }
 
 /// Enqueues a kernel whose blocks wait for each other: up to `most` of them on every multiprocessor, all at once.
@@ -129,19 +173,15 @@ void launch_cooperative(const char* name, void (*kernel)(Parameters...), int mos
     cudaLaunchAttribute together{};
     together.id = cudaLaunchAttributeCooperative;
     together.val.cooperative = 1;
-    cudaLaunchConfig_t config{};
-    config.gridDim = dim3(static_cast<unsigned>(each * device.attribute(cudaDevAttrMultiProcessorCount)));
-    config.blockDim = dim3(static_cast<unsigned>(threads));
-    config.dynamicSmemBytes = shared_bytes;
-    config.stream = on.stream;
-    config.attrs = &together;
-    config.numAttrs = 1;
-    check(cudaLaunchKernelEx(&config, kernel, static_cast<Parameters>(arguments)...), name);
+    launch_with(&together, name, kernel,
+                std::int64_t{each} * device.attribute(cudaDevAttrMultiProcessorCount), threads, shared_bytes,
+                on, arguments...);
 }
 
-/// The block's dynamic shared memory, aligned to 16 bytes. All kernels take theirs from here.
+/// The block's dynamic shared memory, aligned to 128 bytes: behind a static array of another size, rows of a swizzled tile would lie
+/// across lines, which costs copies into them a sixth of their rate. All kernels take theirs from here.
 __device__ inline unsigned char* dynamic_shared() {
-    extern __shared__ __align__(16) unsigned char kvpolicy_dynamic_shared[];
+    extern __shared__ __align__(128) unsigned char kvpolicy_dynamic_shared[];
     return kvpolicy_dynamic_shared;
 }
 

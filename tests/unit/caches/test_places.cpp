@@ -150,19 +150,45 @@ struct Emulated {
                 step = mine;
             }
         });
-        // What attention reads: every row in use after the step, and the newcomer instead of the hole.
+        // What a kernel attends to: the rows before the step but those of u and of the worst, the one of the two that stays,
+        // and the newcomer. That must be the keys of the rows afterwards.
         const std::int32_t used_after = layout().used(q + 1, step.kept);
-        const bool appended = step.hole == step.used;
-        CHECK(used_after == step.used + (appended ? 1 : 0));
-        CHECK(step.hole <= step.used);
+        const std::int32_t of_worst = worst_row(q, kept), of_leaving = u >= rule.sinks ? step.newest : -1;
+        std::vector<position_t> seen;
+        for (std::int32_t row = 0; row < step.used; ++row) {
+            if (row != of_worst && row != of_leaving) {
+                seen.push_back(position[static_cast<std::size_t>(row)]);
+            }
+        }
+        if (const std::int32_t stays = step.promoted >= 0 ? of_leaving : of_worst; stays >= 0) {
+            seen.push_back(position[static_cast<std::size_t>(stays)]);
+        }
+        seen.push_back(q);
         if (step.promoted >= 0) {
             score[static_cast<std::size_t>(step.promoted)] = of_u;
             position[static_cast<std::size_t>(step.promoted)] = u;
         }
         score[static_cast<std::size_t>(step.newest)] = newcomer;
         position[static_cast<std::size_t>(step.newest)] = q;
+        std::vector<position_t> held(position.begin(), position.begin() + used_after);
+        std::sort(seen.begin(), seen.end());
+        std::sort(held.begin(), held.end());
+        CHECK(seen == held);
         kept = step.kept;
         victim = next;
+    }
+
+    /// The row of the worst long-range key at query q where a key that leaves has to contest it; -1: there is none.
+    [[nodiscard]] std::int32_t worst_row(position_t q, std::int32_t places_used) {
+        if (q - rule.window < rule.sinks || rule.budget == 0 || places_used < rule.budget) {
+            return -1;
+        }
+        detail::ranked_place worst;
+        for (std::int32_t p = 0; p < places_used; ++p) {
+            const detail::ranked_place one = places().at(p, q);
+            worst = detail::gives_way(one, worst) ? one : worst;
+        }
+        return layout().place(worst.place);
     }
 
     void chunk(std::int32_t threads, const std::vector<float>& scores) {

@@ -5,7 +5,6 @@
 #include <kvpolicy/caches/places.hpp>
 #include <kvpolicy/caches/ref.hpp>
 #include <kvpolicy/core/view.hpp>
-#include <kvpolicy/cuda/blocks/step_stream.cuh>
 #include <kvpolicy/cuda/blocks/warp.cuh>
 #include <kvpolicy/cuda/config.cuh>
 
@@ -82,8 +81,8 @@ template <class T>
 struct head_view {
     HeadRule rule;
     HeadRows layout;
-    std::int64_t index;    // slot * kv_heads + head
-    std::int32_t* record;  // the worst places of its tiles
+    std::int64_t index;  // slot * kv_heads + head
+    std::int64_t tile;   // its first tile of places
     T* k;
     T* v;
     position_t* position;
@@ -94,7 +93,7 @@ struct head_view {
         : rule(cache.rules[head]), layout{rule.sinks, rule.window} {
         const std::int64_t offset = cache.row_offset[head], first = slot * cache.rows + offset;
         index = std::int64_t{slot} * cache.kv_heads + head;
-        record = cache.tile_victims + (slot * cache.tiles + offset / detail::place_tile + head);
+        tile = slot * cache.tiles + offset / detail::place_tile + head;
         k = cache.k + first * cache.dim_k;
         v = cache.v + first * cache.dim_v;
         position = cache.position + first;
@@ -107,9 +106,6 @@ struct head_view {
     [[nodiscard]] __device__ T* value(std::int32_t row) const { return v + std::int64_t{row} * dim_v; }
     [[nodiscard]] __device__ position_t& position_of(std::int32_t row) const { return position[row]; }
     [[nodiscard]] __device__ float& score_of(std::int32_t row) const { return score[row]; }
-    [[nodiscard]] __device__ plain_source<T> source(std::int32_t /*used*/) const {
-        return {k, v, dim_k, dim_v};
-    }
     [[nodiscard]] __device__ T* spare_key(std::int32_t j) const { return key(capacity() + j); }
     [[nodiscard]] __device__ T* spare_value(std::int32_t j) const { return value(capacity() + j); }
     [[nodiscard]] __device__ position_t& spare_position(std::int32_t j) const {

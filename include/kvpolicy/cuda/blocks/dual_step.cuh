@@ -4,8 +4,8 @@
 
 #include <kvpolicy/caches/places.hpp>
 #include <kvpolicy/cuda/blocks/admit_block.cuh>
+#include <kvpolicy/cuda/blocks/dual_head.cuh>
 #include <kvpolicy/cuda/blocks/dual_view.cuh>
-#include <kvpolicy/cuda/blocks/step_block.cuh>
 #include <kvpolicy/cuda/config.cuh>
 
 #include <cstdint>
@@ -29,7 +29,7 @@ struct dual_work {
 // the next the block or the part moves on, so all are different, and those of one part lie together.
 
 template <class Rows, class Gate, class Scorer>
-using dual_step_launch = step_launch<Rows, Gate, Scorer, dual_view<typename Rows::T>, dual_work>;
+using dual_step_launch = ragged::step_launch<Rows, Gate, Scorer, dual_view<typename Rows::T>, dual_work>;
 
 /// Admission, and the shares of all blocks. One block.
 template <class Launch>
@@ -77,7 +77,7 @@ __device__ void plan_dual_step(const Launch& call, admit_memory& memory) {
             const HeadRule& rule = call.cache.rules[h];
             const std::int32_t used = HeadRows{rule.sinks, rule.window}.used(
                 call.cache.length[slot], call.cache.kept[std::int64_t{slot} * kv_heads + h]);
-            const auto tiles = static_cast<std::int32_t>(step_tiles(used, call.writes));
+            const auto tiles = static_cast<std::int32_t>(ragged::step_tiles(used, call.writes));
             return tiles == 0 ? 1 : tiles;
         },
         [&](std::int32_t pair, std::int32_t before) { work.first_tile[pair] = before; });
@@ -126,8 +126,8 @@ struct dual_share {
     std::int32_t begin, end;
 
     [[nodiscard]] __device__ bool notes() const { return part == 0 && begin == 0; }
-    [[nodiscard]] __device__ tile_range tiles_of(std::int64_t /*tiles*/, int warp) const {
-        return tiles_of_warp<typename Launch::Rows>(begin, end, warp);
+    [[nodiscard]] __device__ ragged::tile_range tiles_of(std::int64_t /*tiles*/, int warp) const {
+        return ragged::tiles_of_warp<typename Launch::Rows>(begin, end, warp);
     }
     [[nodiscard]] __device__ std::int32_t blocks() const {
         std::int32_t sum = 0;
@@ -139,7 +139,7 @@ struct dual_share {
     [[nodiscard]] __device__ Compute* state() const {
         return state_at(static_cast<std::int32_t>(blockIdx.x), part);
     }
-    [[nodiscard]] __device__ part_states<Compute> states_of(std::int32_t of_part) const {
+    [[nodiscard]] __device__ ragged::part_states<Compute> states_of(std::int32_t of_part) const {
         const std::int32_t block = first_block(of_part);
         return {state_at(block, of_part), last_block(of_part) - block + 1, state_size()};
     }
@@ -161,7 +161,7 @@ struct dual_share {
 
 /// One block's shares, head after head.
 template <class Launch>
-__device__ void run_dual_step(const Launch& call, typename step_head<Launch>::Memory& memory,
+__device__ void run_dual_step(const Launch& call, typename ragged::step_head<Launch>::Memory& memory,
                               unsigned char* regions) {
     const dual_work& work = call.work;
     const std::int32_t pairs = call.batch.count * call.cache.kv_heads;
@@ -179,7 +179,8 @@ __device__ void run_dual_step(const Launch& call, typename step_head<Launch>::Me
             const auto part = static_cast<std::int32_t>((at - first) / tiles);
             const std::int64_t begin = first + std::int64_t{part} * tiles;
             const std::int64_t stop = begin + tiles < end ? begin + tiles : end;
-            step_head<Launch>(call, memory, regions, pair, part, call.batch.slot(pair / call.cache.kv_heads))
+            ragged::step_head<Launch>(call, memory, regions, pair, part,
+                                      call.batch.slot(pair / call.cache.kv_heads))
                 .run(dual_share<Launch>{call, each, first, tiles, pair, part,
                                         static_cast<std::int32_t>(at - begin),
                                         static_cast<std::int32_t>(stop - begin)});

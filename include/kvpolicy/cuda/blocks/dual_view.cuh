@@ -4,7 +4,7 @@
 #include <kvpolicy/caches/dual.hpp>
 #include <kvpolicy/caches/page_pool.hpp>
 #include <kvpolicy/caches/places.hpp>
-#include <kvpolicy/cuda/blocks/step_stream.cuh>
+#include <kvpolicy/cuda/blocks/dual_stream.cuh>
 #include <kvpolicy/cuda/blocks/warp.cuh>
 #include <kvpolicy/cuda/config.cuh>
 
@@ -84,45 +84,6 @@ struct dual_view {
     }
 };
 
-/// Rows of a head in pages of whole tiles. The lanes of a warp hold where 32 pages lie, from `first` on, so that a page table is
-/// read once for all of them.
-template <class T>
-struct paged_source {
-    using tile_rows = typename plain_source<T>::tile_rows;
-
-    PagedRows<T> rows;
-    std::int32_t pages;        // that the table names
-    std::int32_t first = -32;  // none yet
-    const T* k_page = nullptr;
-    const T* v_page = nullptr;
-
-    __device__ tile_rows tile(std::int32_t number) {
-        const std::int32_t row = number * stream_tile, page = row / rows.page_rows;
-        if (page - first >= 32) {  // tiles come in rising order
-            first = page;
-            const std::int32_t mine = page + lane_id();
-            if (mine < pages) {
-                const std::int32_t id = rows.table[mine];
-                const Slab<T>& slab = rows.slabs[id / rows.slab_pages];
-                const std::int64_t at = std::int64_t{id % rows.slab_pages} * rows.page_rows;
-                k_page = slab.k + at * rows.dim_k;
-                v_page = slab.v + at * rows.dim_v;
-            }
-        }
-        const std::int64_t in_page = row - page * rows.page_rows;
-        return {of_lane(k_page, page - first) + in_page * rows.dim_k,
-                of_lane(v_page, page - first) + in_page * rows.dim_v};
-    }
-    __device__ const T* key(std::int32_t row) const { return rows.k(row); }
-    __device__ const T* value(std::int32_t row) const { return rows.v(row); }
-
-  private:
-    __device__ static const T* of_lane(const T* pointer, std::int32_t lane) {
-        return reinterpret_cast<const T*>(static_cast<std::uintptr_t>(__shfl_sync(
-            all_lanes, static_cast<unsigned long long>(reinterpret_cast<std::uintptr_t>(pointer)), lane)));
-    }
-};
-
 /// Long-range places of a head whose rows lie in pages: see detail::head_places.
 template <class T>
 struct paged_places {
@@ -161,7 +122,7 @@ struct dual_head {
     [[nodiscard]] __device__ T* value(std::int32_t row) const { return rows.v(row); }
     [[nodiscard]] __device__ position_t& position_of(std::int32_t row) const { return rows.position(row); }
     [[nodiscard]] __device__ float& score_of(std::int32_t row) const { return rows.score(row); }
-    [[nodiscard]] __device__ paged_source<T> source(std::int32_t used) const {
+    [[nodiscard]] __device__ ragged::paged_source<T> source(std::int32_t used) const {
         return {rows, cache->pages_of(used)};
     }
     [[nodiscard]] __device__ T* spare_key(std::int32_t j) const { return cache->spare.k(spare_row(j)); }

@@ -13,7 +13,7 @@ namespace kvpolicy {
 inline namespace KVPOLICY_CUDA_NAMESPACE KVPOLICY_HIDDEN {
 namespace cuda_backend {
 
-inline constexpr int score_warps = 8;
+inline constexpr int score_warps = 16;
 inline constexpr int score_threads = 32 * score_warps;
 inline constexpr int score_batch = 8;  // tokens that a block of a stateless scorer takes
 
@@ -70,8 +70,8 @@ __device__ void score_block(const score_launch<View, LinearScorer<D>>& call, flo
     const auto number = static_cast<std::int32_t>(blockIdx.x);
     const score_place<View> at(call.cache, call.batch, number / pieces, call.tokens.most);
     const std::int32_t j = number % pieces * score_batch + warp_id();
-    static_assert(score_batch == score_warps);
-    if (j < at.active.tokens) {
+    static_assert(score_batch <= score_warps);
+    if (warp_id() < score_batch && j < at.active.tokens) {
         const float score =
             warp_score(call.scorer, at.head, call.tokens.key(at.rows, at.entry, at.head, j),
                        call.tokens.value(at.rows, at.entry, at.head, j), call.cache.dim_k, call.cache.dim_v);
@@ -142,18 +142,40 @@ __device__ void score_block(const score_launch<View, BasicMlpScorer<KeyValueInpu
     }
 }
 
-/// out[i] = w_i . x for rows [0, count) of weights, a warp a row.
+/// Four weights; a user's need not be aligned.
+__device__ inline float4 four_weights(const float* w, bool aligned) {
+    return aligned ? *reinterpret_cast<const float4*>(w) : make_float4(w[0], w[1], w[2], w[3]);
+}
+
+/// out[i] = w_i . x for rows [0, count) of weights, a warp a row; warp `leader` has the first. `inputs` is a multiple of 8, as
+/// head_dims are, and x is aligned to 16 bytes.
 __device__ inline void project_rows(const float* w, std::int32_t count, const float* x, std::int32_t inputs,
-                                    float* out) {
-    constexpr int rows = 4;  // at once, so that their loads overlap
-    for (std::int32_t first = warp_id() * rows; first < count; first += score_warps * rows) {
+                                    float* out, int leader = 0) {
+    constexpr int rows = 4, turns = 2;  // at once, so that their loads overlap: the weights come from afar
+    const bool aligned = reinterpret_cast<std::uintptr_t>(w) % sizeof(float4) == 0;
+    const int warp = (warp_id() + score_warps - leader) % score_warps;
+    for (std::int32_t first = warp * rows; first < count; first += score_warps * rows) {
         float sum[rows] = {};
-        for (std::int32_t i = lane_id(); i < inputs; i += 32) {
-            const float number = x[i];
+        for (std::int32_t begin = 0; begin < inputs; begin += 128 * turns) {
+            float4 weight[rows][turns];
 #pragma unroll
             for (int r = 0; r < rows; ++r) {
-                if (first + r < count) {
-                    sum[r] += w[std::int64_t{first + r} * inputs + i] * number;
+#pragma unroll
+                for (int t = 0; t < turns; ++t) {
+                    const std::int32_t i = begin + 128 * t + 4 * lane_id();
+                    weight[r][t] = first + r < count && i < inputs
+                                       ? four_weights(w + std::int64_t{first + r} * inputs + i, aligned)
+                                       : float4{};
+                }
+            }
+#pragma unroll
+            for (int t = 0; t < turns; ++t) {
+                const std::int32_t i = begin + 128 * t + 4 * lane_id();
+                const float4 number = i < inputs ? *reinterpret_cast<const float4*>(x + i) : float4{};
+#pragma unroll
+                for (int r = 0; r < rows; ++r) {
+                    sum[r] += weight[r][t].x * number.x + weight[r][t].y * number.y +
+                              weight[r][t].z * number.z + weight[r][t].w * number.w;
                 }
             }
         }
@@ -269,8 +291,8 @@ __device__ void score_block(const score_launch<View, mLSTMScorer<D, Feature, Val
         }
         __syncthreads();
         project_rows(weights.w_k + head * projection * inputs, projection, memory.x, inputs, memory.y_k);
-        project_rows(weights.w_i + head * inputs, 1, memory.x, inputs, memory.numbers);
-        project_rows(weights.w_f + head * inputs, 1, memory.x, inputs, memory.numbers + 1);
+        project_rows(weights.w_i + head * inputs, 1, memory.x, inputs, memory.numbers, 1);
+        project_rows(weights.w_f + head * inputs, 1, memory.x, inputs, memory.numbers + 1, 2);
         if constexpr (Values::projected) {
             project_rows(weights.w_v + head * width * inputs, width, memory.x, inputs, memory.v);
         } else {
@@ -280,7 +302,8 @@ __device__ void score_block(const score_launch<View, mLSTMScorer<D, Feature, Val
             project_rows(weights.w_q + head * projection * inputs, projection, memory.of_leaving, inputs,
                          memory.y_q);
             if (weights.skip != nullptr) {
-                project_rows(weights.skip + head * inputs, 1, memory.of_leaving, inputs, memory.numbers + 2);
+                project_rows(weights.skip + head * inputs, 1, memory.of_leaving, inputs, memory.numbers + 2,
+                             3);
             }
         }
         __syncthreads();

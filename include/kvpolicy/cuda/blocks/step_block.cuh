@@ -1,9 +1,11 @@
 // A decode step of one head, shared by several blocks.
 //
-// Every block streams its share of the rows as they were before the step and decides for itself what the step does to
-// them: the decision takes a handful of numbers, and only says in whose place the newcomer is read. Nothing of the cache is
-// written before all blocks of a head have arrived; the last to arrive merges their softmax states and writes the rows.
-// Block 0 of a head also finds what the next step must know, while its rows are on their way.
+// Every block streams its share of the rows as they were before the step, but for two that may lose their key: the one of
+// u, which leaves the window, and the worst long-range place. One of them, the decider, decides which of the two stays and
+// adds it, and the newcomer, to what it attends to; so no other block waits for a score. Where the card has room for one
+// more block a head, the decider has no rows of its own. Nothing of the cache is written before all blocks of a head have
+// arrived; the last to arrive merges their softmax states and writes the rows as the decider's note says. The decider also
+// finds what the next step must know.
 #pragma once
 
 #include <kvpolicy/caches/places.hpp>
@@ -13,6 +15,7 @@
 #include <kvpolicy/cuda/blocks/score_row.cuh>
 #include <kvpolicy/cuda/blocks/step_stream.cuh>
 #include <kvpolicy/cuda/config.cuh>
+#include <kvpolicy/cuda/launch.cuh>
 
 #include <cstdint>
 #include <type_traits>
@@ -21,23 +24,22 @@ namespace kvpolicy {
 inline namespace KVPOLICY_CUDA_NAMESPACE KVPOLICY_HIDDEN {
 namespace cuda_backend {
 
-/// What block 0 of a head tells the last block.
+/// What the decider of a head tells the last block.
 struct step_note {
-    std::int32_t victim;  // the worst place after the step
-    float arriving;       // the newcomer's score
+    std::int32_t promoted;  // the row that u gets, or -1
+    std::int32_t kept;      // long-range places in use after the step
+    std::int32_t victim;    // the worst place after the step
+    float arriving;         // the newcomer's score
+    float leaving;          // u's
 };
 
-/// A launch. Rows: sizes of the stream; Gate and Scorer: the policy's; View: the cache; Work: how its rows are cut among blocks.
-template <class Rows_, class Gate_, class Scorer_, class View_, class Work>
+/// A launch. Rows: sizes of the stream; Gate and Scorer: the policy's.
+template <class Rows, class Gate, class Scorer>
 struct step_launch {
-    using Rows = Rows_;
-    using Gate = Gate_;
-    using Scorer = Scorer_;
-    using View = View_;
     using T = typename Rows::T;
     using Compute = typename Rows::Compute;
 
-    View cache;
+    cache_view<T> cache;
     Batch batch{};
     rows_view<const T> q{};  // [count, Hq, 1, Dk]
     rows_view<const T> k{};  // [count, Hkv, 1, Dk]
@@ -46,76 +48,30 @@ struct step_launch {
     plane_view<float> lse{};
     plane_view<const float> scores{};  // the newcomers', where they are given
     const float* computed = nullptr;   // [count, Hkv], of a scorer that is scored_before: see score_launch
-    const float* advanced =
-        nullptr;  // [count, Hkv, state_size]: the scorer's states after the step, if not in the cache
-    Compute* states = nullptr;        // of blocks that share a head
+    Compute* states =
+        nullptr;  // [count, Hkv, parts, blocks(), stream_state]; null where parts * blocks() = 1
     step_note* notes = nullptr;       // [count, Hkv]
     std::uint32_t* status = nullptr;  // [count]
+    std::int32_t splits = 1;          // blocks that share the rows of a head
+    std::int32_t deciders = 0;        // 1: one more, which has no rows
     std::int32_t parts = 1;           // of a group of query heads, Rows::heads each
     std::int32_t width = 0;           // of a state
-    stream_logits logits{};
+    stream_logits<Compute> logits{};
     bool writes = true;  // a step; else attention over the rows as they are
-    Work work{};
     Gate gate;
     Scorer scorer;
+
+    /// Blocks of a head, of one part.
+    [[nodiscard]] __host__ __device__ std::int32_t blocks() const { return splits + deciders; }
 };
 
-/// The states of `count` warps or blocks, as one: four columns of one query head.
-template <int Heads, class Compute>
-struct merged_state {
-    Compute max = static_cast<Compute>(minus_infinity());
-    Compute sum = Compute(0);
-    Compute o[4] = {};
+/// The most blocks of a head that share its rows.
+inline constexpr std::int32_t most_splits = 32;
 
-    struct alignas(16) four {
-        Compute x[4];
-    };
-
-    /// `Load` reads memory: a pointer to const Compute or to const four. Batch states are loaded at once.
-    template <int Batch, class Load>
-    __device__ void take(const Compute* states, std::int32_t count, std::int64_t stride, std::int32_t head,
-                         std::int32_t width, std::int32_t column, const Load& load) {
-        for (std::int32_t first = 0; first < count; first += Batch) {
-            Compute m[Batch], l[Batch];
-            four x[Batch];
-#pragma unroll
-            for (int i = 0; i < Batch; ++i) {
-                m[i] = static_cast<Compute>(minus_infinity());
-                l[i] = Compute(0);
-                x[i] = {};
-                if (first + i < count) {
-                    const Compute* const state = states + (first + i) * stride;
-                    m[i] = load(state + head);
-                    l[i] = load(state + Heads + head);
-                    x[i] = load(reinterpret_cast<const four*>(state + stream_state<Heads>::header +
-                                                              head * width + column));
-                }
-            }
-            Compute top = max;
-#pragma unroll
-            for (int i = 0; i < Batch; ++i) {
-                top = fmax(top, m[i]);
-            }
-            const Compute finite = top == static_cast<Compute>(minus_infinity()) ? Compute(0) : top;
-            add(exp2(max - finite), Compute(0), {});
-#pragma unroll
-            for (int i = 0; i < Batch; ++i) {
-                const Compute weight = exp2(m[i] - finite);
-                add(Compute(1), weight * l[i],
-                    {weight * x[i].x[0], weight * x[i].x[1], weight * x[i].x[2], weight * x[i].x[3]});
-            }
-            max = top;
-        }
-    }
-
-  private:
-    __device__ void add(Compute decay, Compute of_sum, const four& of_o) {
-        sum = sum * decay + of_sum;
-#pragma unroll
-        for (int i = 0; i < 4; ++i) {
-            o[i] = o[i] * decay + of_o.x[i];
-        }
-    }
+/// Four columns of one query head.
+template <class Compute>
+struct alignas(16) four_columns {
+    Compute x[4];
 };
 
 /// Reads what other blocks wrote: past the L1 cache.
@@ -140,35 +96,13 @@ struct load_of_block {
     }
 };
 
-/// The tiles of all rows, and of one more for a newcomer that no row makes room for.
-__device__ inline std::int64_t step_tiles(std::int32_t used, bool writes) {
-    return (std::int64_t{used} + (writes ? 1 : 0) + stream_tile - 1) / stream_tile;
-}
-
-/// The states of `count` blocks that share a part of a head; one every `stride` numbers.
-template <class Compute>
-struct part_states {
-    const Compute* states;
-    std::int32_t count;
-    std::int64_t stride;
-};
-
-/// What a block does with its share of a head. `Share` says which:
-///     pair, part              the head of an entry, and the part of its group
-///     notes()                 whether this block leaves the note
-///     tiles_of(tiles, warp)   which of the head's tiles a warp takes
-///     blocks()                that share the head, all parts
-///     state()                 where the block's own state goes
-///     states_of(part)         those of all blocks of a part
-template <class Launch>
-class step_head {
-    using Rows = typename Launch::Rows;
-    using Scorer = typename Launch::Scorer;
-    using Head = typename Launch::View::head_type;
-    using T = typename Launch::T;
-    using Compute = typename Launch::Compute;
-    using Merged = merged_state<Rows::heads, Compute>;
-    using states_of_part = part_states<Compute>;
+template <class Rows, class Gate, class Scorer>
+class step_block {
+    using Launch = step_launch<Rows, Gate, Scorer>;
+    using T = typename Rows::T;
+    using Compute = typename Rows::Compute;
+    using Four = four_columns<Compute>;
+    static constexpr std::int32_t most_states = most_splits + 1;
     static constexpr bool given = scores_come_along<Scorer>;
     static constexpr bool on_leaving = Scorer::when == score_time::on_leaving;
 
@@ -176,125 +110,200 @@ class step_head {
     struct Memory {
         detail::ranked_place worst[Rows::warps];
         std::uint32_t last;
+        // States of a part's query heads, as weigh() leaves them: their weights, the largest logit, and the sum.
+        Compute weight[Rows::heads][most_states];
+        Compute top[Rows::heads], sum[Rows::heads];
     };
 
-    __device__ step_head(const Launch& call, Memory& memory, unsigned char* regions, std::int32_t pair,
-                         std::int32_t part, std::int32_t slot)
-        : call_(call),
-          memory_(memory),
-          regions_(regions),
-          part_(part),
-          pair_(pair),
-          entry_(pair / call.cache.kv_heads),
-          head_(pair % call.cache.kv_heads),
-          slot_(slot) {}
+    __device__ step_block(const Launch& call, Memory& memory, unsigned char* regions)
+        : call_(call), memory_(memory), regions_(regions) {
+        auto number = static_cast<std::int32_t>(blockIdx.x);
+        split_ = number % call.blocks();
+        number /= call.blocks();
+        part_ = number % call.parts;
+        pair_ = number / call.parts;
+        entry_ = pair_ / call.cache.kv_heads;
+        head_ = pair_ % call.cache.kv_heads;
+    }
 
-    template <class Share>
-    __device__ void run(const Share& share) {
-        const Head head(call_.cache, slot_, head_);
+    __device__ void run() {
+        const active_entry active(call_.cache, call_.batch, entry_, 1);
+        if (active.tokens == 0) {
+            if (active.bad && call_.status != nullptr && head_ == 0 && part_ + split_ == 0 &&
+                threadIdx.x == 0) {
+                atomicOr(call_.status + entry_, static_cast<std::uint32_t>(status_bad_length));
+            }
+            return;
+        }
+        slot_ = active.slot;
+        const head_view<T> head(call_.cache, slot_, head_);
         const position_t q = call_.cache.length[slot_];
         const std::int32_t kept = call_.cache.kept[head.index], victim = call_.cache.victim[head.index];
         const std::int32_t used = head.layout.used(q, kept);
 
-        using Source = decltype(head.source(used));
-        const tile_range mine = share.tiles_of(step_tiles(used, call_.writes), warp_id());
-        const stream_rows<Source> rows{head.source(used), call_.cache.dim_k, call_.cache.dim_v, used, mine};
+        const std::int32_t tiles = used / stream_tile + (used % stream_tile != 0 ? 1 : 0);
+        const std::int32_t workers = call_.splits * Rows::warps, each = tiles / workers,
+                           more = tiles % workers;
+        const std::int32_t worker = split_ * Rows::warps + warp_id();
+        const std::int32_t share = split_ == call_.splits ? 0 : each + (worker < more ? 1 : 0);
+        const std::int32_t begin = each * worker + (worker < more ? worker : more);
+        const stream_rows<T> rows{head.k, head.v, call_.cache.dim_k, call_.cache.dim_v,
+                                  used,   begin,  begin + share};
         unsigned char* const region = regions_ + warp_id() * region_bytes();
-        typename stream_of<Rows, Source>::type stream(region, rows);
+        typename stream_of<Rows>::type stream(region, rows);
         stream.start();
 
-        detail::step_decision step;
-        step.used = used;
-        float score = 0.0f;
-        stream_newcomer<T> newcomer{nullptr, nullptr, -1, used};
-        if (call_.writes) {
-            step = decide(head, q, kept, victim, score, share.notes());
-            newcomer = {call_.k.row(entry_, head_, 0), call_.v.row(entry_, head_, 0), step.hole,
-                        step.hole == used ? used + 1 : used};
-        }
         const std::int32_t first_head = part_ * Rows::heads;
         const std::int32_t heads_left = call_.cache.group - first_head;
         const stream_queries<T> queries{call_.q.row(entry_, head_ * call_.cache.group + first_head, 0),
                                         call_.q.head_stride,
                                         heads_left < Rows::heads ? heads_left : Rows::heads};
-        stream.finish(queries, newcomer, call_.logits);
+        if (call_.writes) {
+            const candidates found = find_candidates(head, q, kept, victim);
+            stream_extra<T> extra;
+            if (!scored_before<Scorer> && decides()) {
+                extra = decide(head, q, kept, victim, found);  // while the first rows are on their way
+            }
+            stream.finish(queries, found.hidden, call_.logits);
+            if constexpr (scored_before<Scorer>) {
+                wait_for_kernel_before();
+                if (decides()) {
+                    extra = decide(head, q, kept, victim, found);
+                }
+            }
+            if (decides() && warp_id() == 0) {
+                stream.add(extra, queries, call_.logits);
+            }
+        } else {
+            stream.finish(queries, {}, call_.logits);
+        }
         stream.store();
         __syncthreads();  // all warps' states are in shared memory
 
         const std::int64_t region_size = region_bytes() / static_cast<int>(sizeof(Compute));
         const auto* const of_warps = reinterpret_cast<const Compute*>(regions_);
         moved_rows moved;
-        const std::int32_t blocks = share.blocks();
-        if (blocks == 1) {
-            moved = fetch_rows(head, step);
-            write_results<Rows::warps>(
-                [&](std::int32_t) {
-                    return states_of_part{of_warps, Rows::warps, region_size};
-                },
-                load_of_block{});
+        if (call_.blocks() * call_.parts == 1) {
+            moved = fetch_rows(head, q);
+            write_results(of_warps, Rows::warps, region_size, 0, load_of_block{});
         } else {
-            merge_warps(of_warps, region_size, queries.heads, share.state());
-            if (!arrives_last(head.index, static_cast<std::uint32_t>(blocks))) {
+            merge_warps(of_warps, region_size, queries.heads);
+            if (!arrives_last(head.index)) {
                 return;
             }
-            moved = fetch_rows(head, step);
-            constexpr int batch = sizeof(Compute) == 4 ? 16 : 2;
-            write_results<batch>([&](std::int32_t part) { return share.states_of(part); },
-                                 load_shared_between_blocks{});
+            moved = fetch_rows(head, q);
+            write_results(state(0, 0), call_.blocks(), state_size(), call_.blocks() * state_size(),
+                          load_shared_between_blocks{});
         }
         if (call_.writes) {
-            write_rows(head, q, step, score, moved);
+            write_rows(head, q, moved);
         }
     }
 
   private:
+    [[nodiscard]] __device__ bool decides() const {
+        return split_ == (call_.deciders != 0 ? call_.splits : 0);
+    }
     [[nodiscard]] __device__ int region_bytes() const { return Rows::shared_bytes(call_.cache.dim_v); }
-    /// What the step does to the rows, the same in every block and thread; `score` is u's. One block `notes`.
-    __device__ detail::step_decision decide(const Head& head, position_t q, std::int32_t kept,
-                                            std::int32_t victim, float& score, bool notes) {
+    [[nodiscard]] __device__ std::int64_t state_size() const {
+        return stream_state<Rows::heads>::size(call_.width);
+    }
+    [[nodiscard]] __device__ Compute* state(std::int32_t part, std::int32_t split) const {
+        return call_.states +
+               ((std::int64_t{pair_} * call_.parts + part) * call_.blocks() + split) * state_size();
+    }
+
+    /// The keys that the step may drop, the same in every block and thread.
+    struct candidates {
+        stream_hidden hidden;          // a: the row of u, b: the row of the worst place
+        detail::ranked_place worst{};  // where it had to be searched
+    };
+
+    __device__ candidates find_candidates(const head_view<T>& head, position_t q, std::int32_t kept,
+                                          std::int32_t victim) {
+        candidates found;
+        if (q - head.rule.window < head.rule.sinks) {
+            return found;
+        }
+        found.hidden.a = head.layout.recent(q);
+        if (head.rule.budget == 0 || kept < head.rule.budget) {
+            return found;
+        }
+        const position_t limit = call_.cache.rebase_limit;
+        std::int32_t place = detail::known_worst(head.rule, limit, q, victim);
+        if (place < 0) {
+            // All warps of the block come here or none, since the numbers are the head's.
+            const detail::head_places places = head.places(limit);
+            std::int32_t* const record =
+                part_ == 0 && decides() ? call_.cache.tile_victims + head.tile : nullptr;
+            found.worst =
+                detail::worst_of_tiles(warp_group{}, places, record, warp_id(), Rows::warps, kept, q);
+            if (lane_id() == 0) {
+                memory_.worst[warp_id()] = found.worst;
+            }
+            __syncthreads();
+            found.worst = memory_.worst[0];
+            for (int i = 1; i < Rows::warps; ++i) {
+                if (detail::gives_way(memory_.worst[i], found.worst)) {
+                    found.worst = memory_.worst[i];
+                }
+            }
+            place = found.worst.place;
+        }
+        found.hidden.b = head.layout.place(place);
+        return found;
+    }
+
+    /// What the step does to the rows, by all threads of the decider, which writes its note. Returns what attention sees beside
+    /// the rows that are not hidden.
+    __device__ stream_extra<T> decide(const head_view<T>& head, position_t q, std::int32_t kept,
+                                      std::int32_t victim, const candidates& found) {
         const position_t limit = call_.cache.rebase_limit;
         const position_t u = q - head.rule.window;
+        float score = 0.0f;
         if (u >= head.rule.sinks) {
-            score = on_leaving ? call_.computed[pair_] : head.score_of(head.layout.recent(u));
+            score = on_leaving ? call_.computed[pair_] : head.score[found.hidden.a];
         }
         detail::step_decision step = detail::begin_step(head.rule, call_.gate, limit, q, kept, victim, score);
-        const auto places = head.places(limit);
+        const detail::head_places places = head.places(limit);
         const detail::ranked_place ranked = places.rank(score, u, -1, q);
-        std::int32_t* const record = head.record;
+        if (found.worst.place >= 0) {
+            step.known =
+                found.worst.place;  // the search is for the next step, too, where a gate lets nobody in
+        }
         if (step.full) {
-            detail::ranked_place worst;
-            if (step.known >= 0) {
-                worst = places.at(step.known, q);
-            } else {
-                // All warps of the block come here or none, since the numbers are the head's.
-                worst = detail::worst_of_tiles(warp_group{}, places, notes ? record : nullptr, warp_id(),
-                                               Rows::warps, kept, q);
-                if (lane_id() == 0) {
-                    memory_.worst[warp_id()] = worst;
-                }
-                __syncthreads();
-                worst = memory_.worst[0];
-                for (int i = 1; i < Rows::warps; ++i) {
-                    if (detail::gives_way(memory_.worst[i], worst)) {
-                        worst = memory_.worst[i];
-                    }
-                }
-            }
-            detail::settle_step(step, head.rule, ranked, worst);
+            detail::settle_step(step, head.rule, ranked,
+                                found.worst.place >= 0 ? found.worst : places.at(step.known, q));
         }
-        if (notes && warp_id() == 0) {
-            const std::int32_t next = detail::next_victim(warp_group{}, places, record, step, ranked, q);
+        if (part_ == 0 && warp_id() == 0) {
+            const std::int32_t next = detail::next_victim(
+                warp_group{}, places, call_.cache.tile_victims + head.tile, step, ranked, q);
             if (lane_id() == 0) {
-                call_.notes[pair_].victim = next;
+                step_note& note = call_.notes[pair_];
+                note.promoted = step.promoted;
+                note.kept = step.kept;
+                note.victim = next;
+                note.leaving = score;
             }
         }
-        if (notes && warp_id() == Rows::warps - 1) {
+        if (part_ == 0 && warp_id() == Rows::warps - 1) {
             const float arriving = arriving_score(q >= head.rule.sinks);
             if (lane_id() == 0) {
                 call_.notes[pair_].arriving = arriving;
             }
         }
-        return step;
+        stream_extra<T> extra;
+        extra.k[0] = call_.k.row(entry_, head_, 0);
+        extra.v[0] = call_.v.row(entry_, head_, 0);
+        extra.count = 1;
+        // Of the hidden two at most one stays: u, where it is promoted, or else the worst.
+        const std::int32_t stays = step.promoted >= 0 ? found.hidden.a : found.hidden.b;
+        if (stays >= 0) {
+            extra.k[1] = head.k + std::int64_t{stays} * call_.cache.dim_k;
+            extra.v[1] = head.v + std::int64_t{stays} * call_.cache.dim_v;
+            extra.count = 2;
+        }
+        return extra;
     }
 
     /// The newcomer's score as its row keeps it; a sink's is never read.
@@ -313,30 +322,96 @@ class step_head {
         }
     }
 
+    /// What the softmax states of `count` warps or blocks weigh beside each other, for all threads to read. Instructions count here:
+    /// they are run once, by a cold cache, while the card has little else to do.
+    template <class Load>
+    __device__ void weigh(const Compute* states, std::int32_t count, std::int64_t stride, std::int32_t heads,
+                          const Load& load) const {
+        constexpr int turns = (most_states + 31) / 32;
+        for (std::int32_t head = warp_id(); head < heads; head += Rows::warps) {
+            Compute m[turns], l[turns];
+            Compute top = static_cast<Compute>(minus_infinity()), sum = Compute(0);
+#pragma unroll
+            for (int t = 0; t < turns; ++t) {
+                const std::int32_t i = 32 * t + lane_id();
+                const Compute* const state = states + (i < count ? i : 0) * stride + head;
+                m[t] = i < count ? load(state) : static_cast<Compute>(minus_infinity());
+                l[t] = i < count ? load(state + Rows::heads) : Compute(0);
+                top = fmax(top, m[t]);
+            }
+#pragma unroll
+            for (int step = 16; step != 0; step /= 2) {
+                top = fmax(top, __shfl_xor_sync(all_lanes, top, step));
+            }
+            const Compute finite = top == static_cast<Compute>(minus_infinity()) ? Compute(0) : top;
+#pragma unroll
+            for (int t = 0; t < turns; ++t) {
+                const std::int32_t i = 32 * t + lane_id();
+                const Compute weight = exp2(m[t] - finite);
+                sum += weight * l[t];
+                if (i < count) {
+                    memory_.weight[head][i] = weight;
+                }
+            }
+#pragma unroll
+            for (int step = 16; step != 0; step /= 2) {
+                sum += __shfl_xor_sync(all_lanes, sum, step);
+            }
+            if (lane_id() == 0) {
+                memory_.top[head] = top;
+                memory_.sum[head] = sum;
+            }
+        }
+        __syncthreads();
+    }
+    /// Four columns of the states that were weighed, `Batch` of them asked for at once.
+    template <int Batch, class Load>
+    __device__ Four mix(const Compute* states, std::int32_t count, std::int64_t stride, std::int32_t head,
+                        std::int32_t column, const Load& load) const {
+        const Compute* const from = states + stream_state<Rows::heads>::header + head * call_.width + column;
+        Four all{};
+#pragma unroll 1
+        for (std::int32_t first = 0; first < count; first += Batch) {
+            Four some[Batch];
+#pragma unroll
+            for (int i = 0; i < Batch; ++i) {
+                some[i] =
+                    load(reinterpret_cast<const Four*>(from + (first + i < count ? first + i : 0) * stride));
+            }
+#pragma unroll
+            for (int i = 0; i < Batch; ++i) {
+                const Compute weight = first + i < count ? memory_.weight[head][first + i] : Compute(0);
+#pragma unroll
+                for (int c = 0; c < 4; ++c) {
+                    all.x[c] += first + i < count ? weight * some[i].x[c] : Compute(0);
+                }
+            }
+        }
+        return all;
+    }
+
     /// The warps' states become the block's, in memory that the last block reads.
-    __device__ void merge_warps(const Compute* of_warps, std::int64_t stride, std::int32_t heads,
-                                Compute* to) const {
+    __device__ void merge_warps(const Compute* of_warps, std::int64_t stride, std::int32_t heads) const {
         const std::int32_t fours = call_.cache.dim_v / 4;
+        Compute* const to = state(part_, split_);
+        weigh(of_warps, Rows::warps, stride, heads, load_of_block{});
         for (std::int32_t i = static_cast<std::int32_t>(threadIdx.x); i < heads * fours; i += Rows::threads) {
             const std::int32_t head = i / fours, column = i % fours * 4;
-            Merged all;
-            all.template take<Rows::warps>(of_warps, Rows::warps, stride, head, call_.width, column,
-                                           load_of_block{});
+            *reinterpret_cast<Four*>(to + stream_state<Rows::heads>::header + head * call_.width + column) =
+                mix<Rows::warps>(of_warps, Rows::warps, stride, head, column, load_of_block{});
             if (column == 0) {
-                to[head] = all.max;
-                to[Rows::heads + head] = all.sum;
+                to[head] = memory_.top[head];
+                to[Rows::heads + head] = memory_.sum[head];
             }
-            *reinterpret_cast<typename Merged::four*>(to + stream_state<Rows::heads>::header +
-                                                      head * call_.width +
-                                                      column) = {{all.o[0], all.o[1], all.o[2], all.o[3]}};
         }
     }
 
     /// Whether all other blocks of the head have arrived. What they wrote before is then visible to this one, and they
     /// no longer read the cache. The counter is back at 0 for the next launch.
-    __device__ bool arrives_last(std::int64_t index, std::uint32_t blocks) const {
+    __device__ bool arrives_last(std::int64_t index) const {
         __syncthreads();  // the block's own work comes before its arrival
         if (threadIdx.x == 0) {
+            const auto blocks = static_cast<std::uint32_t>(call_.blocks() * call_.parts);
             __threadfence();
             memory_.last = atomicInc(call_.cache.arrivals + index, blocks - 1) == blocks - 1 ? 1 : 0;
             __threadfence();
@@ -345,127 +420,137 @@ class step_head {
         return memory_.last != 0;
     }
 
-    /// Outputs of all query heads of the group, from states_of(part).
-    template <int Batch, class StatesOf, class Load>
-    __device__ void write_results(const StatesOf& states_of, const Load& load) const {
+    /// Outputs of all query heads of the group.
+    template <class Load>
+    __device__ void write_results(const Compute* states, std::int32_t count, std::int64_t stride,
+                                  std::int64_t part_stride, const Load& load) const {
         const std::int32_t fours = call_.cache.dim_v / 4;
-        for (std::int32_t i = static_cast<std::int32_t>(threadIdx.x); i < call_.cache.group * fours;
-             i += Rows::threads) {
-            const std::int32_t head = i / fours, column = i % fours * 4;
-            Merged all;
-            const states_of_part from = states_of(head / Rows::heads);
-            all.template take<Batch>(from.states, from.count, from.stride, head % Rows::heads, call_.width,
-                                     column, load);
-            const Compute scale = all.sum == Compute(0) ? Compute(0) : Compute(1) / all.sum;
-            const std::int64_t of_q = std::int64_t{head_} * call_.cache.group + head;
-            T* const to = call_.out.row(entry_, of_q, 0) + column;
-            if constexpr (sizeof(T) == 2) {
-                *reinterpret_cast<uint2*>(to) = make_uint2(pack<T>(all.o[0] * scale, all.o[1] * scale),
-                                                           pack<T>(all.o[2] * scale, all.o[3] * scale));
-            } else {
-#pragma unroll
-                for (int c = 0; c < 4; ++c) {
-                    to[c] = all.o[c] * scale;
-                }
+        for (std::int32_t first = 0; first < call_.cache.group; first += Rows::heads, states += part_stride) {
+            const std::int32_t left = call_.cache.group - first,
+                               heads = left < Rows::heads ? left : Rows::heads;
+            if (first != 0) {
+                __syncthreads();  // all have read the weights
             }
-            if (column == 0 && call_.lse) {
-                constexpr Compute ln_2 = static_cast<Compute>(0.693147180559945309417);
-                call_.lse.head(entry_, of_q)[0] = all.sum == Compute(0)
-                                                      ? minus_infinity()
-                                                      : static_cast<float>((all.max + log2(all.sum)) * ln_2);
+            weigh(states, count, stride, heads, load);
+            for (std::int32_t i = static_cast<std::int32_t>(threadIdx.x); i < heads * fours;
+                 i += Rows::threads) {
+                const std::int32_t head = i / fours, column = i % fours * 4;
+                constexpr int batch = sizeof(Compute) == 4 ? 11 : 3;  // 33 states in three turns
+                const Four all = mix<batch>(states, count, stride, head, column, load);
+                const Compute sum = memory_.sum[head], top = memory_.top[head];
+                const Compute scale = sum == Compute(0) ? Compute(0) : Compute(1) / sum;
+                const std::int64_t of_q = std::int64_t{head_} * call_.cache.group + first + head;
+                T* const to = call_.out.row(entry_, of_q, 0) + column;
+                if constexpr (sizeof(T) == 2) {
+                    *reinterpret_cast<uint2*>(to) = make_uint2(pack<T>(all.x[0] * scale, all.x[1] * scale),
+                                                               pack<T>(all.x[2] * scale, all.x[3] * scale));
+                } else {
+#pragma unroll
+                    for (int c = 0; c < 4; ++c) {
+                        to[c] = all.x[c] * scale;
+                    }
+                }
+                if (column == 0 && call_.lse) {
+                    constexpr Compute ln_2 = static_cast<Compute>(0.693147180559945309417);
+                    call_.lse.head(entry_, of_q)[0] =
+                        sum == Compute(0) ? minus_infinity() : static_cast<float>((top + log2(sum)) * ln_2);
+                }
             }
         }
     }
 
     /// What a thread moves, on its way while outputs are made: a piece of 16 bytes, where T is a 16-bit type, and what
-    /// block 0 found, thread 0.
+    /// the decider found, thread 0.
     struct moved_rows {
         uint4 leaving, arriving;
+        std::int32_t newest;
         step_note note;
     };
     static constexpr int piece = sizeof(T) == 2 ? 8 : 1;  // elements
 
-    /// Piece i of a row, those of the key before those of the value: in a row of the cache, and of the newcomer.
-    [[nodiscard]] __device__ T* piece_of(const Head& head, std::int32_t row, std::int32_t i) const {
+    /// Piece i of a row, those of the key before those of the value.
+    struct row_piece {
+        T* rows;
+        const T* newcomer;
+        std::int32_t dim;
+    };
+    [[nodiscard]] __device__ row_piece piece_of(const head_view<T>& head, std::int32_t i) const {
         const std::int32_t of_k = call_.cache.dim_k / piece;
-        return i < of_k ? head.key(row) + i * piece : head.value(row) + (i - of_k) * piece;
-    }
-    [[nodiscard]] __device__ const T* piece_of_newcomer(std::int32_t i) const {
-        const std::int32_t of_k = call_.cache.dim_k / piece;
-        return i < of_k ? call_.k.row(entry_, head_, 0) + i * piece
-                        : call_.v.row(entry_, head_, 0) + (i - of_k) * piece;
+        if (i < of_k) {
+            return {head.k + i * piece, call_.k.row(entry_, head_, 0) + i * piece, call_.cache.dim_k};
+        }
+        i -= of_k;
+        return {head.v + i * piece, call_.v.row(entry_, head_, 0) + i * piece, call_.cache.dim_v};
     }
     [[nodiscard]] __device__ std::int32_t pieces() const {
         return (call_.cache.dim_k + call_.cache.dim_v) / piece;
     }
 
-    [[nodiscard]] __device__ moved_rows fetch_rows(const Head& head,
-                                                   const detail::step_decision& step) const {
+    /// Sets out to read what write_rows() moves: all of it at once, since it comes from afar.
+    [[nodiscard]] __device__ moved_rows fetch_rows(const head_view<T>& head, position_t q) const {
         moved_rows moved{};
         if (!call_.writes) {
             return moved;
         }
         const auto thread = static_cast<std::int32_t>(threadIdx.x);
+        moved.newest = head.layout.recent(q);
         if constexpr (sizeof(T) == 2) {
             static_assert(Rows::threads >= 2 * Rows::Dim / piece, "a piece a thread");
             if (thread < pieces()) {
-                moved.arriving = *reinterpret_cast<const uint4*>(piece_of_newcomer(thread));
-                if (step.promoted >= 0) {
-                    moved.leaving = *reinterpret_cast<const uint4*>(piece_of(head, step.newest, thread));
-                }
+                const row_piece mine = piece_of(head, thread);
+                moved.arriving = *reinterpret_cast<const uint4*>(mine.newcomer);
+                moved.leaving =
+                    *reinterpret_cast<const uint4*>(mine.rows + std::int64_t{moved.newest} * mine.dim);
             }
         }
+        const step_note* const note = call_.notes + pair_;
+        moved.note.promoted = __ldcg(&note->promoted);
         if (thread == 0) {
-            moved.note = {__ldcg(&call_.notes[pair_].victim), __ldcg(&call_.notes[pair_].arriving)};
+            moved.note.kept = __ldcg(&note->kept);
+            moved.note.victim = __ldcg(&note->victim);
+            moved.note.arriving = __ldcg(&note->arriving);
+            moved.note.leaving = __ldcg(&note->leaving);
         }
         return moved;
     }
 
     /// The key that leaves moves to its place, then the newcomer takes its row. Each thread moves pieces of its own, so
     /// that no piece is overwritten before it is read.
-    __device__ void write_rows(const Head& head, position_t q, const detail::step_decision& step, float score,
-                               const moved_rows& moved) const {
+    __device__ void write_rows(const head_view<T>& head, position_t q, const moved_rows& moved) const {
         const auto thread = static_cast<std::int32_t>(threadIdx.x);
+        const std::int32_t to = moved.note.promoted;
         for (std::int32_t i = thread; i < pieces(); i += Rows::threads) {
-            T* const newest = piece_of(head, step.newest, i);
-            if (step.promoted >= 0) {
-                T* const promoted = piece_of(head, step.promoted, i);
-                if constexpr (sizeof(T) == 2) {
-                    *reinterpret_cast<uint4*>(promoted) = moved.leaving;
-                } else {
-                    *promoted = *newest;
-                }
-            }
+            const row_piece mine = piece_of(head, i);
+            T* const newest = mine.rows + std::int64_t{moved.newest} * mine.dim;
+            T* const promoted = mine.rows + std::int64_t{to} * mine.dim;
             if constexpr (sizeof(T) == 2) {
+                if (to >= 0) {
+                    *reinterpret_cast<uint4*>(promoted) = moved.leaving;
+                }
                 *reinterpret_cast<uint4*>(newest) = moved.arriving;
             } else {
-                *newest = *piece_of_newcomer(i);
-            }
-        }
-        if constexpr (on_leaving) {
-            if (call_.advanced != nullptr) {
-                const std::int64_t size = call_.cache.state_size;
-                for (std::int64_t i = thread; i < size; i += Rows::threads) {
-                    call_.cache.state[head.index * size + i] = call_.advanced[pair_ * size + i];
+                if (to >= 0) {
+                    *promoted = *newest;
                 }
+                *newest = *mine.newcomer;
             }
         }
         if (thread != 0) {
             return;
         }
-        if (step.promoted >= 0) {
-            head.position_of(step.promoted) = step.leaving;
-            head.score_of(step.promoted) = score;
+        const float arriving = moved.note.arriving, leaving = moved.note.leaving;
+        if (to >= 0) {
+            head.position[to] = q - head.rule.window;
+            head.score[to] = leaving;
         }
-        head.position_of(step.newest) = q;
-        head.score_of(step.newest) = moved.note.arriving;
-        call_.cache.kept[head.index] = step.kept;
+        head.position[moved.newest] = q;
+        head.score[moved.newest] = arriving;
+        call_.cache.kept[head.index] = moved.note.kept;
         call_.cache.victim[head.index] = moved.note.victim;
         if (head_ == 0) {
             call_.cache.proposed[slot_] = 0;
         }
-        const float arriving = moved.note.arriving;
-        const bool bad = arriving != arriving || (on_leaving && score != score);
+        const bool bad = arriving != arriving || (on_leaving && leaving != leaving);
         if (bad && call_.status != nullptr) {
             atomicOr(call_.status + entry_, static_cast<std::uint32_t>(status_nan_score));
         }
@@ -474,61 +559,9 @@ class step_head {
     const Launch& call_;
     Memory& memory_;
     unsigned char* regions_;
-    std::int32_t part_, pair_, entry_, head_, slot_;
+    std::int32_t split_, part_, pair_, entry_, head_;
+    std::int32_t slot_ = 0;
 };
-
-/// As many blocks for every head. States are [count, Hkv, parts, splits].
-struct fixed_work {
-    std::int32_t splits = 1;
-};
-template <class Rows, class Gate, class Scorer>
-using fixed_step_launch = step_launch<Rows, Gate, Scorer, cache_view<typename Rows::T>, fixed_work>;
-
-template <class Launch>
-struct fixed_share {
-    using Compute = typename Launch::Compute;
-    const Launch& call;
-    std::int32_t pair, part, split;
-
-    [[nodiscard]] __device__ bool notes() const { return part + split == 0; }
-    [[nodiscard]] __device__ tile_range tiles_of(std::int64_t tiles, int warp) const {
-        return tiles_of_warp<typename Launch::Rows>(tiles * split / call.work.splits,
-                                                    tiles * (split + 1) / call.work.splits, warp);
-    }
-    [[nodiscard]] __device__ std::int32_t blocks() const { return call.work.splits * call.parts; }
-    [[nodiscard]] __device__ Compute* state() const { return state_at(part, split); }
-    [[nodiscard]] __device__ part_states<Compute> states_of(std::int32_t of_part) const {
-        return {state_at(of_part, 0), call.work.splits, state_size()};
-    }
-
-  private:
-    [[nodiscard]] __device__ std::int64_t state_size() const {
-        return stream_state<Launch::Rows::heads>::size(call.width);
-    }
-    [[nodiscard]] __device__ Compute* state_at(std::int32_t of_part, std::int32_t of_split) const {
-        return call.states +
-               ((std::int64_t{pair} * call.parts + of_part) * call.work.splits + of_split) * state_size();
-    }
-};
-
-/// One block of a FixedBudgetCache's step.
-template <class Launch>
-__device__ void fixed_step(const Launch& call, typename step_head<Launch>::Memory& memory,
-                           unsigned char* regions) {
-    auto number = static_cast<std::int32_t>(blockIdx.x);
-    const std::int32_t split = number % call.work.splits;
-    number /= call.work.splits;
-    const std::int32_t part = number % call.parts, pair = number / call.parts;
-    const std::int32_t entry = pair / call.cache.kv_heads;
-    const active_entry active(call.cache, call.batch, entry, 1);
-    if (active.tokens != 0) {
-        step_head<Launch>(call, memory, regions, pair, part, active.slot)
-            .run(fixed_share<Launch>{call, pair, part, split});
-    } else if (active.bad && call.status != nullptr && pair % call.cache.kv_heads == 0 && part + split == 0 &&
-               threadIdx.x == 0) {
-        atomicOr(call.status + entry, static_cast<std::uint32_t>(status_bad_length));
-    }
-}
 
 }  // namespace cuda_backend
 }  // namespace KVPOLICY_HIDDEN

@@ -1,8 +1,8 @@
 // One warp's share of a decode step's attention: the rows of a head, in tiles of 16, against the query heads of its group.
 //
 // A warp copies its own tiles and reads nobody else's, so it waits for no other: what it found, a softmax state a query
-// head, is merged at the end. Rows beyond those in use are never read. The newcomer, whose row is not written before all
-// blocks are done, stands in the place of a row that attention must not see (`hole`), or behind the last.
+// head, is merged at the end. Rows beyond those in use are never read. Rows whose key may leave in this step are passed over
+// (`stream_hidden`); one warp adds those that stay, and the newcomer, which is in no row yet (`stream_extra`).
 #pragma once
 
 #include <kvpolicy/core/types.hpp>
@@ -19,54 +19,15 @@ namespace kvpolicy {
 inline namespace KVPOLICY_CUDA_NAMESPACE KVPOLICY_HIDDEN {
 namespace cuda_backend {
 
-inline constexpr int stream_tile = 16;
-
-/// Rows of a head that lie together. `tile` is asked for by all lanes of a warp at once, with tiles in rising order; the rest by any.
-template <class T>
-struct plain_source {
-    struct tile_rows {
-        const T* k;  // of the tile's first row; the others follow
-        const T* v;
-    };
-    const T* k;  // [rows, dim_k]
-    const T* v;  // [rows, dim_v]
-    std::int32_t dim_k;
-    std::int32_t dim_v;
-
-    __device__ tile_rows tile(std::int32_t number) const {
-        const std::int64_t row = std::int64_t{number} * stream_tile;
-        return {k + row * dim_k, v + row * dim_v};
-    }
-    __device__ const T* key(std::int32_t row) const { return k + std::int64_t{row} * dim_k; }
-    __device__ const T* value(std::int32_t row) const { return v + std::int64_t{row} * dim_v; }
-};
-
-/// Tiles begin, begin + stride, ... below end.
-struct tile_range {
-    std::int32_t begin, end, stride;
-};
-
-/// The share of a warp in a block's tiles. Where warps take tiles in turn, a block reads one stretch of memory: 264 blocks with four far
-/// stretches each would be more pages of memory than the card's TLBs hold, once a cache has gigabytes.
-template <class Rows>
-__device__ tile_range tiles_of_warp(std::int64_t begin, std::int64_t end, int warp) {
-    if constexpr (Rows::in_turn) {
-        return {static_cast<std::int32_t>(begin + warp), static_cast<std::int32_t>(end), Rows::warps};
-    } else {
-        const std::int64_t count = end - begin;
-        return {static_cast<std::int32_t>(begin + count * warp / Rows::warps),
-                static_cast<std::int32_t>(begin + count * (warp + 1) / Rows::warps), 1};
-    }
-}
-
 /// The rows of a head, and the part of them that a warp takes.
-template <class Source>
+template <class T>
 struct stream_rows {
-    Source source;
+    const T* k;  // [used, dim_k]
+    const T* v;  // [used, dim_v]
     std::int32_t dim_k;
     std::int32_t dim_v;
     std::int32_t used;
-    tile_range tiles;
+    std::int32_t begin, end;  // tiles
 };
 
 /// The query heads of a part of a group.
@@ -77,20 +38,30 @@ struct stream_queries {
     std::int32_t heads;
 };
 
-/// What is in place of row `hole` (-1: nothing). Rows below `limit` are seen.
+/// Rows in use that are passed over; -1: none.
+struct stream_hidden {
+    std::int32_t a = -1;
+    std::int32_t b = -1;
+
+    [[nodiscard]] __device__ bool has(std::int32_t row) const { return row == a || row == b; }
+};
+
+/// Keys that are attended to beside the rows.
 template <class T>
-struct stream_newcomer {
-    const T* k;
-    const T* v;
-    std::int32_t hole;
-    std::int32_t limit;
+struct stream_extra {
+    const T* k[2] = {nullptr, nullptr};
+    const T* v[2] = {nullptr, nullptr};
+    std::int32_t count = 0;
 };
 
 /// Logits in units of log 2: slope * <q, k>; with cap != 0 cap (1 - 2 / (1 + 2^(slope <q, k>))), a softcap.
+template <class Compute>
 struct stream_logits {
-    double slope;
-    double cap;
+    Compute slope = Compute(0);
+    Compute cap = Compute(0);
 };
+
+inline constexpr int stream_tile = 16;
 
 /// A state in memory: max[heads], sum[heads] (in a header of 4 numbers at least), weighted values [heads][width].
 template <int Heads>
@@ -109,15 +80,16 @@ struct tensor_rows {
     using Compute = float;
     static constexpr int Dim = Dim_;
     static constexpr int heads = 8;
-    static constexpr bool in_turn = true;
     static constexpr int warps = Dim > 128 ? 2 : 4;
     static constexpr int threads = 32 * warps;
     static constexpr int half_bytes = stream_tile * Dim * 2;  // the keys of a tile, or the values
     static constexpr int tile_bytes = 2 * half_bytes;
-    // 96 KB a block: two blocks a multiprocessor, where it has the memory.
-    static constexpr int stages = 96 * 1024 / warps / tile_bytes;
+    // The instructions of a tile wait for each other, so it is warps that hide this, not copies under way: three blocks a
+    // multiprocessor, where it has the memory.
+    static constexpr int blocks = 3;
+    static constexpr int stages = 64 * 1024 / warps / tile_bytes;
     static constexpr int region_bytes = stages * tile_bytes;
-    static_assert(stages >= 3 && stream_state<heads>::size(Dim + 4) * 4 <= region_bytes);
+    static_assert(stages >= 2 && stream_state<heads>::size(Dim + 4) * 4 <= region_bytes);
     __host__ __device__ static constexpr std::int32_t width(std::int32_t /*dim_v*/) {
         return stream_state<heads>::width(Dim);
     }
@@ -131,9 +103,9 @@ struct plain_rows {
     using T = T_;
     using Compute = T_;
     static constexpr int heads = 1;
-    static constexpr bool in_turn = false;  // a lane a row: two tiles at once
     static constexpr int warps = 4;
     static constexpr int threads = 32 * warps;
+    static constexpr int blocks = 2;
     __host__ __device__ static constexpr std::int32_t width(std::int32_t dim_v) {
         return stream_state<heads>::width(dim_v);
     }
@@ -144,29 +116,33 @@ struct plain_rows {
 
 /// Keys stand on the rows of the products (mma's M), query heads on the columns: S^T = K Q^T, O^T = V^T P^T. So one tile of
 /// 16 rows serves 8 heads. In an accumulator lane 4 group + pair has rows group, group + 8 and heads 2 pair, 2 pair + 1.
-template <class S, class Source>
+template <class S>
 class tensor_stream {
     using T = typename S::T;
     static constexpr int steps = S::Dim / 16;
+    static constexpr int at_once = steps < 8 ? steps : 8;
+    static_assert(at_once % 4 == 0, "flips repeat after four steps");
 
   public:
-    __device__ tensor_stream(unsigned char* region, const stream_rows<Source>& rows)
-        : rows_(rows), region_(region), shared_(shared_address(region)) {}
+    __device__ tensor_stream(unsigned char* region, const stream_rows<T>& rows)
+        : rows_(rows), region_(region), shared_(shared_address(region)) {
+        exact_ = rows.dim_k == S::Dim && rows.dim_v == S::Dim;
+    }
 
     /// Sets the first copies on their way.
     __device__ void start() {
 #pragma unroll 1
         for (int stage = 0; stage < S::stages; ++stage) {
-            load(rows_.tiles.begin + stage * rows_.tiles.stride, stage);
+            load(rows_.begin + stage, stage);
         }
     }
 
     /// Reads the queries and all tiles.
-    __device__ void finish(const stream_queries<T>& queries, const stream_newcomer<T>& newcomer,
-                           const stream_logits& logits) {
-        const int lane = lane_id();
-        std::uint32_t q[steps][2];
-        load_queries(queries, q);
+    __device__ void finish(const stream_queries<T>& queries, const stream_hidden& hidden,
+                           const stream_logits<typename S::Compute>& logits) {
+        load_queries(queries);
+        slope_ = logits.slope;
+        cap_ = logits.cap;
 #pragma unroll
         for (int m = 0; m < steps; ++m) {
 #pragma unroll
@@ -174,76 +150,46 @@ class tensor_stream {
                 o_[m][i] = 0.0f;
             }
         }
-        const auto slope = static_cast<float>(logits.slope), cap = static_cast<float>(logits.cap);
-        // ldmatrix: lane i names row i % 8 of matrix i / 8. Keys: matrices 0, 1 are rows 0..7 and 8..15 of the first 8 dims,
-        // 2, 3 of the next. Values, transposed: 0, 1 are the first and next 8 dims of rows 0..7, 2, 3 of rows 8..15.
-        const int k_row = lane % 16, v_row = lane % 8 + 8 * (lane / 16);
-        const std::uint32_t k_at = shared_ + k_row * S::Dim * 2;
-        const std::uint32_t v_at = shared_ + S::half_bytes + v_row * S::Dim * 2;
-        const std::uint32_t k_flip = ((lane / 16) ^ (k_row % 8)) << 4;
-        const std::uint32_t v_flip = ((lane / 8 % 2) ^ (v_row % 8)) << 4;
         int stage = 0;
-        for (std::int32_t tile = rows_.tiles.begin; tile < rows_.tiles.end; tile += rows_.tiles.stride) {
+#pragma unroll 1
+        for (std::int32_t tile = rows_.begin; tile < rows_.end; ++tile) {
             copy_wait<S::stages - 1>();
             __syncwarp();
-            if (newcomer.hole >= 0 && newcomer.hole / stream_tile == tile) {
-                put(newcomer, stage);
+            const std::int32_t first = tile * stream_tile;
+            const bool a = hidden.a / stream_tile == tile && hidden.a >= 0;
+            const bool b = hidden.b / stream_tile == tile && hidden.b >= 0;
+            if (a || b) {
+                // Their weights are 0, and 0 times a value that is not finite is not.
+                if (a) {
+                    put_value(hidden.a - first, nullptr, stage);
+                }
+                if (b) {
+                    put_value(hidden.b - first, nullptr, stage);
+                }
                 __syncwarp();
             }
-            const std::uint32_t at = stage * S::tile_bytes;
-            float s[2][4] = {};
-#pragma unroll
-            for (int k = 0; k < steps; ++k) {
-                if (16 * k < rows_.dim_k) {
-                    std::uint32_t a[4];
-                    load_matrices(a, k_at + at + (k_flip ^ (k << 5)));
-                    mma_16x8x16<T>(s[k % 2], a, q[k][0], q[k][1]);
-                }
-            }
-            float weight[4];
-            const std::int32_t seen = newcomer.limit - tile * stream_tile - lane / 4;
-#pragma unroll
-            for (int i = 0; i < 4; ++i) {
-                const float x = s[0][i] + s[1][i];
-                const float logit =
-                    cap != 0.0f ? cap - __fdividef(2.0f * cap, 1.0f + fast_exp2(x * slope)) : x * slope;
-                weight[i] = i / 2 * 8 < seen ? logit : minus_infinity();
-            }
-            float decay[2];
-#pragma unroll
-            for (int i = 0; i < 2; ++i) {
-                float largest = fmaxf(weight[i], weight[i + 2]);
-                largest = fmaxf(largest, __shfl_xor_sync(all_lanes, largest, 4));
-                largest = fmaxf(largest, __shfl_xor_sync(all_lanes, largest, 8));
-                largest = fmaxf(largest, __shfl_xor_sync(all_lanes, largest, 16));
-                largest = fmaxf(largest, max_[i]);
-                // Where nothing has been seen yet -inf must not be subtracted from -inf.
-                const float finite = largest == minus_infinity() ? 0.0f : largest;
-                decay[i] = fast_exp2(max_[i] - finite);
-                max_[i] = largest;
-                weight[i] = fast_exp2(weight[i] - finite);
-                weight[i + 2] = fast_exp2(weight[i + 2] - finite);
-                sum_[i] = sum_[i] * decay[i] + weight[i] + weight[i + 2];  // this lane's share
-            }
-            const std::uint32_t p0 = transpose_8x8(pack<T>(weight[0], weight[1]));
-            const std::uint32_t p1 = transpose_8x8(pack<T>(weight[2], weight[3]));
-#pragma unroll
-            for (int m = 0; m < steps; ++m) {
-                if (16 * m < rows_.dim_v) {
-                    std::uint32_t a[4];
-                    load_matrices_transposed(a, v_at + at + (v_flip ^ (m << 5)));
-#pragma unroll
-                    for (int i = 0; i < 4; ++i) {
-                        o_[m][i] *= decay[i % 2];
-                    }
-                    mma_16x8x16<T>(o_[m], a, p0, p1);
-                }
-            }
+            take(stage, rows_.used - first, a ? hidden.a - first : -1, b ? hidden.b - first : -1);
             __syncwarp();  // the tile is read
-            load(tile + S::stages * rows_.tiles.stride, stage);
+            load(tile + S::stages, stage);
             stage = stage + 1 == S::stages ? 0 : stage + 1;
         }
         copy_wait<0>();
+    }
+
+    /// Attends to these as well, after finish().
+    __device__ void add(const stream_extra<T>& extra, const stream_queries<T>& /*queries*/,
+                        const stream_logits<typename S::Compute>& /*logits*/) {
+        __syncwarp();
+#pragma unroll 1
+        for (int r = 0; r < stream_tile; ++r) {
+            const bool there = r < extra.count;
+            put_value(r, !there ? nullptr : r == 0 ? extra.v[0] : extra.v[1], 0);
+            if (there) {
+                put(r, r == 0 ? extra.k[0] : extra.k[1], rows_.dim_k, 0);
+            }
+        }
+        __syncwarp();
+        take(0, extra.count, -1, -1);
     }
 
     /// Writes the warp's state over its own tiles, which it has read.
@@ -274,7 +220,7 @@ class tensor_stream {
     }
 
   private:
-    __device__ void load_queries(const stream_queries<T>& queries, std::uint32_t (&q)[steps][2]) const {
+    __device__ void load_queries(const stream_queries<T>& queries) {
         const int head = lane_id() / 4;
         const T* const from = queries.q + (head < queries.heads ? head : 0) * queries.head_stride;
 #pragma unroll
@@ -282,27 +228,127 @@ class tensor_stream {
 #pragma unroll
             for (int i = 0; i < 2; ++i) {
                 const int first = 16 * k + 8 * i;
-                q[k][i] = head < queries.heads && first < rows_.dim_k
-                              ? *reinterpret_cast<const std::uint32_t*>(from + first + lane_id() % 4 * 2)
-                              : 0;
+                q_[k][i] = head < queries.heads && first < rows_.dim_k
+                               ? *reinterpret_cast<const std::uint32_t*>(from + first + lane_id() % 4 * 2)
+                               : 0;
+            }
+        }
+    }
+
+    /// Attends to the tile of a stage: to rows below `limit` but a and b. Chunks beyond a head_dim hold zeros.
+    __device__ void take(int stage, std::int32_t limit, std::int32_t a, std::int32_t b) {
+        const int lane = lane_id();
+        // ldmatrix: lane i names row i % 8 of matrix i / 8. Keys: matrices 0, 1 are rows 0..7 and 8..15 of the first 8 dims,
+        // 2, 3 of the next. Values, transposed: 0, 1 are the first and next 8 dims of rows 0..7, 2, 3 of rows 8..15. A chunk
+        // of 16 bytes stands where its number, flipped by the row's last 3 bits, says; those are bits 4 to 6 of an address.
+        const std::uint32_t at = shared_ + stage * S::tile_bytes;
+        const int k_row = lane % 16, v_row = lane % 8 + 8 * (lane / 16);
+        const std::uint32_t k_at = at + k_row * S::Dim * 2;
+        const std::uint32_t v_at = at + S::half_bytes + v_row * S::Dim * 2;
+        const std::uint32_t k_flip = ((lane / 16) ^ (k_row % 8)) << 4;
+        const std::uint32_t v_flip = ((lane / 8 % 2) ^ (v_row % 8)) << 4;
+        // A product waits for its operands, so those of many are asked for at once, and the values before the softmax.
+        std::uint32_t operands[at_once][4];
+        float s[2][4] = {};
+#pragma unroll
+        for (int first = 0; first < steps; first += at_once) {
+#pragma unroll
+            for (int k = 0; k < at_once; ++k) {
+                load_matrices(operands[k], k_at + (k_flip ^ (k % 4 << 5)) + (first + k) / 4 * 128);
+            }
+#pragma unroll
+            for (int k = 0; k < at_once; ++k) {
+                mma_16x8x16<T>(s[k % 2], operands[k], q_[first + k][0], q_[first + k][1]);
+            }
+        }
+        const auto load_values = [&](int first) {
+#pragma unroll
+            for (int m = 0; m < at_once; ++m) {
+                load_matrices_transposed(operands[m], v_at + (v_flip ^ (m % 4 << 5)) + (first + m) / 4 * 128);
+            }
+        };
+        load_values(0);
+        float weight[4];
+        const std::int32_t row = lane / 4;
+#pragma unroll
+        for (int i = 0; i < 4; ++i) {
+            const float x = s[0][i] + s[1][i];
+            const float logit =
+                cap_ != 0.0f ? cap_ - __fdividef(2.0f * cap_, 1.0f + fast_exp2(x * slope_)) : x * slope_;
+            weight[i] = row + i / 2 * 8 < limit ? logit : minus_infinity();
+        }
+        if (a >= 0 || b >= 0) {
+#pragma unroll
+            for (int i = 0; i < 4; ++i) {
+                const std::int32_t mine = row + i / 2 * 8;
+                weight[i] = mine == a || mine == b ? minus_infinity() : weight[i];
+            }
+        }
+        float largest[2] = {fmaxf(weight[0], weight[2]), fmaxf(weight[1], weight[3])};
+#pragma unroll
+        for (int step = 4; step != 32; step *= 2) {
+            const float other[2] = {__shfl_xor_sync(all_lanes, largest[0], step),
+                                    __shfl_xor_sync(all_lanes, largest[1], step)};
+            largest[0] = fmaxf(largest[0], other[0]);
+            largest[1] = fmaxf(largest[1], other[1]);
+        }
+        float decay[2];
+#pragma unroll
+        for (int i = 0; i < 2; ++i) {
+            const float top = fmaxf(largest[i], max_[i]);
+            // Where nothing has been seen yet -inf must not be subtracted from -inf.
+            const float finite = top == minus_infinity() ? 0.0f : top;
+            decay[i] = fast_exp2(max_[i] - finite);
+            max_[i] = top;
+            weight[i] = fast_exp2(weight[i] - finite);
+            weight[i + 2] = fast_exp2(weight[i + 2] - finite);
+            sum_[i] = sum_[i] * decay[i] + weight[i] + weight[i + 2];  // this lane's share
+        }
+        const std::uint32_t p0 = transpose_8x8(pack<T>(weight[0], weight[1]));
+        const std::uint32_t p1 = transpose_8x8(pack<T>(weight[2], weight[3]));
+        // The largest logit seldom changes.
+        if (__any_sync(all_lanes, !(decay[0] == 1.0f && decay[1] == 1.0f))) {
+#pragma unroll
+            for (int m = 0; m < steps; ++m) {
+#pragma unroll
+                for (int i = 0; i < 4; ++i) {
+                    o_[m][i] *= decay[i % 2];
+                }
+            }
+        }
+#pragma unroll
+        for (int first = 0; first < steps; first += at_once) {
+            if (first != 0) {
+                load_values(first);
+            }
+#pragma unroll
+            for (int m = 0; m < at_once; ++m) {
+                mma_16x8x16<T>(o_[first + m], operands[m], p0, p1);
             }
         }
     }
 
     /// Copies a tile, if it is one of this warp's, and closes a group of copies in any case. Each lane has its chunk of every
     /// row that it copies; of rows that are not in use nothing is read, and zeros come.
-    __device__ void load(std::int32_t tile, int stage) {
-        if (tile < rows_.tiles.end) {
-            constexpr int chunks = S::Dim / 8, rows = 32 / chunks;  // at once
-            const int chunk = lane_id() % chunks, first = lane_id() / chunks;
-            const std::int32_t row = tile * stream_tile + first;
-            const auto from = rows_.source.tile(tile);
-            const T* k = from.k + first * rows_.dim_k + 8 * chunk;
-            const T* v = from.v + first * rows_.dim_v + 8 * chunk;
+    __device__ void load(std::int32_t tile, int stage) const {
+        constexpr int chunks = S::Dim / 8, rows = 32 / chunks;  // at once
+        const int chunk = lane_id() % chunks, first = lane_id() / chunks;
+        const std::int32_t row = tile * stream_tile + first;
+        const T* k = rows_.k + std::int64_t{row} * rows_.dim_k + 8 * chunk;
+        const T* v = rows_.v + std::int64_t{row} * rows_.dim_v + 8 * chunk;
+        const std::uint32_t to = shared_ + stage * S::tile_bytes + first * S::Dim * 2;
+        if (tile >= rows_.end) {
+        } else if (exact_ && (tile + 1) * stream_tile <= rows_.used) {
+#pragma unroll
+            for (int i = 0; i < stream_tile; i += rows) {
+                const std::uint32_t at = to + i * S::Dim * 2 + ((chunk ^ ((first + i) % 8)) << 4);
+                copy_16(at, k + i * S::Dim);
+                copy_16(at + S::half_bytes, v + i * S::Dim);
+            }
+        } else {
             const std::uint32_t of_k = 8 * chunk < rows_.dim_k ? 16 : 0,
                                 of_v = 8 * chunk < rows_.dim_v ? 16 : 0;
-            const std::uint32_t to = shared_ + stage * S::tile_bytes + first * S::Dim * 2;
-#pragma unroll
+#pragma unroll 1
             for (int i = 0; i < stream_tile; i += rows) {
                 const bool in_use = row + i < rows_.used;
                 const std::uint32_t at = to + i * S::Dim * 2 + ((chunk ^ ((first + i) % 8)) << 4);
@@ -315,87 +361,63 @@ class tensor_stream {
         copy_commit();
     }
 
-    /// Writes the newcomer over its place in a tile that has come.
-    __device__ void put(const stream_newcomer<T>& newcomer, int stage) const {
-        const int chunk = lane_id(), r = newcomer.hole % stream_tile;
-        unsigned char* const to = region_ + stage * S::tile_bytes + r * S::Dim * 2 + ((chunk ^ (r % 8)) << 4);
-        if (8 * chunk < rows_.dim_k) {
-            *reinterpret_cast<uint4*>(to) = *reinterpret_cast<const uint4*>(newcomer.k + 8 * chunk);
+    /// Writes a row of `dim` elements over row r of a half tile, zeros where there is none.
+    __device__ void put(int r, const T* from, std::int32_t dim, int offset) const {
+        const int chunk = lane_id();
+        if (chunk < S::Dim / 8) {
+            *reinterpret_cast<uint4*>(region_ + offset + r * S::Dim * 2 + ((chunk ^ (r % 8)) << 4)) =
+                from != nullptr && 8 * chunk < dim ? *reinterpret_cast<const uint4*>(from + 8 * chunk)
+                                                   : uint4{};
         }
-        if (8 * chunk < rows_.dim_v) {
-            *reinterpret_cast<uint4*>(to + S::half_bytes) =
-                *reinterpret_cast<const uint4*>(newcomer.v + 8 * chunk);
-        }
+    }
+    __device__ void put_value(int r, const T* from, int stage) const {
+        put(r, from, rows_.dim_v, stage * S::tile_bytes + S::half_bytes);
     }
     static_assert(S::Dim / 8 <= 32, "a lane a chunk of a row");
 
-    stream_rows<Source> rows_;
+    stream_rows<T> rows_;
     unsigned char* region_;
     std::uint32_t shared_;
+    bool exact_;  // both head_dims are Dim
+    std::uint32_t q_[steps][2];
+    float slope_ = 0.0f, cap_ = 0.0f;
     float max_[2] = {minus_infinity(), minus_infinity()};
     float sum_[2] = {0.0f, 0.0f};
     float o_[steps][4];
 };
 
 /// Plain loops, a lane a key: to check others with, and for storage that the tensor cores do not take.
-template <class S, class Source>
+template <class S>
 class plain_stream {
     using T = typename S::T;
     static constexpr int most = 32;  // columns a lane: head_dims up to 1024
 
   public:
-    __device__ plain_stream(unsigned char* region, const stream_rows<Source>& rows)
+    __device__ plain_stream(unsigned char* region, const stream_rows<T>& rows)
         : rows_(rows), region_(region) {}
 
     __device__ void start() {}
 
-    __device__ void finish(const stream_queries<T>& queries, const stream_newcomer<T>& newcomer,
-                           const stream_logits& logits) {
-        const T slope = static_cast<T>(logits.slope), cap = static_cast<T>(logits.cap);
+    __device__ void finish(const stream_queries<T>& queries, const stream_hidden& hidden,
+                           const stream_logits<typename S::Compute>& logits) {
 #pragma unroll
         for (int i = 0; i < most; ++i) {
             o_[i] = T(0);
         }
-        const std::int32_t last = rows_.tiles.end * stream_tile;
-        const std::int32_t end = last < newcomer.limit ? last : newcomer.limit;
-        for (std::int32_t first = rows_.tiles.begin * stream_tile; first < end; first += 32) {
-            const std::int32_t row = first + lane_id();
-            T logit = nothing();
-            if (row < end) {
-                const T* const key = row == newcomer.hole ? newcomer.k : rows_.source.key(row);
-                T sum = T(0);
-                for (std::int32_t d = 0; d < rows_.dim_k; ++d) {
-                    sum += queries.q[d] * key[d];
-                }
-                logit = cap != T(0) ? cap - T(2) * cap / (T(1) + exp2(sum * slope)) : sum * slope;
-            }
-            T largest = logit;
-#pragma unroll
-            for (int step = 16; step != 0; step /= 2) {
-                largest = fmax(largest, __shfl_xor_sync(all_lanes, largest, step));
-            }
-            largest = fmax(largest, max_);
-            const T finite = largest == nothing() ? T(0) : largest;
-            const T decay = exp2(max_ - finite), weight = exp2(logit - finite);
-            max_ = largest;
-            sum_ = sum_ * decay + weight;
-#pragma unroll
-            for (int i = 0; i < most; ++i) {
-                o_[i] *= decay;
-            }
-            for (std::int32_t x = 0; x < 32 && first + x < end; ++x) {
-                const T w = __shfl_sync(all_lanes, weight, x);
-                const T* const value =
-                    first + x == newcomer.hole ? newcomer.v : rows_.source.value(first + x);
-#pragma unroll
-                for (int i = 0; i < most; ++i) {
-                    const std::int32_t column = 32 * i + lane_id();
-                    if (column < rows_.dim_v) {
-                        o_[i] += w * value[column];
-                    }
-                }
-            }
-        }
+        const std::int32_t last = rows_.end * stream_tile;
+        take(
+            rows_.begin * stream_tile, last < rows_.used ? last : rows_.used, queries, logits,
+            [&](std::int32_t row) { return hidden.has(row); },
+            [&](std::int32_t row) { return rows_.k + std::int64_t{row} * rows_.dim_k; },
+            [&](std::int32_t row) { return rows_.v + std::int64_t{row} * rows_.dim_v; });
+    }
+
+    __device__ void add(const stream_extra<T>& extra, const stream_queries<T>& queries,
+                        const stream_logits<typename S::Compute>& logits) {
+        take(
+            0, extra.count, queries, logits, [](std::int32_t) { return false; },
+            [&](std::int32_t row) { return row == 0 ? extra.k[0] : extra.k[1]; },
+            [&](std::int32_t row) { return row == 0 ? extra.v[0] : extra.v[1]; });
     }
 
     __device__ void store() {
@@ -419,24 +441,71 @@ class plain_stream {
     }
 
   private:
+    template <class Hidden, class Key, class Value>
+    __device__ void take(std::int32_t begin, std::int32_t end, const stream_queries<T>& queries,
+                         const stream_logits<typename S::Compute>& logits, const Hidden& hidden,
+                         const Key& key_of, const Value& value_of) {
+        const T slope = logits.slope, cap = logits.cap;
+        for (std::int32_t first = begin; first < end; first += 32) {
+            const std::int32_t row = first + lane_id();
+            T logit = nothing();
+            if (row < end && !hidden(row)) {
+                const T* const key = key_of(row);
+                T sum = T(0);
+                for (std::int32_t d = 0; d < rows_.dim_k; ++d) {
+                    sum += queries.q[d] * key[d];
+                }
+                logit = cap != T(0) ? cap - T(2) * cap / (T(1) + exp2(sum * slope)) : sum * slope;
+            }
+            T largest = logit;
+#pragma unroll
+            for (int step = 16; step != 0; step /= 2) {
+                largest = fmax(largest, __shfl_xor_sync(all_lanes, largest, step));
+            }
+            largest = fmax(largest, max_);
+            const T finite = largest == nothing() ? T(0) : largest;
+            const T decay = exp2(max_ - finite), weight = exp2(logit - finite);
+            max_ = largest;
+            sum_ = sum_ * decay + weight;
+#pragma unroll
+            for (int i = 0; i < most; ++i) {
+                o_[i] *= decay;
+            }
+            for (std::int32_t x = 0; x < 32 && first + x < end; ++x) {
+                const T w = __shfl_sync(all_lanes, weight, x);
+                if (hidden(first + x)) {
+                    continue;
+                }
+                const T* const value = value_of(first + x);
+#pragma unroll
+                for (int i = 0; i < most; ++i) {
+                    const std::int32_t column = 32 * i + lane_id();
+                    if (column < rows_.dim_v) {
+                        o_[i] += w * value[column];
+                    }
+                }
+            }
+        }
+    }
+
     __device__ static T nothing() { return static_cast<T>(minus_infinity()); }
 
-    stream_rows<Source> rows_;
+    stream_rows<T> rows_;
     unsigned char* region_;
     T max_ = nothing();
     T sum_ = T(0);
     T o_[most];
 };
 
-template <class S, class Source>
+template <class S>
 struct stream_of;
-template <class T, int Dim, class Source>
-struct stream_of<tensor_rows<T, Dim>, Source> {
-    using type = tensor_stream<tensor_rows<T, Dim>, Source>;
+template <class T, int Dim>
+struct stream_of<tensor_rows<T, Dim>> {
+    using type = tensor_stream<tensor_rows<T, Dim>>;
 };
-template <class T, class Source>
-struct stream_of<plain_rows<T>, Source> {
-    using type = plain_stream<plain_rows<T>, Source>;
+template <class T>
+struct stream_of<plain_rows<T>> {
+    using type = plain_stream<plain_rows<T>>;
 };
 
 }  // namespace cuda_backend

@@ -15,6 +15,7 @@ namespace cuda_backend {
 template <class View, class Scorer>
 __global__ void __launch_bounds__(score_threads)
     cache_score_kernel(const __grid_constant__ score_launch<View, Scorer> call) {
+    let_next_kernel_start();  // it may stream rows meanwhile, and waits for scores where it needs them
     score_block(call, reinterpret_cast<float*>(dynamic_shared()));
 }
 
@@ -34,8 +35,8 @@ void launch_scores(const cuda& on, score_launch<View, Scorer> call) {
         floats = static_cast<std::size_t>(
             mlstm_memory::floats(inputs, call.projection, call.features, call.width));
     }
-    launch("cache_score_kernel", cache_score_kernel<View, Scorer>, blocks, score_threads, floats * sizeof(float),
-           on, call);
+    launch("cache_score_kernel", cache_score_kernel<View, Scorer>, blocks, score_threads,
+           floats * sizeof(float), on, call);
 }
 
 }  // namespace cuda_backend

@@ -11,11 +11,10 @@ namespace cuda_backend {
 
 /// `splits` * `parts` blocks a head of an entry.
 template <class Rows, class Gate, class Scorer>
-__global__ void __launch_bounds__(Rows::threads, 2)
-    cache_step_kernel(const __grid_constant__ fixed_step_launch<Rows, Gate, Scorer> call) {
-    using Launch = fixed_step_launch<Rows, Gate, Scorer>;
-    __shared__ typename step_head<Launch>::Memory memory;
-    fixed_step(call, memory, dynamic_shared());
+__global__ void __launch_bounds__(Rows::threads, Rows::blocks)
+    cache_step_kernel(const __grid_constant__ step_launch<Rows, Gate, Scorer> call) {
+    __shared__ typename step_block<Rows, Gate, Scorer>::Memory memory;
+    step_block<Rows, Gate, Scorer>(call, memory, dynamic_shared()).run();
 }
 
 }  // namespace cuda_backend

@@ -21,7 +21,7 @@ __global__ void __launch_bounds__(admit_threads)
 template <class Rows, class Gate, class Scorer>
 __global__ void __launch_bounds__(Rows::threads, 2)
     dual_step_kernel(const __grid_constant__ dual_step_launch<Rows, Gate, Scorer> call) {
-    __shared__ typename step_head<dual_step_launch<Rows, Gate, Scorer>>::Memory memory;
+    __shared__ typename ragged::step_head<dual_step_launch<Rows, Gate, Scorer>>::Memory memory;
     run_dual_step(call, memory, dynamic_shared());
 }
 
