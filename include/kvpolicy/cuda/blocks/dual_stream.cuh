@@ -66,8 +66,8 @@ struct tile_range {
     std::int32_t begin, end, stride;
 };
 
-/// The share of a warp in a block's tiles. Where warps take tiles in turn, a block reads one stretch of memory: 264 blocks with four far
-/// stretches each would be more pages of memory than the card's TLBs hold, once a cache has gigabytes.
+/// The share of a warp in a block's tiles. Where warps take tiles in turn, a block reads one stretch of memory. With a stretch a warp,
+/// caches of 8 GB were read at half the rate: presumably more pages of memory than the card's TLBs hold.
 template <class Rows>
 __device__ tile_range tiles_of_warp(std::int64_t begin, std::int64_t end, int warp) {
     if constexpr (Rows::in_turn) {
