@@ -102,7 +102,7 @@ void step(const cuda& on, const DualRef<P, T>& cache, const Batch& batch, input_
           const CacheExtras& extras = {});
 
 /// A chunk fits, or nothing of it is kept. Its workspace has room for the keys and values of all rows that the batch's entries can hold
-/// (no more than the pool has): they are brought together once a chunk, which costs what reading them twice does.
+/// (each no more than the pool has): they are brought together once a chunk, which costs what reading them twice does.
 template <class Dims = all_head_dims, class P, Storage T>
 void prefill(const cuda& on, const DualRef<P, T>& cache, const Batch& batch, input_rows<T> q, input_rows<T> k,
              input_rows<T> v, output_rows<T> out, workspace_view workspace, std::uint32_t* status = nullptr,
@@ -122,7 +122,8 @@ void attend(const cuda& on, const DualRef<P, T>& cache, const Batch& batch, inpu
             output_rows<T> out, plane_view<float> lse, workspace_view workspace,
             std::uint32_t* status = nullptr);
 
-/// Refuses a capacity below the pages of the pool, most_slabs * slab_pages.
+/// Refuses a capacity below the pages of the pool, most_slabs * slab_pages. Forks share pages, so a batch of them may name more: indptr
+/// says how many, and those beyond the capacity are not written.
 template <class P, Storage T>
 void export_heads(const cuda& on, const DualRef<P, T>& cache, const Batch& batch, const HeadPages& pages);
 

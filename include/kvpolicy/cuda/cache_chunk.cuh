@@ -90,8 +90,9 @@ class cache_chunk_call {
         state_ = parts.take<float>(heads() * call_.cache.state_size);
         if constexpr (paged) {
             missing_ = parts.take<std::int32_t>(heads());
-            // No more rows than the batch can have, and than the pool can.
-            const std::int64_t gathered = std::min(rows, ref_.page_count() * ref_.page_rows);
+            // No more rows than an entry can have, and than the pool can: forks share pages, an entry's own are all different.
+            const std::int64_t gathered =
+                std::min(rows, call_.batch.count * ref_.page_count() * ref_.page_rows);
             k_ = parts.take<T>(gathered * call_.cache.dim_k);
             v_ = parts.take<T>(gathered * call_.cache.dim_v);
         }
