@@ -93,6 +93,8 @@ class cache_chunk_call {
             // No more rows than an entry can have, and than the pool can: forks share pages, an entry's own are all different.
             const std::int64_t gathered =
                 std::min(rows, call_.batch.count * ref_.page_count() * ref_.page_rows);
+            detail::require(gathered <= 0x7fffffff, "rows of the batch's entries, at most", gathered,
+                            "below 2^31: split the batch");
             k_ = parts.take<T>(gathered * call_.cache.dim_k);
             v_ = parts.take<T>(gathered * call_.cache.dim_v);
         }

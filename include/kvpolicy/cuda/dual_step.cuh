@@ -51,6 +51,8 @@ class dual_step_call {
             std::int64_t{std::max(fit, 1)} * device.attribute(cudaDevAttrMultiProcessorCount);
         // As many as the fullest cache has work for.
         const std::int64_t tiles = (cache.most_rows + stream_tile) / stream_tile * heads() * call_.parts;
+        detail::require(tiles <= 0x7fffffff, "rows of the batch's heads, in tiles of 16", tiles,
+                        "below 2^31: split the batch");
         call_.work.blocks = static_cast<std::int32_t>(
             std::clamp<std::int64_t>((tiles + dual_work::least - 1) / dual_work::least, 1, resident));
     }
