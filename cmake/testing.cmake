@@ -92,13 +92,14 @@ endforeach()
 # ---- functions -------------------------------------------------------------------------------------------------------
 
 # kvpolicy_add_test(<name> SOURCES <file>... [LIBRARIES <target>...] [DEFINITIONS <def>...] [LABELS <label>...]
-#                   [VARIANTS <variant>...] [TIMEOUT <seconds>] [PROCESSORS <n>])
+#                   [VARIANTS <variant>...] [PLAIN_CASES <pattern>...] [TIMEOUT <seconds>] [PROCESSORS <n>])
 #
 # One doctest executable for each variant of the tree (or those of VARIANTS that the tree has), and one ctest test for
 # each: <name> for the plain one, <name>@<variant> for the others, with the variant as a label. tests/ is on the include
-# path. Target: test.<name>, or test.<name>@<variant>'s executable as test.<name>.<variant>.
+# path. Target: test.<name>, or test.<name>@<variant>'s executable as test.<name>.<variant>. PLAIN_CASES: test cases that only
+# the plain variant runs, unless KVPOLICY_TEST_FULL is on.
 function(kvpolicy_add_test name)
-    cmake_parse_arguments(PARSE_ARGV 1 arg "" "TIMEOUT;PROCESSORS" "SOURCES;LIBRARIES;DEFINITIONS;LABELS;VARIANTS")
+    cmake_parse_arguments(PARSE_ARGV 1 arg "" "TIMEOUT;PROCESSORS" "SOURCES;LIBRARIES;DEFINITIONS;LABELS;VARIANTS;PLAIN_CASES")
     if(arg_UNPARSED_ARGUMENTS OR NOT arg_SOURCES)
         message(FATAL_ERROR "kvpolicy_add_test(${name}): needs SOURCES; not understood: ${arg_UNPARSED_ARGUMENTS}")
     endif()
@@ -107,12 +108,17 @@ function(kvpolicy_add_test name)
         if(DEFINED arg_VARIANTS AND NOT variant IN_LIST arg_VARIANTS)
             continue()
         endif()
+        set(arguments)
         if(variant STREQUAL "plain")
             set(target test.${name})
             set(test ${name})
         else()
             set(target test.${name}.${variant})
             set(test ${name}@${variant})
+            if(arg_PLAIN_CASES AND NOT KVPOLICY_TEST_FULL)
+                list(JOIN arg_PLAIN_CASES "," cases)
+                set(arguments "--test-case-exclude=${cases}")
+            endif()
         endif()
         add_executable(${target} ${arg_SOURCES})
         target_link_libraries(${target} PRIVATE
@@ -123,7 +129,7 @@ function(kvpolicy_add_test name)
             OUTPUT_NAME ${name})
         add_dependencies(kvpolicy_tests_${variant} ${target})
 
-        add_test(NAME ${test} COMMAND ${kvpolicy_launch_${variant}} $<TARGET_FILE:${target}>
+        add_test(NAME ${test} COMMAND ${kvpolicy_launch_${variant}} $<TARGET_FILE:${target}> ${arguments}
                  WORKING_DIRECTORY ${PROJECT_BINARY_DIR}/tests)
         set_tests_properties(${test} PROPERTIES
             LABELS "unit;${variant};${arg_LABELS}"

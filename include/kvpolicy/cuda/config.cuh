@@ -32,7 +32,12 @@
                          KVPOLICY_DETAIL_JOIN_4, KVPOLICY_DETAIL_JOIN_3, KVPOLICY_DETAIL_JOIN_2,  \
                          KVPOLICY_DETAIL_JOIN_1, unused)                                          \
     (p, __VA_ARGS__)
+// tools/gpu's build for racecheck (blocks/async.cuh) is other code, so it has other names.
+#if defined(KVPOLICY_RACECHECK)
+#define KVPOLICY_DETAIL_VERSIONED_(a, b, c) v##a##_##b##_##c##_racecheck
+#else
 #define KVPOLICY_DETAIL_VERSIONED_(a, b, c) v##a##_##b##_##c
+#endif
 #define KVPOLICY_DETAIL_VERSIONED(a, b, c) KVPOLICY_DETAIL_VERSIONED_(a, b, c)
 #define KVPOLICY_DETAIL_VERSION \
     KVPOLICY_DETAIL_VERSIONED(KVPOLICY_VERSION_MAJOR, KVPOLICY_VERSION_MINOR, KVPOLICY_VERSION_PATCH)

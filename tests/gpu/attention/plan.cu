@@ -162,16 +162,11 @@ void check(const Case& c, const std::string& what) {
         ok(cudaDeviceSynchronize());
         const auto lists = static_cast<std::size_t>(heads * round.supers);
         const auto boundaries = static_cast<std::size_t>(round.boundaries);
-        const auto entries = static_cast<std::size_t>(heads * round.entries_a_head());
         const auto read = [](auto* from_device, std::size_t count) {
             std::vector<std::remove_const_t<std::remove_pointer_t<decltype(from_device)>>> values(count);
             ok(cudaMemcpy(values.data(), from_device, count * sizeof(values[0]), cudaMemcpyDeviceToHost));
             return values;
         };
-        const auto row = read(round.row, entries);
-        const auto life = read(round.life, entries);
-        const auto bias = read(round.bias, with_bias ? entries : 0);
-        const auto bias_begin = read(round.bias_from, with_bias ? entries : 0);
         const auto old = read(round.old, lists);
         const auto total = read(round.total, lists);
         const auto through = read(round.through, lists * boundaries);
@@ -190,21 +185,27 @@ void check(const Case& c, const std::string& what) {
                     const auto wanted_old = std::count_if(wanted.begin(), wanted.end(), is_old);
                     CHECK_MESSAGE(old[list] == wanted_old, name);
                     const auto at = static_cast<std::size_t>(head * round.entries_a_head() + round.before(j));
+                    // Entries behind the list's end are nobody's.
+                    const auto row = read(round.row + at, wanted.size());
+                    const auto life = read(round.life + at, wanted.size());
+                    const auto bias =
+                        read(with_bias ? round.bias + at : nullptr, with_bias ? wanted.size() : 0);
+                    const auto bias_begin =
+                        read(with_bias ? round.bias_from + at : nullptr, with_bias ? wanted.size() : 0);
                     std::int64_t wrong = 0;
                     std::size_t where = 0;
                     for (std::size_t i = wanted.size(); i-- > 0;) {
                         const bool same =
-                            row[at + i] == wanted[i].row && life[at + i].born == wanted[i].born &&
-                            life[at + i].dies == wanted[i].dies &&
-                            (!with_bias ||
-                             (bias[at + i] == wanted[i].bias &&
-                              (wanted[i].bias == 0.0f || bias_begin[at + i] == wanted[i].from)));
+                            row[i] == wanted[i].row && life[i].born == wanted[i].born &&
+                            life[i].dies == wanted[i].dies &&
+                            (!with_bias || (bias[i] == wanted[i].bias &&
+                                            (wanted[i].bias == 0.0f || bias_begin[i] == wanted[i].from)));
                         where = same ? where : i;
                         wrong += same ? 0 : 1;
                     }
                     CHECK_MESSAGE(wrong == 0, name, ": entry ", where, " of ", wanted.size(), " is row ",
-                                  wrong == 0 ? 0 : row[at + where], ", not ",
-                                  wrong == 0 ? 0 : wanted[where].row, "; wrong: ", wrong);
+                                  wrong == 0 ? 0 : row[where], ", not ", wrong == 0 ? 0 : wanted[where].row,
+                                  "; wrong: ", wrong);
                     for (std::size_t i = 0; i < boundaries; ++i) {
                         const auto e = static_cast<std::int32_t>(i) * round.tile_q;
                         const auto lives = std::count_if(wanted.begin(), wanted.end(), [&](const Row& r) {

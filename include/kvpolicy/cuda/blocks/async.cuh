@@ -40,6 +40,25 @@ __device__ inline void barrier_arrive(std::uint32_t barrier) {
     asm volatile("{\n.reg .b64 state;\nmbarrier.arrive.shared::cta.b64 state, [%0];\n}" ::"r"(barrier)
                  : "memory");
 }
+
+// One lane arrives for its warp, after a __syncwarp that orders what the other lanes did before. compute-sanitizer's racecheck
+// does not follow that: it reports every access of the 31 lanes that do not arrive, and none where all arrive. So in its own
+// build, with KVPOLICY_RACECHECK, every lane arrives, and a barrier counts 32 arrivals of a warp instead of one. That is for
+// tools/gpu alone: it is slower, and has no other use.
+#if defined(KVPOLICY_RACECHECK)
+inline constexpr std::uint32_t arrivals_of_warp = 32;
+#else
+inline constexpr std::uint32_t arrivals_of_warp = 1;
+#endif
+/// Whether this lane is one of those that arrive for the warp; after a __syncwarp of the warp.
+__device__ inline bool arrives_for_warp(int lane) { return arrivals_of_warp == 32 || lane == 0; }
+/// The whole warp arrives, as arrivals_of_warp arrivals: after what all its lanes have done so far.
+__device__ inline void warp_arrive(std::uint32_t barrier, int lane) {
+    __syncwarp();
+    if (arrives_for_warp(lane)) {
+        barrier_arrive(barrier);
+    }
+}
 /// Arrives once all copies that this thread has issued are done; counts as one of the barrier's arrivals.
 __device__ inline void barrier_arrive_after_copies(std::uint32_t barrier) {
     asm volatile("cp.async.mbarrier.arrive.noinc.shared::cta.b64 [%0];" ::"r"(barrier) : "memory");

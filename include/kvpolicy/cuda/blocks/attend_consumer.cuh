@@ -85,14 +85,8 @@ class attend_consumer : attend_ring<S> {
     static constexpr int parts = S::Dim / 128 > 0 ? S::Dim / 128 : 1;  // of the output's columns
     static constexpr int columns = S::Dim / 2 / parts;                 // of a part, a thread
 
-    /// This warp no longer needs a slot (or the queries). __syncwarp orders what all lanes have read before lane 0's arrival,
-    /// and the arrival orders that before what the producer writes.
-    __device__ static void release(std::uint32_t barrier) {
-        __syncwarp();
-        if (lane_id() == 0) {
-            barrier_arrive(barrier);
-        }
-    }
+    /// This warp no longer needs a slot (or the queries): what its lanes have read comes before what the producer writes.
+    __device__ static void release(std::uint32_t barrier) { warp_arrive(barrier, lane_id()); }
 
     using Output = float[parts][columns];
     using Weights = std::uint32_t[S::keys / 16][4];

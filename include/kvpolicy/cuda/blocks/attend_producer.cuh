@@ -102,10 +102,7 @@ class attend_producer : attend_ring<S> {
     }
     __device__ static void arrive(std::uint32_t barrier) {
         fence_async_proxy();
-        __syncwarp();
-        if (lane_id() == 0) {
-            barrier_arrive(barrier);
-        }
+        warp_arrive(barrier, lane_id());
     }
 
     template <class Source>

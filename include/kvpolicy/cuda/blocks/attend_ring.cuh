@@ -91,11 +91,11 @@ class attend_ring {
     /// One thread, before all others go on.
     __device__ void init_barriers() const {
         for (int i = 0; i < S::slots; ++i) {
-            barrier_init(full_ + 8 * i, 4);
-            barrier_init(empty_ + 8 * i, 4 * S::consumers);
+            barrier_init(full_ + 8 * i, 4 * arrivals_of_warp);
+            barrier_init(empty_ + 8 * i, 4 * S::consumers * arrivals_of_warp);
         }
-        barrier_init(queries_full_, 4);
-        barrier_init(queries_empty_, 4 * S::consumers);
+        barrier_init(queries_full_, 4 * arrivals_of_warp);
+        barrier_init(queries_empty_, 4 * S::consumers * arrivals_of_warp);
         barrier_init_fence();
     }
 

@@ -79,11 +79,11 @@ struct hopper_backward_block : hopper_backward_warpgroup<T, Dim, Bias, Softcap> 
                 barrier_init(full_meta(i), 128);
                 barrier_init(full_q(i), 1);
                 barrier_init(full_d_out(i), 1);
-                barrier_init(empty(i), 4 * L::consumers);
+                barrier_init(empty(i), 4 * L::consumers * arrivals_of_warp);
             }
             barrier_init(full_k(), 128);
             barrier_init(full_v(), 128);
-            barrier_init(empty_keys(), 4 * L::consumers);
+            barrier_init(empty_keys(), 4 * L::consumers * arrivals_of_warp);
             barrier_init_fence();
         }
         __syncthreads();
@@ -226,10 +226,7 @@ struct hopper_backward_block : hopper_backward_warpgroup<T, Dim, Bias, Softcap> 
             fence_async_proxy();  // keys were written by cp.async
 
             if (first >= stop) {  // nobody is there to see these keys
-                __syncwarp();
-                if (lane == 0) {
-                    barrier_arrive(empty_keys());
-                }
+                warp_arrive(empty_keys(), lane);
                 continue;
             }
             float s[score_values];
@@ -315,7 +312,7 @@ struct hopper_backward_block : hopper_backward_warpgroup<T, Dim, Bias, Softcap> 
                 wgmma_fence();
                 this->multiply_scores(s, own_k, base + L::q + after * L::query_bytes);
                 __syncwarp();  // all lanes have read the tile's numbers
-                if (lane == 0 && more) {
+                if (arrives_for_warp(lane) && more) {
                     barrier_arrive(empty(stage));
                 }
                 if (mine) {
@@ -327,7 +324,7 @@ struct hopper_backward_block : hopper_backward_warpgroup<T, Dim, Bias, Softcap> 
             const std::int32_t row[2] = {item.row[key], item.row[key + 8]};
             const std::int64_t key_line = static_cast<std::int64_t>(item.head) * p.call.rows.k.length;
             __syncwarp();  // nothing below reads the item
-            if (lane == 0) {
+            if (arrives_for_warp(lane)) {
                 barrier_arrive(empty(static_cast<int>((tile_number - 1) % L::stages)));
                 barrier_arrive(empty_keys());
             }

@@ -87,7 +87,7 @@ struct hopper_queries_block {
             barrier_init(full_q(), 1);
             for (int i = 0; i < L::stages; ++i) {
                 barrier_init(full(i), 256);  // of every producer: its copies, and what it wrote itself
-                barrier_init(empty(i), 8);
+                barrier_init(empty(i), 8 * arrivals_of_warp);
             }
             barrier_init_fence();
         }
@@ -255,10 +255,7 @@ struct hopper_queries_block {
             wgmma_wait<0>();
             pin(d_q);
             pin(gradients);
-            __syncwarp();  // all lanes have read what is said of the keys
-            if (lane == 0) {
-                barrier_arrive(empty(stage));
-            }
+            warp_arrive(empty(stage), lane);  // all lanes have read what is said of the keys
         }
         const std::int32_t valid = p.valid_rows(b, list % p.plan.supers);
 #pragma unroll

@@ -107,7 +107,7 @@ __global__ void __launch_bounds__(KVPOLICY_HOPPER_THREADS(384), 1)
     if (threadIdx.x == 0) {
         for (int i = 0; i < sizes::stages; ++i) {
             barrier_init(filled + i * 8, 1);
-            barrier_init(emptied + i * 8, 8);
+            barrier_init(emptied + i * 8, 8 * arrivals_of_warp);
         }
         *flag = 0;
         barrier_init_fence();
@@ -234,10 +234,7 @@ __global__ void __launch_bounds__(KVPOLICY_HOPPER_THREADS(384), 1)
                 if (last) {
                     finish(state1, first_row + 64);
                 }
-                __syncwarp();
-                if (lane == 0) {
-                    barrier_arrive(emptied + stage * 8);
-                }
+                warp_arrive(emptied + stage * 8, lane);
                 wgmma_wait<0>();
                 pin(s0);
                 stage = next;
