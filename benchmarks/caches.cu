@@ -1,6 +1,7 @@
 // Decode steps of a FixedBudgetCache on CUDA, everything a step does: the append, the contest, attention, the rows. A call steps
 // all layers of a model once and advances, as one graph; its layers are caches of their own, together several times the L2
 // cache, so that every step finds cold rows without a flush whose write-back it would pay for. median_us is the time of one layer.
+// ragged.cuh has the steps of a DualCache.
 //
 // Beside it stand the bytes that a step cannot avoid, those of keys and values in use, and the rate that they make.
 #include <kvpolicy/cuda.cuh>
@@ -8,6 +9,7 @@
 #include <kvpolicy/scorers/linear.hpp>
 
 #include "cold.cuh"
+#include "ragged.cuh"
 
 #include <algorithm>
 #include <cstddef>
@@ -312,6 +314,7 @@ void add_prompts() {
 
 int main(int argc, char** argv) {
     add_steps();
+    ragged::add_rows();
     add_prompts();
     return run(
         argc, argv,

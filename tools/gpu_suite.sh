@@ -80,6 +80,9 @@ sanitized[caches]="
 gpu.caches.policies | $all_checks | capped gates*
 gpu.caches.steps    | memcheck synccheck racecheck | one graph*,attention over*
 gpu.caches.scorers  | $all_checks | *
+gpu.caches.dual_steps   | $all_checks | a pool*,pages of*
+gpu.caches.dual_half    | memcheck synccheck racecheck | *
+gpu.caches.dual_scorers | $all_checks | mLSTM*
 "
 targets[caches]="
 step/4096 x 1         | 0.014 | 0.012 | cuDNN attention alone 4096 x 1

@@ -11,6 +11,8 @@
 #include <kvpolicy/cuda/cache_owner.cuh>
 #include <kvpolicy/cuda/cache_step.cuh>
 #include <kvpolicy/cuda/distill_losses.cuh>
+#include <kvpolicy/cuda/dual_owner.cuh>
+#include <kvpolicy/cuda/dual_step.cuh>
 #include <kvpolicy/cuda/future_mass.cuh>
 #include <kvpolicy/cuda/gate_losses.cuh>
 #include <kvpolicy/cuda/log_bias.cuh>

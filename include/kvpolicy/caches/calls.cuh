@@ -1,4 +1,4 @@
-// The calls of caches/calls.hpp on CUDA, for a FixedBudgetCache: declarations. kvpolicy/cuda.cuh has the bodies; include it
+// The calls of caches/calls.hpp on CUDA: declarations. kvpolicy/cuda.cuh has the bodies; include it
 // where they are instantiated.
 #pragma once
 
@@ -11,9 +11,13 @@
 #include <cstdint>
 
 namespace kvpolicy {
+
+template <class P, class T>
+struct DualRef;
+
 inline namespace KVPOLICY_CUDA_NAMESPACE KVPOLICY_HIDDEN {
 
-// All calls below take the ref of a cache that was bound with a cuda context (FixedBudgetCache::bind). Tensors, planes, status,
+// All calls below take the ref of a cache that was bound with a cuda context (bind of its owner). Tensors, planes, status,
 // scorer weights, and of `batch` the arrays slots and q_len are device memory. Work is enqueued on the context's stream; nothing
 // is allocated, nothing waited for. Grids depend on shapes and capacities, and whatever changes from step to step is read from
 // device memory when the work runs, so one captured graph serves all later steps.
@@ -28,6 +32,9 @@ inline namespace KVPOLICY_CUDA_NAMESPACE KVPOLICY_HIDDEN {
 // What a host would refuse but a device finds too late: a NaN score ranks last and sets status_nan_score; a token count that
 // the call does not take, or a slot that the cache does not have, counts as no token and sets status_bad_length. Slots named
 // twice are not detected. `status` [count], where given, is OR-ed into.
+//
+// A DualCache takes the same calls, for policies without keep and eviction parts. Where its pool has no pages for an entry, the entry is left as it is, its out is 0, its lse -inf, and status_pool_exhausted is set:
+// the same entries as on the host. Pages may have other ids.
 //
 // Refused before anything is enqueued: shapes that disagree, a head_dim beyond Dims, rows that are not aligned, too little
 // workspace, cu_seqlens. Failing CUDA calls throw kvpolicy::cuda_error.
@@ -79,6 +86,46 @@ void attend(const cuda& on, const FixedBudgetRef<P, T>& cache, const Batch& batc
 template <class P, Storage T>
 void export_heads(const cuda& on, const FixedBudgetRef<P, T>& cache, const Batch& batch,
                   const HeadPages& pages);
+
+// The same for a DualCache. A step is two launches: one block takes pages and lays out the work, then all blocks of the card share the
+// rows of all heads evenly, however ragged they are.
+
+template <class Dims = all_head_dims, class P, Storage T>
+std::size_t step_workspace_bytes(const cuda& on, const DualRef<P, T>& cache, std::int32_t count);
+template <class Dims = all_head_dims, class P, Storage T>
+std::size_t cache_workspace_bytes(const cuda& on, const DualRef<P, T>& cache, std::int32_t count,
+                                  std::int32_t tokens);
+
+template <class Dims = all_head_dims, class P, Storage T>
+void step(const cuda& on, const DualRef<P, T>& cache, const Batch& batch, input_rows<T> q, input_rows<T> k,
+          input_rows<T> v, output_rows<T> out, workspace_view workspace, std::uint32_t* status = nullptr,
+          const CacheExtras& extras = {});
+
+/// A chunk fits, or nothing of it is kept. Its workspace has room for the keys and values of all rows that the batch's entries can hold
+/// (each no more than the pool has): they are brought together once a chunk, which costs what reading them twice does.
+template <class Dims = all_head_dims, class P, Storage T>
+void prefill(const cuda& on, const DualRef<P, T>& cache, const Batch& batch, input_rows<T> q, input_rows<T> k,
+             input_rows<T> v, output_rows<T> out, workspace_view workspace, std::uint32_t* status = nullptr,
+             const CacheExtras& extras = {});
+
+template <class Dims = all_head_dims, class P, Storage T>
+void propose(const cuda& on, const DualRef<P, T>& cache, const Batch& batch, input_rows<T> q, input_rows<T> k,
+             input_rows<T> v, output_rows<T> out, workspace_view workspace, std::uint32_t* status = nullptr,
+             const CacheExtras& extras = {});
+
+template <class Dims = all_head_dims, class P, Storage T>
+void commit(const cuda& on, const DualRef<P, T>& cache, const Batch& batch, workspace_view workspace,
+            std::uint32_t* status = nullptr);
+
+template <class Dims = all_head_dims, class P, Storage T>
+void attend(const cuda& on, const DualRef<P, T>& cache, const Batch& batch, input_rows<T> q,
+            output_rows<T> out, plane_view<float> lse, workspace_view workspace,
+            std::uint32_t* status = nullptr);
+
+/// Refuses a capacity below the pages of the pool, most_slabs * slab_pages. Forks share pages, so a batch of them may name more: indptr
+/// says how many, and those beyond the capacity are not written.
+template <class P, Storage T>
+void export_heads(const cuda& on, const DualRef<P, T>& cache, const Batch& batch, const HeadPages& pages);
 
 }  // namespace KVPOLICY_HIDDEN
 }  // namespace kvpolicy

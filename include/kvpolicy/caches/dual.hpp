@@ -8,6 +8,10 @@
 #include <kvpolicy/caches/page_pool.hpp>
 #include <kvpolicy/caches/ref.hpp>
 #include <kvpolicy/core/host_buffer.hpp>
+#if defined(__CUDACC__)
+#include <kvpolicy/core/cuda_context.hpp>
+#include <kvpolicy/cuda/config.cuh>
+#endif
 
 #include <cstddef>
 #include <cstdint>
@@ -30,6 +34,11 @@ struct DualRef : LayerRef<P, T> {
     std::int32_t most_slabs = 0;
     bool limited = false;  // whether some head's rows are bounded by `longest` only
     position_t longest = 0;
+    std::int64_t most_rows = 0;  // the largest capacity(head): a number that a device's host may read
+    // What calls on a device keep between launches, as in a FixedBudgetRef; records are of heads with a budget.
+    const std::int64_t* tile_offset = nullptr;  // [kv_heads + 1]
+    std::uint32_t* arrivals = nullptr;          // [slots, kv_heads]
+    std::int32_t* tile_victims = nullptr;       // [slots, tile_offset[kv_heads]]
 
     KVPOLICY_HOST_DEVICE constexpr std::int32_t* pages(std::int64_t slot, std::int32_t head) const {
         return table + slot * table_offset[this->kv_heads] + table_offset[head];
@@ -132,10 +141,10 @@ class DualCache : public CacheOwner<DualCache<P, T>, P, T> {
     /// overlap a slab that was lent before.
     void add_slab(const host& on, void* buffer, std::size_t buffer_bytes);
     void add_slab(const host& on, HostBuffer& buffer) { add_slab(on, buffer.data(), buffer.size()); }
-    [[nodiscard]] std::int32_t slabs() const { return slabs_; }
+    [[nodiscard]] std::int32_t slabs() const { return static_cast<std::int32_t>(lent_.size()); }
     /// Pages that nobody holds, and pages that were lent.
     [[nodiscard]] std::int64_t free_pages() const;
-    [[nodiscard]] std::int64_t lent_pages() const { return std::int64_t{slabs_} * pool_.slab_pages; }
+    [[nodiscard]] std::int64_t lent_pages() const { return std::int64_t{slabs()} * pool_.slab_pages; }
 
     /// Gives the named slots the pages that batch.tokens(i) further tokens can need at most, in all layers, so that steps,
     /// chunks and commits of so many tokens cannot fail. Returns 0; or how many more slabs it takes, with nothing changed.
@@ -157,7 +166,85 @@ class DualCache : public CacheOwner<DualCache<P, T>, P, T> {
     /// Empties one slot and returns its pages.
     void clear(const host& on, std::int32_t slot);
 
+#if defined(__CUDACC__)
+    // The same on a device (kvpolicy/cuda.cuh has the bodies); FixedBudgetCache says what holds for all of them. Tables, states and
+    // slabs are device memory. page_rows must be a multiple of 16.
+    using base::advance;
+    using base::fork;
+    using base::reorder;
+    using base::restore;
+    using base::snapshot;
+    using base::snapshot_bytes;
+
+    /// Takes device memory for the bookkeeping, and empties every slot and the pool. Waits for the stream; not to be captured.
+    template <class Build = cuda_build>
+    void bind(const cuda& on, void* buffer, std::size_t buffer_bytes);
+    /// Lends slab_bytes() of device memory. A graph captured before finds the new pages too. Waits for the stream; not to be captured.
+    template <class Build = cuda_build>
+    void add_slab(const cuda& on, void* buffer, std::size_t buffer_bytes);
+    /// Waits for the stream.
+    template <class Build = cuda_build>
+    [[nodiscard]] std::int64_t free_pages(const cuda& on) const;
+    /// As the host's; `batch`'s arrays are device memory. Entries that a call would not take (status_bad_length) need no pages. Waits
+    /// for the stream; not to be captured: call it between steps, and the next ones cannot fail inside a graph.
+    template <class Build = cuda_build>
+    [[nodiscard]] std::int64_t reserve(const cuda& on, const Batch& batch);
+    template <class Build = cuda_build>
+    void clear(const cuda& on, std::int32_t slot);
+    /// A slot one of whose layers has not taken the tokens, since the pool was exhausted, stays where it is and sets
+    /// status_pool_exhausted: lend a slab, call that layer again, then advance again.
+    template <class Build = cuda_build>
+    void advance(const cuda& on, const Batch& batch, std::uint32_t* status = nullptr);
+    /// `status`: one word of device memory.
+    template <class Build = cuda_build>
+    void fork(const cuda& on, std::int32_t from, std::int32_t to, std::uint32_t* status = nullptr);
+    /// `sources` [count] is device memory; count is at most 512. `status`: one word.
+    template <class Build = cuda_build>
+    void reorder(const cuda& on, const std::int32_t* sources, std::int32_t count,
+                 std::uint32_t* status = nullptr);
+    // Snapshots allocate host memory of one slot, and device memory for its rows, and wait for the stream. Blobs are the host's, and
+    // those of any kind of cache.
+    template <class Build = cuda_build>
+    [[nodiscard]] std::size_t snapshot_bytes(const cuda& on, std::int32_t slot) const;
+    /// `buffer` is host memory.
+    template <class Build = cuda_build>
+    std::size_t snapshot(const cuda& on, std::int32_t slot, void* buffer, std::size_t buffer_bytes) const;
+    /// `blob` and `status` are host memory.
+    template <class Build = cuda_build>
+    void restore(const cuda& on, std::int32_t slot, const void* blob, std::size_t blob_bytes,
+                 std::uint32_t* status = nullptr);
+#endif
+
   private:
+#if defined(__CUDACC__)
+    template <class Build>
+    void require_device_slot(std::int32_t slot, const char* name) const;
+    template <class Build>
+    struct slot_copy;
+    template <class Build>
+    auto counted_slot(const cuda& on, std::int32_t slot) const;
+    [[nodiscard]] CacheShape one_slot_shape() const {
+        CacheShape shape = this->shape_;
+        shape.slots = 1;
+        return shape;
+    }
+    [[nodiscard]] PoolShape one_slot_pool(std::int64_t rows) const {
+        const std::int64_t heads = std::int64_t{this->shape_.layers} * this->shape_.kv_heads;
+        return {static_cast<std::int32_t>(rows / this->shape_.page_rows + heads + 1), 1, pool_.longest};
+    }
+    /// Calls visit(rows of a head, row, number of the row among all) for the rows of a slot_copy.
+    template <class Copy, class Visit>
+    static void for_each_row(const Copy& copy, const Visit& visit) {
+        for (std::size_t x = 0; x + 1 < copy.first.size(); ++x) {
+            const auto heads = static_cast<std::size_t>(copy.cache.shape().kv_heads);
+            const auto rows = copy.cache.ref(static_cast<std::int32_t>(x / heads))
+                                  .head_rows(0, static_cast<std::int32_t>(x % heads));
+            for (std::int64_t at = copy.first[x]; at < copy.first[x + 1]; ++at) {
+                visit(rows, static_cast<std::int32_t>(at - copy.first[x]), at);
+            }
+        }
+    }
+#endif
     [[nodiscard]] std::size_t offset_index(std::int32_t layer, std::int32_t head) const {
         return static_cast<std::size_t>(layer) * static_cast<std::size_t>(this->shape_.kv_heads + 1) +
                static_cast<std::size_t>(head);
@@ -172,24 +259,31 @@ class DualCache : public CacheOwner<DualCache<P, T>, P, T> {
                                 : 0;
     }
     void give_pages(const ref_type& cache, std::int32_t slot) const;
+    /// The arrays of a slab in memory that may be lent.
+    [[nodiscard]] Slab<T> slab_in(void* buffer, std::size_t buffer_bytes) const;
 
     /// Byte offsets of one layer's arrays in the buffer.
     struct layer_plan {
-        std::size_t table, held, spare_k, spare_v, spare_position, spare_score;
+        std::size_t table, held, arrivals, tile_victims, spare_k, spare_v, spare_position, spare_score;
         typename base::common_plan common;
     };
 
     PoolShape pool_;
     std::vector<std::int64_t> table_offset_;  // [layers, kv_heads + 1]
+    std::vector<std::int64_t> tile_offset_;   // [layers, kv_heads + 1]
+    std::vector<std::int64_t> most_rows_;     // [layers]
+    std::vector<Slab<T>> lent_;
     std::vector<layer_plan> plan_;
     std::vector<char> limited_;  // [layers]
     std::size_t slab_bytes_ = 0;
     std::size_t offsets_at_ = 0;
+    std::size_t tiles_at_ = 0;
+    std::size_t refs_at_ = 0;    // [layers]: the refs, for kernels that serve all layers
+    std::size_t answer_at_ = 0;  // [1]: what a call on a device answers
     std::size_t slabs_at_ = 0;
     std::size_t free_at_ = 0;
     std::size_t count_at_ = 0;
     std::size_t names_at_ = 0;
-    std::int32_t slabs_ = 0;
 };
 
 }  // namespace kvpolicy

@@ -30,7 +30,7 @@ KVPOLICY_HOST_DEVICE inline bool gives_way(const ranked_place& a, const ranked_p
     return ranks_before(b.value, b.position, a.value, a.position);
 }
 
-/// Scores and positions of one head's long-range places.
+/// Scores and positions of one head's long-range places. What follows takes this or another type with rule, rank() and at().
 struct head_places {
     HeadRule rule;
     position_t rebase_limit = kvpolicy::rebase_limit;
@@ -46,9 +46,9 @@ struct head_places {
 };
 
 /// The worst of a tile of `kept` places at query q. `changed` stands for what its place holds.
-template <class Group>
-KVPOLICY_HOST_DEVICE ranked_place worst_of_tile(const Group& group, const head_places& places,
-                                                std::int32_t tile, std::int32_t kept, position_t q,
+template <class Group, class Places>
+KVPOLICY_HOST_DEVICE ranked_place worst_of_tile(const Group& group, const Places& places, std::int32_t tile,
+                                                std::int32_t kept, position_t q,
                                                 const ranked_place& changed = {}) {
     const std::int32_t end = kept - tile * place_tile < place_tile ? kept : (tile + 1) * place_tile;
     ranked_place worst;
@@ -62,8 +62,8 @@ KVPOLICY_HOST_DEVICE ranked_place worst_of_tile(const Group& group, const head_p
 }
 
 /// Records the worst of every stride-th tile from `first` on, where `record` is not null, and returns the worst of them.
-template <class Group>
-KVPOLICY_HOST_DEVICE ranked_place worst_of_tiles(const Group& group, const head_places& places,
+template <class Group, class Places>
+KVPOLICY_HOST_DEVICE ranked_place worst_of_tiles(const Group& group, const Places& places,
                                                  std::int32_t* record, std::int32_t first,
                                                  std::int32_t stride, std::int32_t kept, position_t q) {
     ranked_place worst;
@@ -81,10 +81,9 @@ KVPOLICY_HOST_DEVICE ranked_place worst_of_tiles(const Group& group, const head_
 
 /// The worst of `kept` places once `changed` is in its place, from the tiles' records; updates the record of its tile. Records
 /// are those of query q's priorities.
-template <class Group>
-KVPOLICY_HOST_DEVICE ranked_place worst_after(const Group& group, const head_places& places,
-                                              std::int32_t* record, std::int32_t kept, position_t q,
-                                              const ranked_place& changed) {
+template <class Group, class Places>
+KVPOLICY_HOST_DEVICE ranked_place worst_after(const Group& group, const Places& places, std::int32_t* record,
+                                              std::int32_t kept, position_t q, const ranked_place& changed) {
     const std::int32_t tile = changed.place / place_tile;
     const ranked_place fresh = worst_of_tile(group, places, tile, kept, q, changed);
     if (group.rank() == 0) {
@@ -159,10 +158,10 @@ KVPOLICY_HOST_DEVICE inline void settle_step(step_decision& step, const HeadRule
 
 /// The worst place for the next step to know, after this one; -1 where it has to search. Only one group may call it, and only
 /// once u's newcomer has been settled; the rows need not have changed yet.
-template <class Group>
-KVPOLICY_HOST_DEVICE std::int32_t next_victim(const Group& group, const head_places& places,
-                                              std::int32_t* record, const step_decision& step,
-                                              const ranked_place& newcomer, position_t q) {
+template <class Group, class Places>
+KVPOLICY_HOST_DEVICE std::int32_t next_victim(const Group& group, const Places& places, std::int32_t* record,
+                                              const step_decision& step, const ranked_place& newcomer,
+                                              position_t q) {
     if (places.rule.decay_step != 1 || !step.replaced) {
         return places.rule.decay_step == 1 ? step.known : -1;
     }

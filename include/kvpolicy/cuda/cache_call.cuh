@@ -38,8 +38,8 @@ asked_scorer<P> scorer_of(const typename P::scorer_type& scorer) {
 }
 
 /// Refuses a layer whose memory the device cannot read.
-template <class P, class T>
-void check_on_device(const FixedBudgetRef<P, T>& cache) {
+template <class Cache>
+void check_on_device(const Cache& cache) {
     detail::require(cache.on_device, "cache", "bound to host memory",
                     "one bound with a cuda context, or a call with a host context");
 }
@@ -57,8 +57,8 @@ constexpr void require_device_policy() {
 }
 
 /// What the host refuses, as far as no device memory must be read. `tokens` is the most of an entry.
-template <class P, class T>
-void check_cache_call(const FixedBudgetRef<P, T>& cache, const Batch& batch, std::int32_t tokens,
+template <class Cache, class T>
+void check_cache_call(const Cache& cache, const Batch& batch, std::int32_t tokens,
                       const rows_view<const T>& q, const rows_view<T>& out, const plane_view<float>& lse) {
     const std::int32_t query_heads = cache.kv_heads * cache.group;
     check_on_device(cache);
@@ -74,10 +74,11 @@ void check_cache_call(const FixedBudgetRef<P, T>& cache, const Batch& batch, std
 }
 
 /// The same for calls that bring keys.
-template <class P, class T>
-void check_cache_call(const FixedBudgetRef<P, T>& cache, const Batch& batch, std::int32_t tokens,
+template <class Cache, class T>
+void check_cache_call(const Cache& cache, const Batch& batch, std::int32_t tokens,
                       const rows_view<const T>& q, const rows_view<const T>& k, const rows_view<const T>& v,
                       const rows_view<T>& out, const CacheExtras& extras) {
+    using P = typename Cache::policy_type;
     require_device_policy<P>();
     check_cache_call(cache, batch, tokens, q, out, extras.lse);
     host_backend::check_rows("k", k, batch.count, cache.kv_heads, tokens, cache.dim_k);

@@ -5,38 +5,66 @@
 #include <kvpolicy/cuda/cache_call.cuh>
 #include <kvpolicy/cuda/cache_step.cuh>
 #include <kvpolicy/cuda/config.cuh>
+#include <kvpolicy/cuda/dual_step.cuh>
 #include <kvpolicy/cuda/kernels/cache_chunk.cuh>
 #include <kvpolicy/cuda/kernels/cache_score.cuh>
+#include <kvpolicy/cuda/kernels/dual_chunk.cuh>
 #include <kvpolicy/cuda/launch.cuh>
 
 #include <algorithm>
 #include <cstddef>
 #include <cstdint>
+#include <utility>
 
 namespace kvpolicy {
 inline namespace KVPOLICY_CUDA_NAMESPACE KVPOLICY_HIDDEN {
 namespace cuda_backend {
 
+template <class P, class T>
+cache_view<T> view_of(const FixedBudgetRef<P, T>& cache) {
+    return cache_view<T>(cache);
+}
+template <class P, class T>
+dual_view<T> view_of(const DualRef<P, T>& cache) {
+    return dual_view<T>(cache);
+}
+/// The most rows of a head.
+template <class P, class T>
+std::int64_t most_rows_of(const FixedBudgetRef<P, T>& cache) {
+    return cache.longest;
+}
+template <class P, class T>
+std::int64_t most_rows_of(const DualRef<P, T>& cache) {
+    return cache.most_rows;
+}
+
 /// A chunk of at most `tokens` tokens an entry.
-template <class P, class T, class Dims>
+template <class Cache, class Dims>
 class cache_chunk_call {
+    using P = typename Cache::policy_type;
+    using T = typename Cache::value_type;
+    using View = decltype(view_of(std::declval<const Cache&>()));
     using Scorer = asked_scorer<P>;
     static constexpr bool scored = scored_before<Scorer> || scores_by_warp<Scorer>;
+    static constexpr bool paged = Cache::pooled;
 
   public:
-    cache_chunk_call(const cuda& on, const FixedBudgetRef<P, T>& cache, std::int32_t count,
-                     std::int32_t tokens)
+    cache_chunk_call(const cuda& on, const Cache& cache, std::int32_t count, std::int32_t tokens)
         : on_(on),
           device_(on),
           ref_(cache),
-          call_{.cache = cache_view<T>(cache)},
+          call_{.cache = view_of(cache)},
           gate_(cache.gate),
           scorer_(scorer_of<P>(cache.scorer)) {
-        require_device_policy<P>();
+        if constexpr (paged) {
+            require_device_dual<P>();
+        } else {
+            require_device_policy<P>();
+        }
         call_.batch.count = count;
         call_.tokens.most = tokens;
         call_.on_leaving = Scorer::when == score_time::on_leaving;
-        call_.longest = static_cast<std::int32_t>(cache.longest);
+        call_.longest = static_cast<std::int32_t>(most_rows_of(cache));
         call_.tiles = detail::tiles_of_places(call_.longest);
         constexpr std::size_t most_shared = 96 * 1024;  // what every card has
         call_.contest_in_shared = P::ranked && contest_bytes(call_.longest, call_.tiles) <= most_shared;
@@ -60,6 +88,16 @@ class cache_chunk_call {
         call_.kept = parts.take<std::int32_t>(heads());
         computed_ = parts.take<float>(scored ? tokens : 0);
         state_ = parts.take<float>(heads() * call_.cache.state_size);
+        if constexpr (paged) {
+            missing_ = parts.take<std::int32_t>(heads());
+            // No more rows than an entry can have, and than the pool can: forks share pages, an entry's own are all different.
+            const std::int64_t gathered =
+                std::min(rows, call_.batch.count * ref_.page_count() * ref_.page_rows);
+            detail::require(gathered <= 0x7fffffff, "rows of the batch's entries, at most", gathered,
+                            "below 2^31: split the batch");
+            k_ = parts.take<T>(gathered * call_.cache.dim_k);
+            v_ = parts.take<T>(gathered * call_.cache.dim_v);
+        }
         attention_bytes_ = attention(nullptr, [](auto& attend) { return attend.lay_out(nullptr); });
         attention_ = parts.take<unsigned char>(static_cast<std::int64_t>(attention_bytes_));
         return parts.bytes();
@@ -70,7 +108,11 @@ class cache_chunk_call {
                  std::uint32_t* status, const CacheExtras& extras) {
         begin(batch, workspace, status);
         bring(k, v, extras);
-        decide(nullptr);
+        decide(true);
+        if constexpr (paged) {
+            launch("dual_chunk_refuse_kernel", dual_chunk_refuse_kernel<T>, batch.count, chunk_threads, 0,
+                   on_, call_, batch.q_len, out, extras.lse);
+        }
         attend(q, out, extras.lse);
         write();
     }
@@ -80,16 +122,16 @@ class cache_chunk_call {
                  std::uint32_t* status, const CacheExtras& extras) {
         begin(batch, workspace, status);
         bring(k, v, extras);
-        decide(state_);
+        decide(false);
         attend(q, out, extras.lse);
-        launch("chunk_propose_kernel", chunk_propose_kernel<T>, heads() * chunk_pieces, chunk_threads, 0, on_,
-               call_);
+        launch("chunk_propose_kernel", chunk_propose_kernel<View>, heads() * chunk_pieces, chunk_threads, 0,
+               on_, call_);
     }
 
     void commit(const Batch& batch, workspace_view workspace, std::uint32_t* status) {
         begin(batch, workspace, status);
         call_.tokens.spare = true;
-        decide(nullptr);
+        decide(true);
         write();
     }
 
@@ -112,32 +154,41 @@ class cache_chunk_call {
         call_.scores = scores_given<P> ? extras.scores : plane_view<const float>{};
     }
 
-    /// `state`: where advanced states go; null: the cache.
-    void decide([[maybe_unused]] float* state) {
-        launch("chunk_begin_kernel", chunk_begin_kernel<T>, call_.batch.count == 0 ? 0 : 1, chunk_threads, 0,
-               on_, call_);
+    /// Whether the chunk `writes` to the cache later, or only looks ahead.
+    void decide(bool writes) {
+        // A scorer's states advance in the cache, where nothing can go wrong any more.
+        [[maybe_unused]] float* const state = writes && !paged ? nullptr : state_;
+        if constexpr (Scorer::when == score_time::on_leaving) {
+            call_.advanced = writes ? state : nullptr;
+        }
+        launch("chunk_begin_kernel", chunk_begin_kernel<View>, call_.batch.count == 0 ? 0 : 1, chunk_threads,
+               0, on_, call_);
         call_.batch.q_len = call_.taken;
         if constexpr (scored) {
             call_.computed = computed_;
-            launch_scores(on_, score_launch<T, Scorer>{.cache = call_.cache,
-                                                       .batch = call_.batch,
-                                                       .tokens = call_.tokens,
-                                                       .scores = computed_,
-                                                       .state = state,
-                                                       .scorer = scorer_});
+            launch_scores(on_, score_launch<View, Scorer>{.cache = call_.cache,
+                                                          .batch = call_.batch,
+                                                          .tokens = call_.tokens,
+                                                          .scores = computed_,
+                                                          .state = state,
+                                                          .scorer = scorer_});
         }
         const std::size_t shared = call_.contest_in_shared ? contest_bytes(call_.longest, call_.tiles) : 0;
-        launch("chunk_decide_kernel", chunk_decide_kernel<T, typename P::gate_type>, heads(), chunk_threads,
-               shared, on_, call_, gate_);
+        launch("chunk_decide_kernel", chunk_decide_kernel<View, typename P::gate_type>, heads(),
+               chunk_threads, shared, on_, call_, gate_);
+        if constexpr (paged) {
+            launch("dual_chunk_plan_kernel", dual_chunk_plan_kernel<T>, call_.batch.count == 0 ? 0 : 1,
+                   admit_threads, 0, on_, call_, missing_, writes);
+        }
     }
 
     void write() {
         if constexpr (P::ranked) {
-            launch("chunk_places_kernel", chunk_places_kernel<T>, heads() * chunk_pieces, chunk_threads, 0,
+            launch("chunk_places_kernel", chunk_places_kernel<View>, heads() * chunk_pieces, chunk_threads, 0,
                    on_, call_);
         }
-        launch("chunk_recent_kernel", chunk_recent_kernel<T>, heads() * chunk_pieces, chunk_threads, 0, on_,
-               call_);
+        launch("chunk_recent_kernel", chunk_recent_kernel<View>, heads() * chunk_pieces, chunk_threads, 0,
+               on_, call_);
     }
 
     /// Calls body(attend_call) for attention of the chunk over the cache's rows and itself; with null queries for its sizes only.
@@ -146,14 +197,24 @@ class cache_chunk_call {
         const std::int32_t count = call_.batch.count, kv_heads = call_.cache.kv_heads,
                            most = call_.tokens.most;
         // Sizes alone never look at the tensors: rows of the cache stand for them.
-        const T* const any = call_.cache.k;
+        const T *k = nullptr, *v = nullptr, *any = nullptr;
+        if constexpr (paged) {
+            k = k_;
+            v = v_;
+            any = reinterpret_cast<const T*>(call_.cache.table);
+            k = queries != nullptr ? k : any;
+            v = queries != nullptr ? v : any;
+        } else {
+            k = any = call_.cache.k;
+            v = call_.cache.v;
+        }
         rows_view<const T> q = queries != nullptr
                                    ? *queries
                                    : view_bhsd(any, count, kv_heads * ref_.group, most, call_.cache.dim_k);
         q.length = most;
         keys<T> past, self;
-        past.k = {call_.cache.k, count, kv_heads, call_.longest, call_.cache.dim_k, 0, 0, call_.cache.dim_k};
-        past.v = {call_.cache.v, count, kv_heads, call_.longest, call_.cache.dim_v, 0, 0, call_.cache.dim_v};
+        past.k = {k, count, kv_heads, call_.longest, call_.cache.dim_k, 0, 0, call_.cache.dim_k};
+        past.v = {v, count, kv_heads, call_.longest, call_.cache.dim_v, 0, 0, call_.cache.dim_v};
         past.position = view_bhs<const std::int32_t>(call_.position, count, kv_heads, call_.longest);
         past.mask.expiry = view_bhs<const expiry_t>(call_.past_expiry, count, kv_heads, call_.longest);
         self.k =
@@ -177,6 +238,11 @@ class cache_chunk_call {
         if (heads() * call_.tokens.most == 0) {
             return;
         }
+        if constexpr (paged) {
+            constexpr std::int32_t pieces = 32;  // blocks that share the rows of a head
+            launch("dual_chunk_gather_kernel", dual_chunk_gather_kernel<T>, heads() * pieces, chunk_threads,
+                   0, on_, call_, k_, v_, pieces);
+        }
         rows_view<T> to = out;
         to.length = call_.tokens.most;
         attention(&q, [&](auto& call) { call.run(to, lse, {attention_, attention_bytes_}); });
@@ -184,12 +250,15 @@ class cache_chunk_call {
 
     const cuda& on_;
     device_scope device_;
-    const FixedBudgetRef<P, T>& ref_;
-    chunk_launch<T> call_;
+    const Cache& ref_;
+    chunk_launch<View> call_;
     typename P::gate_type gate_;
     Scorer scorer_;
     float* computed_ = nullptr;
     float* state_ = nullptr;
+    std::int32_t* missing_ = nullptr;  // of a DualCache: scratch, and its rows
+    T* k_ = nullptr;
+    T* v_ = nullptr;
     unsigned char* attention_ = nullptr;
     std::size_t attention_bytes_ = 0;
 };
@@ -201,50 +270,110 @@ inline std::int32_t most_tokens(const Batch& batch, std::int32_t length) {
 
 }  // namespace cuda_backend
 
+/// The bodies of the calls below, for caches of either kind.
+namespace cuda_backend {
+
+template <class Dims, class Cache>
+std::size_t chunk_workspace_bytes(const cuda& on, const Cache& cache, std::int32_t count,
+                                  std::int32_t tokens) {
+    check_on_device(cache);
+    detail::require(tokens >= 0, "tokens", tokens, "0 or more");
+    const std::size_t step = step_workspace_bytes<Dims>(on, cache, count);
+    return std::max(step, cache_chunk_call<Cache, Dims>(on, cache, count, tokens).lay_out(nullptr));
+}
+
+template <class Dims, class Cache, class T>
+void prefill_chunk(const cuda& on, const Cache& cache, const Batch& batch, const rows_view<const T>& q,
+                   const rows_view<const T>& k, const rows_view<const T>& v, const rows_view<T>& out,
+                   workspace_view workspace, std::uint32_t* status, const CacheExtras& extras) {
+    const std::int32_t tokens = most_tokens(batch, q.length);
+    check_cache_call(cache, batch, tokens, q, k, v, out, extras);
+    cache_chunk_call<Cache, Dims>(on, cache, batch.count, tokens)
+        .prefill(batch, q, k, v, out, workspace, status, extras);
+}
+
+template <class Dims, class Cache, class T>
+void propose_chunk(const cuda& on, const Cache& cache, const Batch& batch, const rows_view<const T>& q,
+                   const rows_view<const T>& k, const rows_view<const T>& v, const rows_view<T>& out,
+                   workspace_view workspace, std::uint32_t* status, const CacheExtras& extras) {
+    const std::int32_t tokens = most_tokens(batch, q.length);
+    detail::require(tokens <= cache.proposals, "q.length", tokens, [&] {
+        return detail::text("at most the cache's proposals, ", cache.proposals, " (CacheShape::proposals)");
+    });
+    check_cache_call(cache, batch, tokens, q, k, v, out, extras);
+    cache_chunk_call<Cache, Dims>(on, cache, batch.count, tokens)
+        .propose(batch, q, k, v, out, workspace, status, extras);
+}
+
+template <class Dims, class Cache>
+void commit_chunk(const cuda& on, const Cache& cache, const Batch& batch, workspace_view workspace,
+                  std::uint32_t* status) {
+    check_on_device(cache);
+    detail::require(batch.count >= 0 && batch.count <= cache.slots, "batch.count", batch.count,
+                    [&] { return detail::text("0 to the cache's slots, ", cache.slots); });
+    detail::require(batch.q_len != nullptr || (batch.length >= 0 && batch.length <= cache.proposals),
+                    "batch.length", batch.length,
+                    [&] { return detail::text("0 to the cache's proposals, ", cache.proposals); });
+    cache_chunk_call<Cache, Dims>(on, cache, batch.count, most_tokens(batch, cache.proposals))
+        .commit(batch, workspace, status);
+}
+
+}  // namespace cuda_backend
+
 template <class Dims, class P, Storage T>
 std::size_t cache_workspace_bytes(const cuda& on, const FixedBudgetRef<P, T>& cache, std::int32_t count,
                                   std::int32_t tokens) {
-    detail::require(tokens >= 0, "tokens", tokens, "0 or more");
-    const std::size_t step = step_workspace_bytes<Dims>(on, cache, count);
-    return std::max(step,
-                    cuda_backend::cache_chunk_call<P, T, Dims>(on, cache, count, tokens).lay_out(nullptr));
+    return cuda_backend::chunk_workspace_bytes<Dims>(on, cache, count, tokens);
 }
 
 template <class Dims, class P, Storage T>
 void prefill(const cuda& on, const FixedBudgetRef<P, T>& cache, const Batch& batch, input_rows<T> q,
              input_rows<T> k, input_rows<T> v, output_rows<T> out, workspace_view workspace,
              std::uint32_t* status, const CacheExtras& extras) {
-    const std::int32_t tokens = cuda_backend::most_tokens(batch, q.length);
-    cuda_backend::check_cache_call(cache, batch, tokens, q, k, v, out, extras);
-    cuda_backend::cache_chunk_call<P, T, Dims>(on, cache, batch.count, tokens)
-        .prefill(batch, q, k, v, out, workspace, status, extras);
+    cuda_backend::prefill_chunk<Dims, FixedBudgetRef<P, T>, T>(on, cache, batch, q, k, v, out, workspace,
+                                                               status, extras);
 }
 
 template <class Dims, class P, Storage T>
 void propose(const cuda& on, const FixedBudgetRef<P, T>& cache, const Batch& batch, input_rows<T> q,
              input_rows<T> k, input_rows<T> v, output_rows<T> out, workspace_view workspace,
              std::uint32_t* status, const CacheExtras& extras) {
-    const std::int32_t tokens = cuda_backend::most_tokens(batch, q.length);
-    detail::require(tokens <= cache.proposals, "q.length", tokens, [&] {
-        return detail::text("at most the cache's proposals, ", cache.proposals, " (CacheShape::proposals)");
-    });
-    cuda_backend::check_cache_call(cache, batch, tokens, q, k, v, out, extras);
-    cuda_backend::cache_chunk_call<P, T, Dims>(on, cache, batch.count, tokens)
-        .propose(batch, q, k, v, out, workspace, status, extras);
+    cuda_backend::propose_chunk<Dims, FixedBudgetRef<P, T>, T>(on, cache, batch, q, k, v, out, workspace,
+                                                               status, extras);
 }
 
 template <class Dims, class P, Storage T>
 void commit(const cuda& on, const FixedBudgetRef<P, T>& cache, const Batch& batch, workspace_view workspace,
             std::uint32_t* status) {
-    cuda_backend::check_on_device(cache);
-    detail::require(batch.count >= 0 && batch.count <= cache.slots, "batch.count", batch.count,
-                    [&] { return detail::text("0 to the cache's slots, ", cache.slots); });
-    detail::require(batch.q_len != nullptr || (batch.length >= 0 && batch.length <= cache.proposals),
-                    "batch.length", batch.length,
-                    [&] { return detail::text("0 to the cache's proposals, ", cache.proposals); });
-    cuda_backend::cache_chunk_call<P, T, Dims>(on, cache, batch.count,
-                                               cuda_backend::most_tokens(batch, cache.proposals))
-        .commit(batch, workspace, status);
+    cuda_backend::commit_chunk<Dims>(on, cache, batch, workspace, status);
+}
+
+template <class Dims, class P, Storage T>
+std::size_t cache_workspace_bytes(const cuda& on, const DualRef<P, T>& cache, std::int32_t count,
+                                  std::int32_t tokens) {
+    return cuda_backend::chunk_workspace_bytes<Dims>(on, cache, count, tokens);
+}
+
+template <class Dims, class P, Storage T>
+void prefill(const cuda& on, const DualRef<P, T>& cache, const Batch& batch, input_rows<T> q, input_rows<T> k,
+             input_rows<T> v, output_rows<T> out, workspace_view workspace, std::uint32_t* status,
+             const CacheExtras& extras) {
+    cuda_backend::prefill_chunk<Dims, DualRef<P, T>, T>(on, cache, batch, q, k, v, out, workspace, status,
+                                                        extras);
+}
+
+template <class Dims, class P, Storage T>
+void propose(const cuda& on, const DualRef<P, T>& cache, const Batch& batch, input_rows<T> q, input_rows<T> k,
+             input_rows<T> v, output_rows<T> out, workspace_view workspace, std::uint32_t* status,
+             const CacheExtras& extras) {
+    cuda_backend::propose_chunk<Dims, DualRef<P, T>, T>(on, cache, batch, q, k, v, out, workspace, status,
+                                                        extras);
+}
+
+template <class Dims, class P, Storage T>
+void commit(const cuda& on, const DualRef<P, T>& cache, const Batch& batch, workspace_view workspace,
+            std::uint32_t* status) {
+    cuda_backend::commit_chunk<Dims>(on, cache, batch, workspace, status);
 }
 
 }  // namespace KVPOLICY_HIDDEN

@@ -47,8 +47,9 @@ void FixedBudgetCache<P, T>::bind(const cuda& on, void* buffer, std::size_t buff
     copy(offsets_at_, row_offset_.data(), row_offset_.size() * sizeof(std::int64_t));
     copy(refs_at_, refs.data(), refs.size() * sizeof(ref_type));
     const std::int64_t heads = std::int64_t{this->shape_.layers} * this->shape_.slots * this->shape_.kv_heads;
-    cb::launch("clear_slots_kernel", cb::clear_slots_kernel<P, T>, heads, cb::slot_threads, 0, on,
-               this->template at<const ref_type>(refs_at_), this->shape_.kv_heads, 0, this->shape_.slots);
+    cb::launch("clear_slots_kernel", cb::clear_slots_kernel<ref_type>, heads, cb::slot_threads, 0, on,
+               this->template at<const ref_type>(refs_at_), this->shape_.kv_heads, 0, this->shape_.slots,
+               true);
     cb::check(cudaStreamSynchronize(on.stream), "cudaStreamSynchronize");  // `refs` may go
 }
 
@@ -58,9 +59,9 @@ void FixedBudgetCache<P, T>::clear(const cuda& on, std::int32_t slot) {
     namespace cb = cuda_backend;
     this->template require_device_slot<Build>(slot, "slot");
     const cb::device_scope device(on);
-    cb::launch("clear_slots_kernel", cb::clear_slots_kernel<P, T>,
+    cb::launch("clear_slots_kernel", cb::clear_slots_kernel<ref_type>,
                std::int64_t{this->shape_.layers} * this->shape_.kv_heads, cb::slot_threads, 0, on,
-               this->template at<const ref_type>(refs_at_), this->shape_.kv_heads, slot, 1);
+               this->template at<const ref_type>(refs_at_), this->shape_.kv_heads, slot, 1, false);
 }
 
 template <AnyPolicy P, Storage T>

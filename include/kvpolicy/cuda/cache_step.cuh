@@ -77,11 +77,11 @@ class cache_step_call {
         call_.status = status;
         if constexpr (scored_before<Scorer>) {
             call_.computed = computed_;
-            launch_scores(on_, score_launch<T, Scorer>{.cache = call_.cache,
-                                                       .batch = batch,
-                                                       .tokens = {.k = k, .v = v},
-                                                       .scores = computed_,
-                                                       .scorer = call_.scorer});
+            launch_scores(on_, score_launch<cache_view<T>, Scorer>{.cache = call_.cache,
+                                                                   .batch = batch,
+                                                                   .tokens = {.k = k, .v = v},
+                                                                   .scores = computed_,
+                                                                   .scorer = call_.scorer});
         }
         run();
     }

@@ -24,7 +24,7 @@ DualCache<P, T>::DualCache(const CacheShape& shape, const PoolShape& pool, const
     const std::int64_t pages = std::int64_t{pool.slab_pages} * pool.most_slabs;
     detail::require(pages <= most, "slab_pages * most_slabs", pages, "below 2^31, as page ids are 32 bits");
     for (std::int32_t layer = 0; layer < shape.layers; ++layer) {
-        std::int64_t table = 0;
+        std::int64_t table = 0, tiles = 0, most_rows = 0;
         bool limited = false;
         for (std::int32_t head = 0; head < shape.kv_heads; ++head) {
             const HeadRule& rule = this->rule_of(layer, head);
@@ -38,10 +38,19 @@ DualCache<P, T>::DualCache(const CacheShape& shape, const PoolShape& pool, const
                 limited || P::has_keep || P::grows || rule.budget == unlimited || rows < recent + rule.budget;
             table_offset_.push_back(table);
             table += (rows + shape.page_rows - 1) / shape.page_rows;
+            tile_offset_.push_back(tiles);
+            const std::int64_t places =
+                std::min<std::int64_t>(rule.budget, std::max<std::int64_t>(rows - recent, 0));
+            tiles +=
+                rule.budget == unlimited ? 0 : detail::tiles_of_places(static_cast<std::int32_t>(places));
+            most_rows = std::max(most_rows, rows);
         }
         table_offset_.push_back(table);
+        tile_offset_.push_back(tiles);
+        most_rows_.push_back(most_rows);
         limited_.push_back(limited ? 1 : 0);
     }
+    lent_.reserve(static_cast<std::size_t>(pool.most_slabs));
     plan();
 }
 
@@ -57,6 +66,9 @@ void DualCache<P, T>::plan() {
     const std::size_t k_row = static_cast<std::size_t>(shape.dim_k) * sizeof(T);
     const std::size_t v_row = static_cast<std::size_t>(shape.dim_v) * sizeof(T);
     offsets_at_ = memory.take(table_offset_.size() * sizeof(std::int64_t));
+    tiles_at_ = memory.take(tile_offset_.size() * sizeof(std::int64_t));
+    refs_at_ = memory.take(static_cast<std::size_t>(shape.layers) * sizeof(ref_type));
+    answer_at_ = memory.take(sizeof(std::int64_t));
     slabs_at_ = memory.take(slabs * sizeof(Slab<T>));
     free_at_ = memory.take(pages * sizeof(std::int32_t));
     count_at_ = memory.take(sizeof(std::int32_t));
@@ -67,6 +79,9 @@ void DualCache<P, T>::plan() {
         layer_plan plan{};
         plan.table = memory.take(host_backend::product_of(slots, table, sizeof(std::int32_t)));
         plan.held = memory.take(heads * sizeof(std::int32_t));
+        plan.arrivals = memory.take(heads * sizeof(std::uint32_t));
+        plan.tile_victims = memory.take(host_backend::product_of(
+            slots, tile_offset_[offset_index(layer, shape.kv_heads)], sizeof(std::int32_t)));
         plan.spare_k = memory.take(host_backend::product_of(spare, k_row));
         plan.spare_v = memory.take(host_backend::product_of(spare, v_row));
         plan.spare_position = memory.take(host_backend::product_of(spare, sizeof(position_t)));
@@ -93,7 +108,8 @@ void DualCache<P, T>::bind(const host&, void* buffer, std::size_t buffer_bytes) 
     this->bind_common(buffer, buffer_bytes);
     std::memcpy(this->memory_ + offsets_at_, table_offset_.data(),
                 table_offset_.size() * sizeof(std::int64_t));
-    slabs_ = 0;
+    std::memcpy(this->memory_ + tiles_at_, tile_offset_.data(), tile_offset_.size() * sizeof(std::int64_t));
+    lent_.clear();
     *this->template at<std::int32_t>(count_at_) = 0;
     for (std::int32_t layer = 0; layer < this->shape_.layers; ++layer) {
         const ref_type cache = ref(layer);
@@ -105,26 +121,24 @@ void DualCache<P, T>::bind(const host&, void* buffer, std::size_t buffer_bytes) 
 }
 
 template <AnyPolicy P, Storage T>
-void DualCache<P, T>::add_slab(const host&, void* buffer, std::size_t buffer_bytes) {
-    this->require_bound();
+Slab<T> DualCache<P, T>::slab_in(void* buffer, std::size_t buffer_bytes) const {
     detail::require(buffer != nullptr, "slab", "null", "memory of slab_bytes()");
     detail::require(buffer_bytes >= slab_bytes_, "bytes of the slab", buffer_bytes,
                     [&] { return detail::text("at least slab_bytes() = ", slab_bytes_); });
-    detail::require(slabs_ < pool_.most_slabs, "slabs", slabs_ + 1,
+    detail::require(slabs() < pool_.most_slabs, "slabs", slabs() + 1,
                     [&] { return detail::text("at most most_slabs = ", pool_.most_slabs); });
     const std::size_t rows =
         static_cast<std::size_t>(pool_.slab_pages) * static_cast<std::size_t>(this->shape_.page_rows);
     std::byte* const memory = host_backend::aligned(buffer);
     const std::size_t size = slab_bytes_ - host_backend::alignment;
-    for (std::int32_t i = 0; i < slabs_; ++i) {
-        const auto* const other =
-            reinterpret_cast<const std::byte*>(this->template at<const Slab<T>>(slabs_at_)[i].k);
+    for (std::size_t i = 0; i < lent_.size(); ++i) {
+        const auto* const other = reinterpret_cast<const std::byte*>(lent_[i].k);
         if (std::less<>{}(memory, other + size) && std::less<>{}(other, memory + size)) {
             detail::refuse("slab", detail::text("memory of slab ", i), "memory that no slab has yet");
         }
     }
     typename base::layout slab;
-    Slab<T>& lent = this->template at<Slab<T>>(slabs_at_)[slabs_];
+    Slab<T> lent;
     lent.k = reinterpret_cast<T*>(memory +
                                   slab.take(rows * static_cast<std::size_t>(this->shape_.dim_k) * sizeof(T)));
     lent.v = reinterpret_cast<T*>(memory +
@@ -132,14 +146,22 @@ void DualCache<P, T>::add_slab(const host&, void* buffer, std::size_t buffer_byt
     lent.position = reinterpret_cast<position_t*>(memory + slab.take(rows * sizeof(position_t)));
     lent.score = reinterpret_cast<float*>(memory + slab.take(rows * sizeof(float)));
     lent.bounds = P::has_selection ? reinterpret_cast<T*>(memory + slab.take(bounds_bytes(rows))) : nullptr;
+    return lent;
+}
+
+template <AnyPolicy P, Storage T>
+void DualCache<P, T>::add_slab(const host&, void* buffer, std::size_t buffer_bytes) {
+    this->require_bound();
+    const Slab<T> lent = slab_in(buffer, buffer_bytes);
+    this->template at<Slab<T>>(slabs_at_)[slabs()] = lent;
     // The stack hands out low ids first.
     auto* ids = this->template at<std::int32_t>(free_at_);
     std::int32_t& count = *this->template at<std::int32_t>(count_at_);
-    const std::int32_t first = slabs_ * pool_.slab_pages;
+    const std::int32_t first = slabs() * pool_.slab_pages;
     for (std::int32_t page = pool_.slab_pages - 1; page >= 0; --page) {
         ids[count++] = first + page;
     }
-    ++slabs_;
+    lent_.push_back(lent);
 }
 
 template <AnyPolicy P, Storage T>
@@ -202,6 +224,11 @@ DualRef<P, T> DualCache<P, T>::ref(std::int32_t layer) const {
     ref.table_offset = this->template at<const std::int64_t>(offsets_at_) +
                        static_cast<std::ptrdiff_t>(offset_index(layer, 0));
     ref.held = this->template at<std::int32_t>(plan.held);
+    ref.tile_offset = this->template at<const std::int64_t>(tiles_at_) +
+                      static_cast<std::ptrdiff_t>(offset_index(layer, 0));
+    ref.arrivals = this->template at<std::uint32_t>(plan.arrivals);
+    ref.tile_victims = this->template at<std::int32_t>(plan.tile_victims);
+    ref.most_rows = most_rows_[static_cast<std::size_t>(layer)];
     ref.spare = {this->template at<T>(plan.spare_k),
                  this->template at<T>(plan.spare_v),
                  this->template at<position_t>(plan.spare_position),

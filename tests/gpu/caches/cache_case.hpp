@@ -56,6 +56,52 @@ struct CallTensors {
     }
 };
 
+/// Compares calls' outputs with the host's.
+template <class T>
+struct OutputCheck {
+    double largest = 0.0;  // of all values so far: those of earlier calls are attended to as well
+
+    /// Outputs of tokens that count are near, the others untouched.
+    void compare(const std::vector<T>& out, const Tensor<T>& wanted, const std::vector<float>& lse,
+                 const Plane<float>& wanted_lse, const std::vector<std::int32_t>& q_len, const Tensor<T>& v) {
+        for (const T& x : v.data) {
+            largest = std::max(largest, std::abs(static_cast<double>(static_cast<float>(x))));
+        }
+        const double limit = tolerance<T>(largest);
+        double worst = 0.0, worst_lse = 0.0;
+        std::size_t at = 0;
+        for (std::int32_t i = 0; i < wanted.batch; ++i) {
+            for (std::int32_t h = 0; h < wanted.heads; ++h) {
+                for (std::int32_t t = 0; t < wanted.length; ++t) {
+                    const bool counts = t < q_len[static_cast<std::size_t>(i)];
+                    const std::size_t row = at / static_cast<std::size_t>(wanted.dim);
+                    const double l = lse[row], m = wanted_lse.data[row];
+                    const double off = l == m ? 0.0 : std::abs(l - m);
+                    worst_lse = off <= worst_lse ? worst_lse : counts ? off : 1e30;  // NaN is the worst
+                    for (std::int32_t d = 0; d < wanted.dim; ++d, ++at) {
+                        const double a = static_cast<double>(static_cast<float>(out[at]));
+                        const double b = static_cast<double>(static_cast<float>(wanted.data[at]));
+                        const double gap = a == b ? 0.0 : std::abs(a - b);
+                        worst = gap <= worst ? worst : counts ? gap : 1e30;
+                    }
+                }
+            }
+        }
+        CHECK(worst <= limit);
+        // A logit is a sum of dim products of fp32; products of 16-bit numbers are exact.
+        CHECK(worst_lse <= (sizeof(T) == 2 ? 1e-3 : 1e-4));
+    }
+};
+
+/// What lies in device memory now.
+template <class Value>
+auto fetch_from(const Value* from, std::int64_t count) {
+    std::vector<std::remove_const_t<Value>> values(static_cast<std::size_t>(count));
+    ok(cudaDeviceSynchronize());
+    ok(cudaMemcpy(values.data(), from, values.size() * sizeof(Value), cudaMemcpyDeviceToHost));
+    return values;
+}
+
 enum class Mode { step, prefill, propose };
 
 template <class P, class T, class Dims = kvpolicy::all_head_dims>
@@ -149,7 +195,7 @@ class BothCaches {
                 kvpolicy::commit(on, oracle.cache.ref(layer), some, host_more);
             }
             CHECK(status.read() == no_status);
-            compare(out.read(), wanted, lse.read(), wanted_lse, q_len, in.v);
+            check_.compare(out.read(), wanted, lse.read(), wanted_lse, q_len, in.v);
         }
         const std::vector<std::int32_t>& moved = mode == Mode::propose ? accepted : q_len;
         const Device<std::int32_t> device_moved(moved);
@@ -198,10 +244,7 @@ class BothCaches {
 
     template <class Value>
     static auto fetch(const Value* from, std::int64_t count) {
-        std::vector<std::remove_const_t<Value>> values(static_cast<std::size_t>(count));
-        ok(cudaDeviceSynchronize());
-        ok(cudaMemcpy(values.data(), from, values.size() * sizeof(Value), cudaMemcpyDeviceToHost));
-        return values;
+        return fetch_from(from, count);
     }
 
   private:
@@ -215,41 +258,7 @@ class BothCaches {
         return bytes;
     }
 
-    /// Outputs of tokens that count are near, the others untouched.
-    void compare(const std::vector<T>& out, const Tensor<T>& wanted, const std::vector<float>& lse,
-                 const Plane<float>& wanted_lse, const std::vector<std::int32_t>& q_len,
-                 const Tensor<T>& v) const {
-        double largest = largest_;
-        for (const T& x : v.data) {
-            largest = std::max(largest, std::abs(static_cast<double>(static_cast<float>(x))));
-        }
-        largest_ = largest;  // values of earlier calls are attended to as well
-        const double limit = tolerance<T>(largest);
-        double worst = 0.0, worst_lse = 0.0;
-        std::size_t at = 0;
-        for (std::int32_t i = 0; i < wanted.batch; ++i) {
-            for (std::int32_t h = 0; h < wanted.heads; ++h) {
-                for (std::int32_t t = 0; t < wanted.length; ++t) {
-                    const bool counts = t < q_len[static_cast<std::size_t>(i)];
-                    const std::size_t row = at / static_cast<std::size_t>(wanted.dim);
-                    const double l = lse[row], m = wanted_lse.data[row];
-                    const double off = l == m ? 0.0 : std::abs(l - m);
-                    worst_lse = off <= worst_lse ? worst_lse : counts ? off : 1e30;  // NaN is the worst
-                    for (std::int32_t d = 0; d < wanted.dim; ++d, ++at) {
-                        const double a = static_cast<double>(static_cast<float>(out[at]));
-                        const double b = static_cast<double>(static_cast<float>(wanted.data[at]));
-                        const double gap = a == b ? 0.0 : std::abs(a - b);
-                        worst = gap <= worst ? worst : counts ? gap : 1e30;
-                    }
-                }
-            }
-        }
-        CHECK(worst <= limit);
-        // A logit is a sum of dim products of fp32; products of 16-bit numbers are exact.
-        CHECK(worst_lse <= (sizeof(T) == 2 ? 1e-3 : 1e-4));
-    }
-
-    mutable double largest_ = 0.0;
+    OutputCheck<T> check_;
 };
 
 /// Random calls on random slots: steps, chunks, proposals, forks, reorders, snapshots, clears.

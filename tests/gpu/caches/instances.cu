@@ -1,7 +1,10 @@
-// A cache's steps for bf16 and head_dims up to 128, as an engine's own translation unit would instantiate them.
+// Caches' steps for bf16 and head_dims up to 128, as an engine's own translation unit would instantiate them.
 #include <kvpolicy/cuda/cache_owner.cuh>
 #include <kvpolicy/cuda/cache_step.cuh>
+#include <kvpolicy/cuda/dual_owner.cuh>
+#include <kvpolicy/cuda/dual_step.cuh>
 #include <kvpolicy/kvpop.hpp>
+#include <kvpolicy/wgkv.hpp>
 
 namespace kvpolicy {
 using Dims = head_dims<64, 128>;
@@ -25,4 +28,30 @@ template std::size_t FixedBudgetCache<Given, bf16>::snapshot<cuda_build>(const c
                                                                          std::size_t) const;
 template void FixedBudgetCache<Given, bf16>::restore<cuda_build>(const cuda&, std::int32_t, const void*,
                                                                  std::size_t);
+
+using Gated = WGKV<256>;
+using Dual = DualRef<Gated, bf16>;
+template std::size_t step_workspace_bytes<Dims>(const cuda&, const Dual&, std::int32_t);
+template void step<Dims>(const cuda&, const Dual&, const Batch&, rows_view<const bf16>, rows_view<const bf16>,
+                         rows_view<const bf16>, rows_view<bf16>, workspace_view, std::uint32_t*,
+                         const CacheExtras&);
+template void attend<Dims>(const cuda&, const Dual&, const Batch&, rows_view<const bf16>, rows_view<bf16>,
+                           plane_view<float>, workspace_view, std::uint32_t*);
+template void export_heads(const cuda&, const Dual&, const Batch&, const HeadPages&);
+
+template void DualCache<Gated, bf16>::bind<cuda_build>(const cuda&, void*, std::size_t);
+template void DualCache<Gated, bf16>::add_slab<cuda_build>(const cuda&, void*, std::size_t);
+template std::int64_t DualCache<Gated, bf16>::free_pages<cuda_build>(const cuda&) const;
+template std::int64_t DualCache<Gated, bf16>::reserve<cuda_build>(const cuda&, const Batch&);
+template void DualCache<Gated, bf16>::clear<cuda_build>(const cuda&, std::int32_t);
+template void DualCache<Gated, bf16>::advance<cuda_build>(const cuda&, const Batch&, std::uint32_t*);
+template void DualCache<Gated, bf16>::fork<cuda_build>(const cuda&, std::int32_t, std::int32_t,
+                                                       std::uint32_t*);
+template void DualCache<Gated, bf16>::reorder<cuda_build>(const cuda&, const std::int32_t*, std::int32_t,
+                                                          std::uint32_t*);
+template std::size_t DualCache<Gated, bf16>::snapshot_bytes<cuda_build>(const cuda&, std::int32_t) const;
+template std::size_t DualCache<Gated, bf16>::snapshot<cuda_build>(const cuda&, std::int32_t, void*,
+                                                                  std::size_t) const;
+template void DualCache<Gated, bf16>::restore<cuda_build>(const cuda&, std::int32_t, const void*, std::size_t,
+                                                          std::uint32_t*);
 }  // namespace kvpolicy

@@ -15,7 +15,13 @@ inline namespace KVPOLICY_CUDA_NAMESPACE KVPOLICY_HIDDEN {
 namespace cuda_backend {
 
 template <class T>
+struct head_view;
+
+template <class T>
 struct cache_view {
+    using value_type = T;
+    using head_type = head_view<T>;
+
     const HeadRule* rules = nullptr;           // [kv_heads]
     const std::int64_t* row_offset = nullptr;  // [kv_heads + 1]
     position_t* length = nullptr;              // [slots]
@@ -39,6 +45,9 @@ struct cache_view {
     std::int32_t dim_v = 0;
     std::int32_t proposals = 0;
     position_t rebase_limit = kvpolicy::rebase_limit;
+
+    /// Whether a slot may become so much longer.
+    [[nodiscard]] __device__ bool takes(std::int32_t /*slot*/, std::int32_t /*tokens*/) const { return true; }
 
     template <class P>
     __host__ __device__ explicit cache_view(const FixedBudgetRef<P, T>& ref)
@@ -78,6 +87,7 @@ struct head_view {
     T* v;
     position_t* position;
     float* score;
+    std::int32_t dim_k, dim_v;
 
     __device__ head_view(const cache_view<T>& cache, std::int32_t slot, std::int32_t head)
         : rule(cache.rules[head]), layout{rule.sinks, rule.window} {
@@ -88,7 +98,20 @@ struct head_view {
         v = cache.v + first * cache.dim_v;
         position = cache.position + first;
         score = cache.score + first;
+        dim_k = cache.dim_k;
+        dim_v = cache.dim_v;
     }
+    // What heads of other caches have too, wherever their rows lie.
+    [[nodiscard]] __device__ T* key(std::int32_t row) const { return k + std::int64_t{row} * dim_k; }
+    [[nodiscard]] __device__ T* value(std::int32_t row) const { return v + std::int64_t{row} * dim_v; }
+    [[nodiscard]] __device__ position_t& position_of(std::int32_t row) const { return position[row]; }
+    [[nodiscard]] __device__ float& score_of(std::int32_t row) const { return score[row]; }
+    [[nodiscard]] __device__ T* spare_key(std::int32_t j) const { return key(capacity() + j); }
+    [[nodiscard]] __device__ T* spare_value(std::int32_t j) const { return value(capacity() + j); }
+    [[nodiscard]] __device__ position_t& spare_position(std::int32_t j) const {
+        return position[capacity() + j];
+    }
+    [[nodiscard]] __device__ float& spare_score(std::int32_t j) const { return score[capacity() + j]; }
     /// Rows before the spare ones.
     [[nodiscard]] __device__ std::int32_t capacity() const { return layout.place(rule.budget); }
     [[nodiscard]] __device__ detail::head_places places(position_t rebase_limit) const {
@@ -102,10 +125,11 @@ struct active_entry {
     std::int32_t tokens;
     bool bad;
 
-    template <class T>
-    __device__ active_entry(const cache_view<T>& cache, const Batch& batch, std::int32_t i, std::int32_t most)
+    template <class View>
+    __device__ active_entry(const View& cache, const Batch& batch, std::int32_t i, std::int32_t most)
         : slot(batch.slot(i)), tokens(batch.tokens(i)) {
-        bad = tokens < 0 || tokens > most || slot < 0 || slot >= cache.slots;
+        bad = tokens < 0 || tokens > most || slot < 0 || slot >= cache.slots ||
+              (tokens != 0 && !cache.takes(slot, tokens));
         if (bad) {
             tokens = 0;
         }
@@ -120,13 +144,13 @@ struct chunk_tokens {
     std::int32_t most = 1;
     bool spare = false;
 
-    __device__ const T* key(const cache_view<T>& cache, const head_view<T>& head, std::int32_t i,
-                            std::int32_t h, std::int32_t j) const {
-        return spare ? head.k + std::int64_t{head.capacity() + j} * cache.dim_k : k.row(i, h, j);
+    template <class Head>
+    __device__ const T* key(const Head& head, std::int32_t i, std::int32_t h, std::int32_t j) const {
+        return spare ? head.spare_key(j) : k.row(i, h, j);
     }
-    __device__ const T* value(const cache_view<T>& cache, const head_view<T>& head, std::int32_t i,
-                              std::int32_t h, std::int32_t j) const {
-        return spare ? head.v + std::int64_t{head.capacity() + j} * cache.dim_v : v.row(i, h, j);
+    template <class Head>
+    __device__ const T* value(const Head& head, std::int32_t i, std::int32_t h, std::int32_t j) const {
+        return spare ? head.spare_value(j) : v.row(i, h, j);
     }
 };
 

@@ -18,9 +18,11 @@ inline constexpr int score_threads = 32 * score_warps;
 inline constexpr int score_batch = 8;  // tokens that a block of a stateless scorer takes
 
 /// A launch that scores the tokens of a chunk (a step: of one token).
-template <class T, class Scorer>
+template <class View, class Scorer>
 struct score_launch {
-    cache_view<T> cache;
+    using T = typename View::value_type;
+
+    View cache;
     Batch batch{};
     chunk_tokens<T> tokens{};
     // [count, Hkv, most]: of token j, or of the key that leaves when token j comes (0 where none does)
@@ -38,15 +40,14 @@ __device__ inline float activate(Silu, float y) { return silu(y); }
 __device__ inline float activate(GeluErf, float y) { return 0.5f * y * (1.0f + erff(y * 0.70710678f)); }
 
 /// What a block is to score: entry, head, and where its chunk begins.
-template <class T>
+template <class View>
 struct score_place {
     std::int32_t pair, entry, head;
     active_entry active;
-    head_view<T> rows;
+    typename View::head_type rows;
     position_t base;
 
-    __device__ score_place(const cache_view<T>& cache, const Batch& batch, std::int32_t number,
-                           std::int32_t most)
+    __device__ score_place(const View& cache, const Batch& batch, std::int32_t number, std::int32_t most)
         : pair(number),
           entry(number / cache.kv_heads),
           head(number % cache.kv_heads),
@@ -63,17 +64,17 @@ __device__ void to_floats(const T* from, std::int32_t count, float* to) {
 }
 
 /// A token a warp.
-template <class T, std::int32_t D>
-__device__ void score_block(const score_launch<T, LinearScorer<D>>& call, float* /*shared*/) {
+template <class View, std::int32_t D>
+__device__ void score_block(const score_launch<View, LinearScorer<D>>& call, float* /*shared*/) {
     const std::int32_t pieces = (call.tokens.most + score_batch - 1) / score_batch;
     const auto number = static_cast<std::int32_t>(blockIdx.x);
-    const score_place<T> at(call.cache, call.batch, number / pieces, call.tokens.most);
+    const score_place<View> at(call.cache, call.batch, number / pieces, call.tokens.most);
     const std::int32_t j = number % pieces * score_batch + warp_id();
     static_assert(score_batch <= score_warps);
     if (warp_id() < score_batch && j < at.active.tokens) {
-        const float score = warp_score(
-            call.scorer, at.head, call.tokens.key(call.cache, at.rows, at.entry, at.head, j),
-            call.tokens.value(call.cache, at.rows, at.entry, at.head, j), call.cache.dim_k, call.cache.dim_v);
+        const float score =
+            warp_score(call.scorer, at.head, call.tokens.key(at.rows, at.entry, at.head, j),
+                       call.tokens.value(at.rows, at.entry, at.head, j), call.cache.dim_k, call.cache.dim_v);
         if (lane_id() == 0) {
             call.scores[std::int64_t{at.pair} * call.tokens.most + j] = score;
         }
@@ -81,12 +82,12 @@ __device__ void score_block(const score_launch<T, LinearScorer<D>>& call, float*
 }
 
 /// A few tokens share every row of the first layer's weights; a warp takes a hidden number at a time.
-template <class T, class Act, std::int32_t D>
-__device__ void score_block(const score_launch<T, BasicMlpScorer<KeyValueInput, Act, D>>& call,
+template <class View, class Act, std::int32_t D>
+__device__ void score_block(const score_launch<View, BasicMlpScorer<KeyValueInput, Act, D>>& call,
                             float* const shared) {
     const std::int32_t pieces = (call.tokens.most + score_batch - 1) / score_batch;
     const auto number = static_cast<std::int32_t>(blockIdx.x);
-    const score_place<T> at(call.cache, call.batch, number / pieces, call.tokens.most);
+    const score_place<View> at(call.cache, call.batch, number / pieces, call.tokens.most);
     const std::int32_t first = number % pieces * score_batch;
     const std::int32_t left = at.active.tokens - first, count = left < score_batch ? left : score_batch;
     if (count <= 0) {
@@ -96,9 +97,8 @@ __device__ void score_block(const score_launch<T, BasicMlpScorer<KeyValueInput, 
     float* const x = shared;                       // [score_batch, inputs]
     float* const sums = x + score_batch * inputs;  // [score_warps, score_batch]
     for (std::int32_t t = 0; t < count; ++t) {
-        to_floats(call.tokens.key(call.cache, at.rows, at.entry, at.head, first + t), call.cache.dim_k,
-                  x + t * inputs);
-        to_floats(call.tokens.value(call.cache, at.rows, at.entry, at.head, first + t), call.cache.dim_v,
+        to_floats(call.tokens.key(at.rows, at.entry, at.head, first + t), call.cache.dim_k, x + t * inputs);
+        to_floats(call.tokens.value(at.rows, at.entry, at.head, first + t), call.cache.dim_v,
                   x + t * inputs + call.cache.dim_k);
     }
     __syncthreads();
@@ -248,10 +248,12 @@ struct mlstm_memory {
 };
 
 /// One head's tokens one after another, as a step absorbs them: the state is read and written once a token.
-template <class T, std::int32_t D, class Feature, class Values>
-__device__ void score_block(const score_launch<T, mLSTMScorer<D, Feature, Values>>& call,
+template <class View, std::int32_t D, class Feature, class Values>
+__device__ void score_block(const score_launch<View, mLSTMScorer<D, Feature, Values>>& call,
                             float* const shared) {
-    const score_place<T> at(call.cache, call.batch, static_cast<std::int32_t>(blockIdx.x), call.tokens.most);
+    using T = typename View::value_type;
+    const score_place<View> at(call.cache, call.batch, static_cast<std::int32_t>(blockIdx.x),
+                               call.tokens.most);
     if (at.active.tokens == 0) {
         return;
     }
@@ -275,18 +277,16 @@ __device__ void score_block(const score_launch<T, mLSTMScorer<D, Feature, Values
     for (std::int32_t j = 0; j < at.active.tokens; ++j) {
         const position_t u = at.base + j - at.rows.rule.window;
         const bool leaves = u >= at.rows.rule.sinks;
-        const T* const value = call.tokens.value(call.cache, at.rows, at.entry, at.head, j);
-        to_floats(call.tokens.key(call.cache, at.rows, at.entry, at.head, j), dim_k, memory.x);
+        const T* const value = call.tokens.value(at.rows, at.entry, at.head, j);
+        to_floats(call.tokens.key(at.rows, at.entry, at.head, j), dim_k, memory.x);
         to_floats(value, dim_v, memory.x + dim_k);
         if (leaves) {
             const bool stored = u < at.base;
-            const std::int64_t row = stored ? at.rows.layout.recent(u) : 0;
+            const std::int32_t row = stored ? at.rows.layout.recent(u) : 0;
             const auto of_chunk = static_cast<std::int32_t>(stored ? 0 : u - at.base);
-            to_floats(stored ? at.rows.k + row * dim_k
-                             : call.tokens.key(call.cache, at.rows, at.entry, at.head, of_chunk),
+            to_floats(stored ? at.rows.key(row) : call.tokens.key(at.rows, at.entry, at.head, of_chunk),
                       dim_k, memory.of_leaving);
-            to_floats(stored ? at.rows.v + row * dim_v
-                             : call.tokens.value(call.cache, at.rows, at.entry, at.head, of_chunk),
+            to_floats(stored ? at.rows.value(row) : call.tokens.value(at.rows, at.entry, at.head, of_chunk),
                       dim_v, memory.of_leaving + dim_k);
         }
         __syncthreads();

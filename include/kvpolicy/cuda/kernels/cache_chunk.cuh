@@ -24,9 +24,12 @@ inline constexpr int chunk_threads = 128;
 inline constexpr std::int32_t chunk_pieces = 8;  // blocks that share the copies of a head
 
 /// What the kernels of a chunk share.
-template <class T>
+template <class View_>
 struct chunk_launch {
-    cache_view<T> cache;
+    using View = View_;
+    using T = typename View::value_type;
+
+    View cache;
     Batch batch{};  // q_len: `taken`, once chunk_begin_kernel has run
     chunk_tokens<T> tokens{};
     plane_view<const float> scores{};  // of the new tokens, where they come with them
@@ -47,6 +50,8 @@ struct chunk_launch {
     std::int32_t* holder = nullptr;        // [count, Hkv, longest]: see detail::chunk_places
     std::int32_t* record = nullptr;        // [count, Hkv, tiles]
     std::int32_t* kept = nullptr;          // [count, Hkv]: places in use after the chunk
+    const float* advanced =
+        nullptr;  // [count, Hkv, state_size]: the scorer's states after it, if not in the cache
 };
 
 /// Shared memory of a head's contests: positions, scores, records.
@@ -56,14 +61,14 @@ inline std::size_t contest_bytes(std::int64_t places, std::int64_t tiles) {
 }
 
 /// One head of an entry.
-template <class T>
+template <class View>
 struct chunk_head {
     std::int32_t pair, entry, head;
     active_entry active;
-    head_view<T> rows;
+    typename View::head_type rows;
     position_t base;
 
-    __device__ chunk_head(const chunk_launch<T>& call, std::int32_t number)
+    __device__ chunk_head(const chunk_launch<View>& call, std::int32_t number)
         : pair(number),
           entry(number / call.cache.kv_heads),
           head(number % call.cache.kv_heads),
@@ -72,12 +77,12 @@ struct chunk_head {
           base(active.bad ? 0 : call.cache.length[active.slot]) {}
 
     /// The score of token j, as its row will keep it.
-    __device__ float score(const chunk_launch<T>& call, std::int32_t j) const {
+    __device__ float score(const chunk_launch<View>& call, std::int32_t j) const {
         float score = 0.0f;
         if (call.computed != nullptr) {
             score = call.on_leaving ? 0.0f : call.computed[std::int64_t{pair} * call.tokens.most + j];
         } else if (call.tokens.spare) {
-            score = rows.score[rows.capacity() + j];
+            score = rows.spare_score(j);
         } else if (call.scores) {
             score = call.scores.head(entry, head)[j];
         }
@@ -85,12 +90,12 @@ struct chunk_head {
         return counts ? score : call.computed == nullptr && score == score ? score : 0.0f;
     }
     /// The score of the key that leaves the window when token j comes.
-    __device__ float leaving_score(const chunk_launch<T>& call, std::int32_t j) const {
+    __device__ float leaving_score(const chunk_launch<View>& call, std::int32_t j) const {
         const position_t u = base + j - rows.rule.window;
         if (call.on_leaving && call.computed != nullptr) {
             return call.computed[std::int64_t{pair} * call.tokens.most + j];
         }
-        return u < base ? rows.score[rows.layout.recent(u)]
+        return u < base ? rows.score_of(rows.layout.recent(u))
                         : score(call, static_cast<std::int32_t>(u - base));
     }
     /// The name of key u, which leaves the window: see detail::chunk_places.
@@ -100,15 +105,15 @@ struct chunk_head {
 };
 
 /// Which entries take how many tokens: at most `most`; from the spare rows, at most as many as were proposed here. One block.
-template <class T>
+template <class View>
 __global__ void __launch_bounds__(chunk_threads)
-    chunk_begin_kernel(const __grid_constant__ chunk_launch<T> call) {
+    chunk_begin_kernel(const __grid_constant__ chunk_launch<View> call) {
     for (auto i = static_cast<std::int32_t>(threadIdx.x); i < call.batch.count; i += chunk_threads) {
         active_entry active(call.cache, call.batch, i, call.tokens.most);
         if (call.tokens.spare && active.tokens != 0) {
-            const head_view<T> head(call.cache, active.slot, 0);
+            const typename View::head_type head(call.cache, active.slot, 0);
             active.bad = active.tokens > call.cache.proposed[active.slot] ||
-                         head.position[head.capacity()] != call.cache.length[active.slot];
+                         head.spare_position(0) != call.cache.length[active.slot];
         }
         call.taken[i] = active.bad ? 0 : active.tokens;
         if (active.bad && call.status != nullptr) {
@@ -117,11 +122,16 @@ __global__ void __launch_bounds__(chunk_threads)
     }
 }
 
+/// The first of `kept` places that may change hands: without a budget a key keeps its place for good.
+__device__ inline std::int32_t first_contested(const HeadRule& rule, std::int32_t kept) {
+    return rule.budget == unlimited ? kept : 0;
+}
+
 /// Lifetimes of all rows and tokens, and the contests. A block a head.
-template <class T, class Gate>
+template <class View, class Gate>
 __global__ void __launch_bounds__(chunk_threads)
-    chunk_decide_kernel(const __grid_constant__ chunk_launch<T> call, const Gate gate) {
-    const chunk_head<T> at(call, static_cast<std::int32_t>(blockIdx.x));
+    chunk_decide_kernel(const __grid_constant__ chunk_launch<View> call, const Gate gate) {
+    const chunk_head<View> at(call, static_cast<std::int32_t>(blockIdx.x));
     const auto thread = static_cast<std::int32_t>(threadIdx.x);
     const HeadRule& rule = at.rows.rule;
     const std::int32_t tokens = at.active.tokens;
@@ -134,7 +144,8 @@ __global__ void __launch_bounds__(chunk_threads)
         expiry_t expiry = dead;
         if (r < used) {
             // What lies further back than 31 bits reach is just as visible there.
-            const position_t t = at.rows.position[r], distance = t - at.base, least = -(position_t{1} << 30);
+            const position_t t = at.rows.position_of(r), distance = t - at.base,
+                             least = -(position_t{1} << 30);
             position = static_cast<std::int32_t>(distance > least ? distance : least);
             const bool recent = r >= rule.sinks && r < at.rows.layout.place(0);
             const position_t leaves = distance + rule.window;
@@ -154,7 +165,6 @@ __global__ void __launch_bounds__(chunk_threads)
             atomicOr(call.status + at.entry, static_cast<std::uint32_t>(status_nan_score));
         }
     }
-    const detail::head_places places = at.rows.places(call.cache.rebase_limit);
     float* const of_score = call.place_score + plane;
     position_t* const of_position = call.place_position + plane;
     detail::chunk_places chunk{{rule, call.cache.rebase_limit, of_score, of_position},
@@ -167,14 +177,17 @@ __global__ void __launch_bounds__(chunk_threads)
         chunk.of.score = reinterpret_cast<float*>(chunk.of.position + call.longest);
         chunk.record = reinterpret_cast<std::int32_t*>(chunk.of.score + call.longest);
     }
-    for (std::int32_t p = thread; p < kept; p += chunk_threads) {
-        chunk.of.score[p] = places.score[p];
-        chunk.of.position[p] = places.position[p];
-        call.holder[plane + p] = at.rows.layout.place(p);
+    for (std::int32_t p = first_contested(rule, kept) + thread; p < kept; p += chunk_threads) {
+        const std::int32_t row = at.rows.layout.place(p);
+        chunk.of.score[p] = at.rows.score_of(row);
+        chunk.of.position[p] = at.rows.position_of(row);
+        call.holder[plane + p] = row;
     }
-    if (thread == 0) {
-        call.first_row[at.pair] =
-            (at.active.bad ? 0 : at.active.slot * call.cache.rows) + call.cache.row_offset[at.head];
+    if constexpr (std::is_same_v<View, cache_view<typename View::value_type>>) {
+        if (thread == 0) {
+            call.first_row[at.pair] =
+                (at.active.bad ? 0 : at.active.slot * call.cache.rows) + call.cache.row_offset[at.head];
+        }
     }
     __syncthreads();
     if (warp_id() == 0) {
@@ -189,7 +202,7 @@ __global__ void __launch_bounds__(chunk_threads)
     if (call.contest_in_shared) {
         __syncthreads();
         const std::int32_t after = call.kept[at.pair];
-        for (std::int32_t p = thread; p < after; p += chunk_threads) {
+        for (std::int32_t p = first_contested(rule, kept) + thread; p < after; p += chunk_threads) {
             of_score[p] = chunk.of.score[p];
             of_position[p] = chunk.of.position[p];
         }
@@ -207,25 +220,22 @@ __device__ void copy_row(const T* from, T* to, std::int32_t dim) {
 }
 
 /// Writes token j of a chunk to a row, by a warp.
-template <class T>
-__device__ void put_token(const chunk_launch<T>& call, const chunk_head<T>& at, std::int32_t j,
-                          std::int64_t row) {
-    const cache_view<T>& cache = call.cache;
-    copy_row(call.tokens.key(cache, at.rows, at.entry, at.head, j), at.rows.k + row * cache.dim_k,
-             cache.dim_k);
-    copy_row(call.tokens.value(cache, at.rows, at.entry, at.head, j), at.rows.v + row * cache.dim_v,
-             cache.dim_v);
+template <class View, class T>
+__device__ void put_token(const chunk_launch<View>& call, const chunk_head<View>& at, std::int32_t j, T* key,
+                          T* value, position_t& position, float& score) {
+    copy_row(call.tokens.key(at.rows, at.entry, at.head, j), key, call.cache.dim_k);
+    copy_row(call.tokens.value(at.rows, at.entry, at.head, j), value, call.cache.dim_v);
     if (lane_id() == 0) {
-        at.rows.position[row] = at.base + j;
-        at.rows.score[row] = at.score(call, j);
+        position = at.base + j;
+        score = at.score(call, j);
     }
 }
 
 /// Newcomers to long-range places. chunk_pieces blocks a head, a warp a place.
-template <class T>
+template <class View>
 __global__ void __launch_bounds__(chunk_threads)
-    chunk_places_kernel(const __grid_constant__ chunk_launch<T> call) {
-    const chunk_head<T> at(call, static_cast<std::int32_t>(blockIdx.x) / chunk_pieces);
+    chunk_places_kernel(const __grid_constant__ chunk_launch<View> call) {
+    const chunk_head<View> at(call, static_cast<std::int32_t>(blockIdx.x) / chunk_pieces);
     if (at.active.tokens == 0) {
         return;
     }
@@ -233,36 +243,35 @@ __global__ void __launch_bounds__(chunk_threads)
     const std::int32_t piece = static_cast<std::int32_t>(blockIdx.x) % chunk_pieces;
     const std::int64_t plane = std::int64_t{at.pair} * call.longest;
     const std::int32_t kept = call.kept[at.pair], capacity = at.rows.capacity();
-    const cache_view<T>& cache = call.cache;
-    for (std::int32_t p = piece * warps + warp_id(); p < kept; p += chunk_pieces * warps) {
+    const View& cache = call.cache;
+    const std::int32_t first = first_contested(at.rows.rule, cache.kept[at.rows.index]);
+    for (std::int32_t p = first + piece * warps + warp_id(); p < kept; p += chunk_pieces * warps) {
         const std::int32_t holder = call.holder[plane + p];
-        const std::int64_t row = at.rows.layout.place(p);
+        const std::int32_t row = at.rows.layout.place(p);
         if (holder == row) {
             continue;  // it held its place already
         }
         const bool of_ring = holder < capacity;
         const std::int32_t j = holder - capacity;
-        copy_row(of_ring ? at.rows.k + std::int64_t{holder} * cache.dim_k
-                         : call.tokens.key(cache, at.rows, at.entry, at.head, j),
-                 at.rows.k + row * cache.dim_k, cache.dim_k);
-        copy_row(of_ring ? at.rows.v + std::int64_t{holder} * cache.dim_v
-                         : call.tokens.value(cache, at.rows, at.entry, at.head, j),
-                 at.rows.v + row * cache.dim_v, cache.dim_v);
+        copy_row(of_ring ? at.rows.key(holder) : call.tokens.key(at.rows, at.entry, at.head, j),
+                 at.rows.key(row), cache.dim_k);
+        copy_row(of_ring ? at.rows.value(holder) : call.tokens.value(at.rows, at.entry, at.head, j),
+                 at.rows.value(row), cache.dim_v);
         if (lane_id() == 0) {
-            at.rows.position[row] = call.place_position[plane + p];
-            at.rows.score[row] = call.place_score[plane + p];
+            at.rows.position_of(row) = call.place_position[plane + p];
+            at.rows.score_of(row) = call.place_score[plane + p];
         }
     }
 }
 
 /// Sinks, ring and counters, after the places. chunk_pieces blocks a head, a warp a token.
-template <class T>
+template <class View>
 __global__ void __launch_bounds__(chunk_threads)
-    chunk_recent_kernel(const __grid_constant__ chunk_launch<T> call) {
-    const chunk_head<T> at(call, static_cast<std::int32_t>(blockIdx.x) / chunk_pieces);
+    chunk_recent_kernel(const __grid_constant__ chunk_launch<View> call) {
+    const chunk_head<View> at(call, static_cast<std::int32_t>(blockIdx.x) / chunk_pieces);
     const std::int32_t piece = static_cast<std::int32_t>(blockIdx.x) % chunk_pieces;
     const std::int32_t tokens = at.active.tokens;
-    const cache_view<T>& cache = call.cache;
+    const View& cache = call.cache;
     if (piece == 0 && threadIdx.x == 0 && !at.active.bad) {
         if (tokens != 0) {
             cache.kept[at.rows.index] = call.kept[at.pair];
@@ -273,32 +282,40 @@ __global__ void __launch_bounds__(chunk_threads)
             cache.proposed[at.active.slot] = 0;
         }
     }
+    if (call.advanced != nullptr && tokens != 0) {
+        const std::int64_t size = cache.state_size;
+        for (std::int64_t i = piece * chunk_threads + static_cast<std::int32_t>(threadIdx.x); i < size;
+             i += chunk_pieces * chunk_threads) {
+            cache.state[at.rows.index * size + i] = call.advanced[at.pair * size + i];
+        }
+    }
     constexpr std::int32_t warps = chunk_threads / 32;
     for (std::int32_t j = piece * warps + warp_id(); j < tokens; j += chunk_pieces * warps) {
         const position_t t = at.base + j;
         if (t >= at.rows.rule.sinks && j + std::int64_t{at.rows.rule.window} < tokens) {
             continue;  // it has left the window
         }
-        const std::int64_t row = at.rows.layout.recent(t);
-        put_token(call, at, j, row);
+        const std::int32_t row = at.rows.layout.recent(t);
+        put_token(call, at, j, at.rows.key(row), at.rows.value(row), at.rows.position_of(row),
+                  at.rows.score_of(row));
     }
 }
 
 /// Proposed tokens into the spare rows. chunk_pieces blocks a head, a warp a token.
-template <class T>
+template <class View>
 __global__ void __launch_bounds__(chunk_threads)
-    chunk_propose_kernel(const __grid_constant__ chunk_launch<T> call) {
-    const chunk_head<T> at(call, static_cast<std::int32_t>(blockIdx.x) / chunk_pieces);
+    chunk_propose_kernel(const __grid_constant__ chunk_launch<View> call) {
+    const chunk_head<View> at(call, static_cast<std::int32_t>(blockIdx.x) / chunk_pieces);
     const std::int32_t piece = static_cast<std::int32_t>(blockIdx.x) % chunk_pieces;
     const std::int32_t tokens = at.active.tokens;
-    const cache_view<T>& cache = call.cache;
+    const View& cache = call.cache;
     if (piece == 0 && at.head == 0 && threadIdx.x == 0 && tokens != 0) {
         cache.proposed[at.active.slot] = tokens;
     }
     constexpr std::int32_t warps = chunk_threads / 32;
     for (std::int32_t j = piece * warps + warp_id(); j < tokens; j += chunk_pieces * warps) {
-        const std::int64_t row = std::int64_t{at.rows.capacity()} + j;
-        put_token(call, at, j, row);
+        put_token(call, at, j, at.rows.spare_key(j), at.rows.spare_value(j), at.rows.spare_position(j),
+                  at.rows.spare_score(j));
     }
 }
 

@@ -12,16 +12,16 @@ namespace kvpolicy {
 inline namespace KVPOLICY_CUDA_NAMESPACE KVPOLICY_HIDDEN {
 namespace cuda_backend {
 
-template <class T, class Scorer>
+template <class View, class Scorer>
 __global__ void __launch_bounds__(score_threads)
-    cache_score_kernel(const __grid_constant__ score_launch<T, Scorer> call) {
+    cache_score_kernel(const __grid_constant__ score_launch<View, Scorer> call) {
     let_next_kernel_start();  // it may stream rows meanwhile, and waits for scores where it needs them
     score_block(call, reinterpret_cast<float*>(dynamic_shared()));
 }
 
 /// Enqueues the scores of a chunk's tokens.
-template <class T, class Scorer>
-void launch_scores(const cuda& on, score_launch<T, Scorer> call) {
+template <class View, class Scorer>
+void launch_scores(const cuda& on, score_launch<View, Scorer> call) {
     const std::int64_t heads = std::int64_t{call.batch.count} * call.cache.kv_heads;
     const std::int32_t inputs = call.cache.dim_k + call.cache.dim_v;
     const std::int64_t pieces = (std::int64_t{call.tokens.most} + score_batch - 1) / score_batch;
@@ -35,8 +35,8 @@ void launch_scores(const cuda& on, score_launch<T, Scorer> call) {
         floats = static_cast<std::size_t>(
             mlstm_memory::floats(inputs, call.projection, call.features, call.width));
     }
-    launch("cache_score_kernel", cache_score_kernel<T, Scorer>, blocks, score_threads, floats * sizeof(float),
-           on, call);
+    launch("cache_score_kernel", cache_score_kernel<View, Scorer>, blocks, score_threads,
+           floats * sizeof(float), on, call);
 }
 
 }  // namespace cuda_backend

@@ -18,16 +18,30 @@ namespace cuda_backend {
 inline constexpr int slot_threads = 128;
 inline constexpr std::int32_t most_reordered = 512;
 
-/// Empties `count` slots from `first` on: a block a head of a slot of a layer.
-template <class P, class T>
+/// Empties `count` slots from `first` on: a block a head of a slot of a layer. Pages go back to the pool, but where the memory is
+/// `fresh` and names none.
+template <class Ref>
 __global__ void __launch_bounds__(slot_threads)
-    clear_slots_kernel(const FixedBudgetRef<P, T>* const refs, const std::int32_t kv_heads,
-                       const std::int32_t first, const std::int32_t count) {
+    clear_slots_kernel(const Ref* const refs, const std::int32_t kv_heads, const std::int32_t first,
+                       const std::int32_t count, const bool fresh) {
     const auto head = static_cast<std::int32_t>(blockIdx.x) % kv_heads;
     const std::int32_t rest = static_cast<std::int32_t>(blockIdx.x) / kv_heads;
     const std::int32_t slot = first + rest % count, layer = rest / count;
-    const FixedBudgetRef<P, T>& cache = refs[layer];
+    const Ref& cache = refs[layer];
     const std::int64_t index = cache.head_index(slot, head);
+    if constexpr (Ref::pooled) {
+        const std::int32_t held = fresh ? 0 : cache.held[index];
+        for (auto page = static_cast<std::int32_t>(threadIdx.x); page < held; page += slot_threads) {
+            const std::int32_t id = cache.pages(slot, head)[page];
+            if (atomicSub(cache.pool.names + id, 1) == 1) {
+                cache.pool.free_ids[atomicAdd(cache.pool.free_count, 1)] = id;
+            }
+        }
+        __syncthreads();  // all have read `held`
+        if (threadIdx.x == 0) {
+            cache.held[index] = 0;
+        }
+    }
     float* const state = cache.state + index * cache.state_size;
     for (std::int64_t i = threadIdx.x; i < cache.state_size; i += slot_threads) {
         // The only scorer with a state is the mLSTM, whose stabiliser is -inf at first, in the last number but one.

@@ -1,0 +1,292 @@
+// Decode steps of one layer at 128k tokens, batch 16: a DualCache whose heads keep from 2% to 90% of the keys, a quarter on average,
+// beside dense decode. Both are steps of this library, everything included; the layer is many times the L2 cache.
+#pragma once
+
+#include <kvpolicy/cuda/cache_owner.cuh>
+#include <kvpolicy/cuda/cache_step.cuh>
+#include <kvpolicy/cuda/dual_owner.cuh>
+#include <kvpolicy/cuda/dual_step.cuh>
+#include <kvpolicy/policies/sink.hpp>
+#include <kvpolicy/policies/threshold_gate.hpp>
+#include <kvpolicy/policies/window.hpp>
+
+#include "cold.cuh"
+
+#include <algorithm>
+#include <array>
+#include <cstddef>
+#include <cstdint>
+#include <string>
+#include <vector>
+
+namespace bench {
+
+namespace ragged {
+
+namespace kvp = kvpolicy;
+using kvp::bf16;
+using Dims = kvp::head_dims<128>;
+
+inline constexpr std::int32_t heads = 8, group = 4, dim = 128, sinks = 4, window = 256;
+
+/// A layer's size.
+struct Size {
+    std::int32_t batch = 16;
+    kvp::position_t length = 131072;
+};
+inline constexpr std::int32_t tokens_to_come = 200;
+
+static __global__ void fill_numbers(bf16* to, std::int64_t count) {
+    for (std::int64_t i = std::int64_t{blockIdx.x} * blockDim.x + threadIdx.x; i < count;
+         i += std::int64_t{gridDim.x} * blockDim.x) {
+        to[i] = bf16(0.433f * hashed(static_cast<std::uint32_t>(i)));
+    }
+}
+static __global__ void fill_scores(float* to, std::int64_t count) {
+    for (std::int64_t i = std::int64_t{blockIdx.x} * blockDim.x + threadIdx.x; i < count;
+         i += std::int64_t{gridDim.x} * blockDim.x) {
+        to[i] = hashed(static_cast<std::uint32_t>(i) + 99u);
+    }
+}
+/// The next token's scores, even in [-4, 4). Part of the graph.
+static __global__ void next_scores(float* to, std::int32_t count, const kvp::position_t* at) {
+    const auto i = static_cast<std::int32_t>(blockIdx.x * blockDim.x + threadIdx.x);
+    if (i < count) {
+        to[i] = hashed(static_cast<std::uint32_t>(at[0]) * 8191u + static_cast<std::uint32_t>(i));
+    }
+}
+inline void fill(bf16* to, std::int64_t count) {
+    fill_numbers<<<4096, 256>>>(to, count);
+    ok(cudaGetLastError());
+}
+
+/// A call's tensors.
+struct Tensors {
+    std::int32_t batch;
+    std::int64_t row = std::int64_t{batch} * heads * dim;
+    buffer<bf16> q{row * group}, k{row}, v{row}, out{row * group};
+    buffer<float> scores{std::int64_t{batch} * heads};
+    explicit Tensors(std::int32_t entries) : batch(entries) {
+        fill(q.data(), q.count());
+        fill(k.data(), k.count());
+        fill(v.data(), v.count());
+    }
+    [[nodiscard]] kvp::CacheExtras extras() const {
+        kvp::CacheExtras extras;
+        extras.scores = kvp::view_bhs<const float>(scores.data(), batch, heads, 1);
+        return extras;
+    }
+};
+
+/// Times graphs of a step and what belongs to it.
+template <class Cache>
+void time_steps(benchmark::State& state, Cache& cache, const stream_of_calls& calls, const Tensors& in,
+                double bytes) {
+    const kvp::cuda on{calls.stream};
+    const std::int32_t batch = in.batch;
+    const auto ref = cache.ref(0);
+    const std::size_t needed = kvp::step_workspace_bytes<Dims>(on, ref, batch);
+    const buffer<unsigned char> workspace(static_cast<std::int64_t>(needed));
+    const buffer<std::uint32_t> status(batch);
+    ok(cudaMemset(status.data(), 0, static_cast<std::size_t>(batch) * sizeof(std::uint32_t)));
+    ok(cudaDeviceSynchronize());
+    const auto token = [&] {
+        next_scores<<<1, static_cast<unsigned>(batch * heads), 0, calls.stream>>>(in.scores.data(),
+                                                                                  batch * heads, ref.length);
+        kvp::step<Dims>(on, ref, {batch},
+                        kvp::view_bhsd<const bf16>(in.q.data(), batch, heads * group, 1, dim),
+                        kvp::view_bhsd<const bf16>(in.k.data(), batch, heads, 1, dim),
+                        kvp::view_bhsd<const bf16>(in.v.data(), batch, heads, 1, dim),
+                        kvp::view_bhsd(in.out.data(), batch, heads * group, 1, dim),
+                        {workspace.data(), needed}, status.data(), in.extras());
+        cache.advance(on, {batch}, status.data());
+    };
+    token();  // loads the kernels
+    ok(cudaStreamSynchronize(calls.stream));
+    cudaGraph_t graph = nullptr;
+    cudaGraphExec_t ready = nullptr;
+    ok(cudaStreamBeginCapture(calls.stream, cudaStreamCaptureModeThreadLocal));
+    token();
+    ok(cudaStreamEndCapture(calls.stream, &graph));
+    ok(cudaGraphInstantiate(&ready, graph, 0));
+    for (std::int32_t t = 0; t < 3; ++t) {
+        ok(cudaGraphLaunch(ready, calls.stream));
+    }
+    cudaEvent_t begin = nullptr, end = nullptr;
+    ok(cudaEventCreate(&begin));
+    ok(cudaEventCreate(&end));
+    std::vector<double> times;
+    for (auto _ : state) {
+        ok(cudaEventRecord(begin, calls.stream));
+        ok(cudaGraphLaunch(ready, calls.stream));
+        ok(cudaEventRecord(end, calls.stream));
+        ok(cudaEventSynchronize(end));
+        float ms = 0.0f;
+        ok(cudaEventElapsedTime(&ms, begin, end));
+        times.push_back(ms);
+        state.SetIterationTime(times.back() * 1e-3);
+    }
+    std::vector<std::uint32_t> words(static_cast<std::size_t>(batch));
+    ok(cudaMemcpy(words.data(), status.data(), static_cast<std::size_t>(batch) * sizeof(std::uint32_t),
+                  cudaMemcpyDeviceToHost));
+    if (std::any_of(words.begin(), words.end(), [](std::uint32_t word) { return word != 0; })) {
+        state.SkipWithError("a step did not run: its status is set");
+    }
+    std::nth_element(times.begin(), times.begin() + static_cast<std::ptrdiff_t>(times.size() / 2),
+                     times.end());
+    const double median = times[times.size() / 2];
+    state.counters["median_ms"] = median;
+    state.counters["kv_bytes"] = bytes;
+    state.counters["gb_per_s"] = bytes / median * 1e-6;
+    state.counters["workspace_bytes"] = static_cast<double>(needed);
+    ok(cudaEventDestroy(begin));
+    ok(cudaEventDestroy(end));
+    ok(cudaGraphExecDestroy(ready));
+    ok(cudaGraphDestroy(graph));
+}
+
+using Gated = kvp::Policy<kvp::Sink<>, kvp::Window<>, kvp::ThresholdGate<kvp::at_least>>;
+
+/// The state of a DualCache after `length` tokens of which head h has promoted kept[h]. Pages of a head are scattered over the pool.
+static __global__ void fill_dual(kvp::DualRef<Gated, bf16> cache, const std::int32_t* kept,
+                                 const std::int64_t* first_page, std::int64_t slot_pages, std::int64_t pages,
+                                 kvp::position_t length) {
+    const std::int32_t slot = static_cast<std::int32_t>(blockIdx.x) / heads,
+                       h = static_cast<std::int32_t>(blockIdx.x) % heads;
+    const std::int32_t used = sinks + window + kept[h], held = (used + cache.page_rows - 1) / cache.page_rows;
+    const std::int64_t first = slot * slot_pages + first_page[h];
+    for (auto page = static_cast<std::int32_t>(threadIdx.x); page < held;
+         page += static_cast<std::int32_t>(blockDim.x)) {
+        const auto id = static_cast<std::int32_t>((first + page) * 7919 % pages);
+        cache.pages(slot, h)[page] = id;
+        cache.pool.names[id] = 1;
+    }
+    if (threadIdx.x == 0) {
+        const std::int64_t index = cache.head_index(slot, h);
+        cache.held[index] = held;
+        cache.kept[index] = kept[h];
+        if (h == 0) {
+            cache.length[slot] = length;
+        }
+    }
+}
+static __global__ void fill_free(kvp::DualRef<Gated, bf16> cache, std::int64_t first, std::int64_t pages) {
+    for (std::int64_t x = first + threadIdx.x; x < pages; x += blockDim.x) {
+        cache.pool.free_ids[x - first] = static_cast<std::int32_t>(x * 7919 % pages);
+    }
+    if (threadIdx.x == 0) {
+        *cache.pool.free_count = static_cast<std::int32_t>(pages - first);
+    }
+}
+
+/// Heads of `percent` of the keys each.
+inline void dual(benchmark::State& state, const Size& size, const std::array<float, heads>& percent,
+                 std::int32_t page_rows) {
+    const std::int32_t batch = size.batch;
+    const kvp::position_t length = size.length;
+    std::array<float, heads> thresholds{};
+    std::array<std::int32_t, heads> kept{};
+    std::array<std::int64_t, heads> first_page{};
+    std::int64_t slot_pages = 0, rows = 0;
+    for (std::size_t h = 0; h < heads; ++h) {
+        thresholds[h] = 4.0f - 0.08f * percent[h];  // of scores that are even in [-4, 4)
+        kept[h] = std::max(
+            0, static_cast<std::int32_t>(static_cast<float>(length) * percent[h] / 100.0f) - sinks - window);
+        first_page[h] = slot_pages;
+        const std::int64_t used = sinks + window + std::int64_t{kept[h]};
+        slot_pages += (used + page_rows - 1) / page_rows;
+        rows += used;
+    }
+    std::int64_t pages = batch * slot_pages + std::int64_t{batch} * heads * (tokens_to_come / page_rows + 2);
+    pages += pages % 7919 == 0 ? 1 : 0;  // so that every page has one place
+    const Gated policy{kvp::Sink<>{sinks}, kvp::Window<>{window},
+                       kvp::ThresholdGate<kvp::at_least>{kvp::per_head(thresholds.data(), 1, heads)}};
+    kvp::DualCache<Gated, bf16> cache(
+        {.layers = 1,
+         .slots = batch,
+         .query_heads = heads * group,
+         .kv_heads = heads,
+         .dim_k = dim,
+         .dim_v = dim,
+         .page_rows = page_rows},
+        {.slab_pages = static_cast<std::int32_t>(pages), .most_slabs = 1, .longest = length + tokens_to_come},
+        policy);
+    const stream_of_calls calls;
+    const kvp::cuda on{calls.stream};
+    const buffer<unsigned char> memory(static_cast<std::int64_t>(cache.bytes().total())),
+        slab(static_cast<std::int64_t>(cache.slab_bytes()));
+    cache.bind(on, memory.data(), cache.bytes().total());
+    cache.add_slab(on, slab.data(), cache.slab_bytes());
+    const auto ref = cache.ref(0);
+    kvp::Slab<bf16> lent;
+    ok(cudaMemcpy(&lent, ref.pool.slabs, sizeof lent, cudaMemcpyDeviceToHost));
+    fill(lent.k, pages * page_rows * dim);
+    fill(lent.v, pages * page_rows * dim);
+    fill_scores<<<4096, 256>>>(lent.score, pages * page_rows);
+    const buffer<std::int32_t> of_kept(heads);
+    const buffer<std::int64_t> of_pages(heads);
+    ok(cudaMemcpy(of_kept.data(), kept.data(), sizeof kept, cudaMemcpyHostToDevice));
+    ok(cudaMemcpy(of_pages.data(), first_page.data(), sizeof first_page, cudaMemcpyHostToDevice));
+    fill_dual<<<static_cast<unsigned>(batch * heads), 256>>>(ref, of_kept.data(), of_pages.data(), slot_pages,
+                                                             pages, length);
+    fill_free<<<1, 256>>>(ref, batch * slot_pages, pages);
+    ok(cudaGetLastError());
+    ok(cudaDeviceSynchronize());
+    const Tensors in(batch);
+    time_steps(state, cache, calls, in, 2.0 * batch * static_cast<double>(rows) * dim * sizeof(bf16));
+}
+
+/// A window of all tokens.
+inline void dense(benchmark::State& state, const Size& size) {
+    const std::int32_t batch = size.batch;
+    const kvp::position_t length = size.length;
+    using Dense = kvp::Policy<kvp::Window<>>;
+    kvp::FixedBudgetCache<Dense, bf16> cache({.layers = 1,
+                                              .slots = batch,
+                                              .query_heads = heads * group,
+                                              .kv_heads = heads,
+                                              .dim_k = dim,
+                                              .dim_v = dim},
+                                             Dense{kvp::Window<>{static_cast<std::int32_t>(length)}});
+    const stream_of_calls calls;
+    const kvp::cuda on{calls.stream};
+    const buffer<unsigned char> memory(static_cast<std::int64_t>(cache.bytes().total()));
+    cache.bind(on, memory.data(), cache.bytes().total());
+    const auto ref = cache.ref(0);
+    fill(ref.k, batch * ref.rows * dim);
+    fill(ref.v, batch * ref.rows * dim);
+    const std::vector<kvp::position_t> lengths(static_cast<std::size_t>(batch), length);
+    ok(cudaMemcpy(ref.length, lengths.data(), sizeof(kvp::position_t) * lengths.size(),
+                  cudaMemcpyHostToDevice));
+    const Tensors in(batch);
+    time_steps(state, cache, calls, in,
+               2.0 * batch * heads * static_cast<double>(length) * dim * sizeof(bf16));
+}
+
+inline void add_rows() {
+    constexpr std::array<float, heads> mixed = {2, 4, 8, 12, 16, 25, 43, 90},
+                                       even = {25, 25, 25, 25, 25, 25, 25, 25},
+                                       full = {100, 100, 100, 100, 100, 100, 100, 100};
+    add("dense decode, 128k x 16", [](benchmark::State& state) { dense(state, {}); });
+    for (const std::int32_t page_rows : {16, 64}) {
+        const std::string pages = ", pages of " + std::to_string(page_rows);
+        add("ragged DualCache, 25% of 128k x 16" + pages,
+            [=](benchmark::State& state) { dual(state, {}, mixed, page_rows); });
+        add("even DualCache, 25% of 128k x 16" + pages,
+            [=](benchmark::State& state) { dual(state, {}, even, page_rows); });
+    }
+    add("DualCache, all of 128k x 16, pages of 16",
+        [=](benchmark::State& state) { dual(state, {}, full, 16); });
+    // Short sequences, where the launch that plans weighs most.
+    for (const std::int32_t batch : {8, 32}) {
+        const Size size{batch, 4096};
+        const std::string name = "4096 x " + std::to_string(batch);
+        add("dense decode, " + name, [=](benchmark::State& state) { dense(state, size); });
+        add("DualCache, all of " + name + ", pages of 16",
+            [=](benchmark::State& state) { dual(state, size, full, 16); });
+    }
+}
+
+}  // namespace ragged
+
+}  // namespace bench

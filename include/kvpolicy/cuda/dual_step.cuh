@@ -1,0 +1,185 @@
+// The dispatch of a DualCache's step and of attention over it: sizes, workspace, launches.
+#pragma once
+
+#include <kvpolicy/caches/dual.hpp>
+#include <kvpolicy/cuda/cache_call.cuh>
+#include <kvpolicy/cuda/config.cuh>
+#include <kvpolicy/cuda/kernels/cache_score.cuh>
+#include <kvpolicy/cuda/kernels/dual_step.cuh>
+#include <kvpolicy/cuda/launch.cuh>
+
+#include <algorithm>
+#include <cstddef>
+#include <cstdint>
+
+namespace kvpolicy {
+inline namespace KVPOLICY_CUDA_NAMESPACE KVPOLICY_HIDDEN {
+namespace cuda_backend {
+
+template <class P>
+constexpr void require_device_dual() {
+    require_device_policy<P>();
+    static_assert(!P::has_keep, "kvpolicy: on CUDA a DualCache takes a policy without a keep part");
+    static_assert(!P::has_eviction, "kvpolicy: on CUDA a DualCache takes a policy without an eviction part");
+}
+
+/// A step, or attention alone, with kernels of these sizes.
+template <class Rows, class P>
+class dual_step_call {
+    using T = typename Rows::T;
+    using Gate = typename P::gate_type;
+    using Scorer = asked_scorer<P>;
+    using Launch = dual_step_launch<Rows, Gate, Scorer>;
+    static constexpr auto kernel = dual_step_kernel<Rows, Gate, Scorer>;
+    static constexpr bool on_leaving = Scorer::when == score_time::on_leaving;
+
+  public:
+    dual_step_call(const cuda& on, const device_scope& device, const DualRef<P, T>& cache, std::int32_t count)
+        : on_(on),
+          call_{.cache = dual_view<T>(cache), .gate = cache.gate, .scorer = scorer_of<P>(cache.scorer)} {
+        call_.batch.count = count;
+        call_.width = Rows::width(cache.dim_v);
+        call_.logits = logits_of<typename Rows::Compute>(cache.attention, cache.dim_k);
+        call_.parts = (cache.group + Rows::heads - 1) / Rows::heads;
+        detail::require(heads() * call_.parts <= 0x7fffffff, "entries x heads", heads(), "below 2^31");
+        shared_ = static_cast<std::size_t>(Rows::warps) * Rows::shared_bytes(cache.dim_v);
+        allow_shared("dual_step_kernel", reinterpret_cast<const void*>(kernel), shared_);
+        int fit = 0;
+        check(cudaOccupancyMaxActiveBlocksPerMultiprocessor(&fit, kernel, Rows::threads, shared_),
+              "dual_step_kernel");
+        const std::int64_t resident =
+            std::int64_t{std::max(fit, 1)} * device.attribute(cudaDevAttrMultiProcessorCount);
+        // As many as the fullest cache has work for.
+        const std::int64_t tiles = (cache.most_rows + stream_tile) / stream_tile * heads() * call_.parts;
+        detail::require(tiles <= 0x7fffffff, "rows of the batch's heads, in tiles of 16", tiles,
+                        "below 2^31: split the batch");
+        call_.work.blocks = static_cast<std::int32_t>(
+            std::clamp<std::int64_t>((tiles + dual_work::least - 1) / dual_work::least, 1, resident));
+    }
+
+    /// Takes the parts of the workspace; with null only measures.
+    std::size_t lay_out(void* memory) {
+        workspace_parts parts(memory);
+        call_.work.taken = parts.take<std::int32_t>(call_.batch.count);
+        call_.work.missing = parts.take<std::int32_t>(heads());
+        call_.work.first_tile = parts.take<std::int32_t>(heads() + 1);
+        call_.work.first_pair = parts.take<std::int32_t>(call_.work.blocks);
+        call_.work.share = parts.take<std::int32_t>(1);
+        call_.notes = parts.take<ragged::step_note>(heads());
+        computed_ = parts.take<float>(scored_before<Scorer> ? heads() : 0);
+        advanced_ = parts.take<float>(on_leaving ? heads() * call_.cache.state_size : 0);
+        call_.states = parts.take<typename Rows::Compute>((call_.work.blocks + heads() * call_.parts) *
+                                                          stream_state<Rows::heads>::size(call_.width));
+        return parts.bytes();
+    }
+
+    void step(const Batch& batch, const rows_view<const T>& q, const rows_view<const T>& k,
+              const rows_view<const T>& v, const rows_view<T>& out, workspace_view workspace,
+              std::uint32_t* status, const CacheExtras& extras) {
+        begin(batch, q, out, extras.lse, workspace, status);
+        call_.k = k;
+        call_.v = v;
+        call_.scores = scores_given<P> ? extras.scores : plane_view<const float>{};
+        if constexpr (scored_before<Scorer>) {
+            // A state is the cache's only once the step has its pages.
+            call_.computed = computed_;
+            call_.advanced = on_leaving ? advanced_ : nullptr;
+            launch_scores(on_, score_launch<dual_view<T>, Scorer>{
+                                   .cache = call_.cache,
+                                   .batch = batch,
+                                   .tokens = {.k = k, .v = v},
+                                   .scores = computed_,
+                                   .state = call_.advanced != nullptr ? advanced_ : nullptr,
+                                   .scorer = call_.scorer});
+        }
+        run();
+    }
+
+    void attend(const Batch& batch, const rows_view<const T>& q, const rows_view<T>& out,
+                const plane_view<float>& lse, workspace_view workspace, std::uint32_t* status) {
+        begin(batch, q, out, lse, workspace, status);
+        call_.writes = false;
+        run();
+    }
+
+  private:
+    [[nodiscard]] std::int64_t heads() const {
+        return std::int64_t{call_.batch.count} * call_.cache.kv_heads;
+    }
+    void begin(const Batch& batch, const rows_view<const T>& q, const rows_view<T>& out,
+               const plane_view<float>& lse, workspace_view workspace, std::uint32_t* status) {
+        check_workspace(workspace, lay_out(nullptr));
+        lay_out(workspace.data);
+        call_.batch = batch;
+        call_.q = q;
+        call_.out = out;
+        call_.lse = lse;
+        call_.status = status;
+    }
+    void run() const {
+        if (call_.batch.count == 0) {
+            return;
+        }
+        launch("dual_plan_kernel", dual_plan_kernel<Rows, Gate, Scorer>, 1, admit_threads, 0, on_, call_);
+        launch("dual_step_kernel", kernel, call_.work.blocks, Rows::threads, shared_, on_, call_);
+    }
+
+    const cuda& on_;
+    Launch call_;
+    float* computed_ = nullptr;
+    float* advanced_ = nullptr;
+    std::size_t shared_ = 0;
+};
+
+/// Calls body(call) with the dual_step_call that serves the cache.
+template <class Dims, class P, class T, class Body>
+void with_step_call(const cuda& on, const DualRef<P, T>& cache, std::int32_t count, const Body& body) {
+    require_device_dual<P>();
+    check_on_device(cache);
+    const device_scope device(on);
+    if constexpr (is_half<T>) {
+        const std::int32_t dim = std::max(cache.dim_k, cache.dim_v);
+        const int tile = fitting_tile(Dims{}, dim);
+        detail::require(tile != 0, "head_dim", dim, "at most the largest of the call's head_dims, and 256");
+        with_tile(Dims{}, tile, [&](auto of) {
+            dual_step_call<ragged::tensor_rows<T, decltype(of)::value>, P> call(on, device, cache, count);
+            body(call);
+        });
+    } else {
+        dual_step_call<ragged::plain_rows<T>, P> call(on, device, cache, count);
+        body(call);
+    }
+}
+
+}  // namespace cuda_backend
+
+template <class Dims, class P, Storage T>
+std::size_t step_workspace_bytes(const cuda& on, const DualRef<P, T>& cache, std::int32_t count) {
+    detail::require(count >= 0 && count <= cache.slots, "count", count,
+                    [&] { return detail::text("0 to the cache's slots, ", cache.slots); });
+    std::size_t bytes = 0;
+    cuda_backend::with_step_call<Dims>(on, cache, count, [&](auto& call) { bytes = call.lay_out(nullptr); });
+    return bytes;
+}
+
+template <class Dims, class P, Storage T>
+void step(const cuda& on, const DualRef<P, T>& cache, const Batch& batch, input_rows<T> q, input_rows<T> k,
+          input_rows<T> v, output_rows<T> out, workspace_view workspace, std::uint32_t* status,
+          const CacheExtras& extras) {
+    cuda_backend::require_device_dual<P>();
+    cuda_backend::check_cache_call(cache, batch, 1, q, k, v, out, extras);
+    cuda_backend::with_step_call<Dims>(on, cache, batch.count, [&](auto& call) {
+        call.step(batch, q, k, v, out, workspace, status, extras);
+    });
+}
+
+template <class Dims, class P, Storage T>
+void attend(const cuda& on, const DualRef<P, T>& cache, const Batch& batch, input_rows<T> q,
+            output_rows<T> out, plane_view<float> lse, workspace_view workspace, std::uint32_t* status) {
+    cuda_backend::check_cache_call(cache, batch, 1, q, out, lse);
+    cuda_backend::with_step_call<Dims>(
+        on, cache, batch.count, [&](auto& call) { call.attend(batch, q, out, lse, workspace, status); });
+}
+
+}  // namespace KVPOLICY_HIDDEN
+}  // namespace kvpolicy

@@ -1,0 +1,192 @@
+// The pool of a DualCache on a device: slabs lent, pages reserved; slots advanced; and the pages of heads.
+#pragma once
+
+#include <kvpolicy/caches/calls.hpp>
+#include <kvpolicy/caches/dual.hpp>
+#include <kvpolicy/core/status.hpp>
+#include <kvpolicy/cuda/blocks/admit_block.cuh>
+#include <kvpolicy/cuda/blocks/dual_view.cuh>
+#include <kvpolicy/cuda/config.cuh>
+
+#include <cstdint>
+
+namespace kvpolicy {
+inline namespace KVPOLICY_CUDA_NAMESPACE KVPOLICY_HIDDEN {
+namespace cuda_backend {
+
+/// Slab `number` joins the pool. One block.
+template <class T>
+__global__ void __launch_bounds__(admit_threads)
+    lend_slab_kernel(const PagePool<T> pool, Slab<T>* const slabs, const std::int32_t number,
+                     const Slab<T> lent) {
+    const std::int32_t count = *pool.free_count;
+    for (auto page = static_cast<std::int32_t>(threadIdx.x); page < pool.slab_pages; page += admit_threads) {
+        // The stack hands out low ids first.
+        pool.free_ids[count + page] = number * pool.slab_pages + (pool.slab_pages - 1 - page);
+    }
+    __syncthreads();
+    if (threadIdx.x == 0) {
+        slabs[number] = lent;
+        *pool.free_count = count + pool.slab_pages;
+    }
+}
+
+/// Pages for batch.tokens(i) more tokens of every entry in all layers, if the pool has them all; else nothing changes. `answer`: how
+/// many it lacks. One block.
+template <class P, class T>
+__global__ void __launch_bounds__(admit_threads)
+    reserve_pages_kernel(const DualRef<P, T>* const refs, const std::int32_t layers, const Batch batch,
+                         std::int64_t* const answer) {
+    __shared__ admit_memory memory;
+    __shared__ unsigned long long needed;
+    const DualRef<P, T>& any = refs[0];
+    const std::int32_t each = batch.count * any.kv_heads;
+    const auto missing = [&](std::int32_t x) -> std::int32_t {
+        const std::int32_t entry = x % each / any.kv_heads, h = x % any.kv_heads;
+        const dual_view<T> cache(refs[x / each]);
+        const active_entry active(cache, batch, entry, never);
+        if (active.tokens == 0) {
+            return 0;
+        }
+        const DualRef<P, T>& ref = refs[x / each];
+        // Every token adds at most one row: to the ring until it is full, to the global part from then on.
+        const std::int64_t rows = std::int64_t{ref.used(active.slot, h)} + active.tokens,
+                           most = ref.capacity(h);
+        const std::int32_t pages = cache.pages_of(static_cast<std::int32_t>(rows < most ? rows : most)) -
+                                   ref.held[ref.head_index(active.slot, h)];
+        return pages < 0 ? 0 : pages;
+    };
+    if (threadIdx.x == 0) {
+        needed = 0;
+    }
+    __syncthreads();
+    unsigned long long mine = 0;
+    for (auto x = static_cast<std::int32_t>(threadIdx.x); x < layers * each; x += admit_threads) {
+        mine += static_cast<unsigned long long>(missing(x));
+    }
+    atomicAdd(&needed, mine);
+    const std::int32_t free = *any.pool.free_count;
+    __syncthreads();
+    const auto lacks = static_cast<std::int64_t>(needed) - free;
+    if (threadIdx.x == 0) {
+        *answer = lacks < 0 ? 0 : lacks;
+    }
+    if (lacks > 0) {
+        return;
+    }
+    const int taken = running_sums(memory, layers * each, missing, [&](std::int32_t x, int before) {
+        const std::int32_t pages = missing(x);
+        if (pages == 0) {
+            return;
+        }
+        const DualRef<P, T>& ref = refs[x / each];
+        const std::int32_t slot = batch.slot(x % each / any.kv_heads), h = x % any.kv_heads;
+        std::int32_t& held = ref.held[ref.head_index(slot, h)];
+        for (std::int32_t page = 0; page < pages; ++page) {
+            const std::int32_t id = any.pool.free_ids[free - 1 - before - page];
+            any.pool.names[id] = 1;
+            ref.pages(slot, h)[held + page] = id;
+        }
+        held += pages;
+    });
+    if (threadIdx.x == 0) {
+        *any.pool.free_count = free - taken;
+    }
+}
+
+/// Moves slots on. A block an entry.
+template <class P, class T>
+__global__ void __launch_bounds__(admit_threads)
+    advance_dual_kernel(const DualRef<P, T>* const refs, const std::int32_t layers, const Batch batch,
+                        std::uint32_t* const status) {
+    const auto entry = static_cast<std::int32_t>(blockIdx.x);
+    const DualRef<P, T>& any = refs[0];
+    bool takes = true;
+    for (std::int32_t layer = 0; layer < layers; ++layer) {
+        takes = takes && !active_entry(dual_view<T>(refs[layer]), batch, entry, never).bad;
+    }
+    if (!takes) {
+        if (threadIdx.x == 0 && status != nullptr) {
+            atomicOr(status + entry, static_cast<std::uint32_t>(status_bad_length));
+        }
+        return;
+    }
+    const std::int32_t slot = batch.slot(entry), tokens = batch.tokens(entry);
+    if (tokens == 0) {
+        return;
+    }
+    const position_t after = any.length[slot] + tokens;
+    bool lacks = false;
+    for (auto x = static_cast<std::int32_t>(threadIdx.x); x < layers * any.kv_heads; x += admit_threads) {
+        const DualRef<P, T>& ref = refs[x / any.kv_heads];
+        const dual_view<T> view(ref);
+        const dual_head<T> head(view, slot, x % any.kv_heads);
+        const std::int32_t rows = head.layout.used(after, ref.kept[head.index]);
+        // A layer that found no page for some head has a row too few there, or has not written the newest row of a full ring.
+        const std::int64_t pages = ref.held[head.index];
+        if (pages * ref.page_rows < rows) {
+            lacks = true;
+        } else {
+            lacks = lacks || head.position_of(head.layout.recent(after - 1)) != after - 1;
+        }
+    }
+    lacks = __syncthreads_or(lacks ? 1 : 0) != 0;
+    if (threadIdx.x != 0) {
+        return;
+    }
+    if (!lacks) {
+        any.length[slot] = after;
+    } else if (status != nullptr) {
+        atomicOr(status + entry, static_cast<std::uint32_t>(status_pool_exhausted));
+    }
+}
+
+/// Counts the pages of all heads of a batch: indptr and last_page_rows. One block.
+template <class T>
+__global__ void __launch_bounds__(admit_threads)
+    count_dual_pages_kernel(const __grid_constant__ dual_view<T> cache, const Batch batch,
+                            const HeadPages pages) {
+    __shared__ admit_memory memory;
+    const std::int32_t heads = batch.count * cache.kv_heads;
+    const auto used_of = [&](std::int32_t x) -> std::int32_t {
+        const std::int32_t slot = batch.slot(x / cache.kv_heads);
+        if (slot < 0 || slot >= cache.slots) {
+            return 0;
+        }
+        const dual_head<T> head(cache, slot, x % cache.kv_heads);
+        return head.layout.used(cache.length[slot], cache.kept[head.index]);
+    };
+    const int total = running_sums(
+        memory, heads, [&](std::int32_t x) { return cache.pages_of(used_of(x)); },
+        [&](std::int32_t x, int before) {
+            const std::int32_t used = used_of(x);
+            pages.indptr[x] = before;
+            pages.last_page_rows[x] = used == 0 ? 0 : (used - 1) % cache.pool.page_rows + 1;
+        });
+    if (threadIdx.x == 0) {
+        pages.indptr[heads] = total;
+    }
+}
+
+/// Writes the pages of a head: a block a head.
+template <class T>
+__global__ void __launch_bounds__(admit_threads)
+    fill_dual_pages_kernel(const __grid_constant__ dual_view<T> cache, const Batch batch,
+                           const HeadPages pages) {
+    const auto x = static_cast<std::int32_t>(blockIdx.x);
+    const std::int32_t begin = pages.indptr[x], count = pages.indptr[x + 1] - begin;
+    if (count == 0) {
+        return;
+    }
+    const dual_head<T> head(cache, batch.slot(x / cache.kv_heads), x % cache.kv_heads);
+    for (auto page = static_cast<std::int32_t>(threadIdx.x); page < count; page += admit_threads) {
+        if (begin + page <
+            pages.indices_capacity) {  // forks share pages, so that tables may name more than there are
+            pages.indices[begin + page] = head.table[page];
+        }
+    }
+}
+
+}  // namespace cuda_backend
+}  // namespace KVPOLICY_HIDDEN
+}  // namespace kvpolicy
