@@ -104,5 +104,5 @@ stream_logits<Compute> logits_of(const Attention& attention, std::int32_t dim_k)
 }
 
 }  // namespace cuda_backend
-                         }  // namespace KVPOLICY_HIDDEN
-                         }  // namespace kvpolicy
+}  // namespace KVPOLICY_HIDDEN
+}  // namespace kvpolicy
