@@ -261,6 +261,11 @@ class DualCache : public CacheOwner<DualCache<P, T>, P, T> {
     void give_pages(const ref_type& cache, std::int32_t slot) const;
     /// The arrays of a slab in memory that may be lent.
     [[nodiscard]] Slab<T> slab_in(void* buffer, std::size_t buffer_bytes) const;
+    /// No slab is lent, and lending one will not allocate. Not before bind(): the owner's buffer grows with most_slabs, too.
+    void forget_slabs() {
+        lent_.clear();
+        lent_.reserve(static_cast<std::size_t>(pool_.most_slabs));
+    }
 
     /// Byte offsets of one layer's arrays in the buffer.
     struct layer_plan {

@@ -39,7 +39,7 @@ void DualCache<P, T>::bind(const cuda& on, void* buffer, std::size_t buffer_byte
     const cb::device_scope device(on);
     this->memory_ = host_backend::aligned(buffer);
     this->on_device_ = true;
-    lent_.clear();
+    forget_slabs();
     std::vector<ref_type> refs;
     for (std::int32_t layer = 0; layer < this->shape_.layers; ++layer) {
         refs.push_back(ref(layer));

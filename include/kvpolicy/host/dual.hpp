@@ -50,7 +50,6 @@ DualCache<P, T>::DualCache(const CacheShape& shape, const PoolShape& pool, const
         most_rows_.push_back(most_rows);
         limited_.push_back(limited ? 1 : 0);
     }
-    lent_.reserve(static_cast<std::size_t>(pool.most_slabs));
     plan();
 }
 
@@ -109,7 +108,7 @@ void DualCache<P, T>::bind(const host&, void* buffer, std::size_t buffer_bytes) 
     std::memcpy(this->memory_ + offsets_at_, table_offset_.data(),
                 table_offset_.size() * sizeof(std::int64_t));
     std::memcpy(this->memory_ + tiles_at_, tile_offset_.data(), tile_offset_.size() * sizeof(std::int64_t));
-    lent_.clear();
+    forget_slabs();
     *this->template at<std::int32_t>(count_at_) = 0;
     for (std::int32_t layer = 0; layer < this->shape_.layers; ++layer) {
         const ref_type cache = ref(layer);
