@@ -653,7 +653,4 @@ TEST_CASE("a pool and slabs that cannot be") {
     cache.bind(on, tables.data(), tables.size());
     CHECK(cache.slabs() == 0);
     CHECK(cache.free_pages() == 0);
-    // The most slabs that page ids reach: their tables are in memory that a caller brings to bind(), and nowhere before.
-    const Cache vast(small, {.slab_pages = 1, .most_slabs = 0x7ffffffe, .longest = 9}, p);
-    CHECK(vast.bytes().total() > std::size_t{0x7ffffffe} * sizeof(Slab<float>));
 }

@@ -23,8 +23,10 @@
 
 namespace {
 std::atomic<long> allocations{0};
+std::atomic<std::size_t> allocated_bytes{0};
 void* counted(std::size_t bytes) {
     allocations.fetch_add(1, std::memory_order_relaxed);
+    allocated_bytes.fetch_add(bytes, std::memory_order_relaxed);
     void* memory = std::malloc(bytes == 0 ? 1 : bytes);
     if (memory == nullptr) {
         std::abort();
@@ -190,4 +192,15 @@ TEST_CASE("no call of an observed policy allocates") {
     check(h2o_for_total(8, {ObservedPrefill::in_chunks(5)}));
     check(tova_for_total(8));
     check(snapkv_for_total(8, 4));
+}
+
+// The tables of slabs are in memory that a caller brings to bind(), and nowhere before.
+TEST_CASE("a pool of the most slabs that page ids reach costs an object nothing") {
+    using P = Policy<Sink<2>, Window<5>, ThresholdGate<at_least>>;
+    const std::size_t before = allocated_bytes;
+    const DualCache<P, float> cache({.query_heads = 2, .kv_heads = 2, .dim_k = 8, .dim_v = 8},
+                                    {.slab_pages = 1, .most_slabs = 0x7ffffffe, .longest = 9},
+                                    P{{}, {}, ThresholdGate<at_least>{0.0f}});
+    CHECK(allocated_bytes - before < 16384);
+    CHECK(cache.bytes().total() > std::size_t{0x7ffffffe} * sizeof(Slab<float>));
 }
