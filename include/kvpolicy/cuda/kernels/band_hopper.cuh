@@ -41,25 +41,33 @@ struct band_hopper_sizes {
     static_assert(shared <= 232448);
 };
 
-/// Makes the biases of all columns. Blocks: one a column head.
+/// Columns that a block of band_bias_kernel makes the biases of.
+inline constexpr std::int32_t bias_columns = 2048;
+
+/// Makes the biases of all columns. Blocks: for every column head as many as its row of biases takes.
 template <class T>
 __global__ void __launch_bounds__(256) band_bias_kernel(const band_problem<T> problem) {
-    const std::int64_t b = blockIdx.x / static_cast<unsigned>(problem.columns.heads);
-    const std::int64_t head = blockIdx.x % static_cast<unsigned>(problem.columns.heads);
+    const std::int64_t blocks = (problem.bias_stride + bias_columns - 1) / bias_columns;
+    const std::int64_t row = blockIdx.x / blocks;
+    const std::int64_t b = row / problem.columns.heads;
+    const std::int64_t head = row % problem.columns.heads;
+    const std::int64_t first = blockIdx.x % blocks * bias_columns;
+    const std::int64_t end =
+        first + bias_columns < problem.bias_stride ? first + bias_columns : problem.bias_stride;
     const std::int32_t length = problem.length_of(b);
     const float* const lse = problem.lse.head(b, head);
     float* const bias = problem.bias + problem.bias_row(b, head);
-    for (auto i = static_cast<std::int32_t>(threadIdx.x); i < problem.bias_stride;
-         i += static_cast<std::int32_t>(blockDim.x)) {
-        bias[i] = band_bias(problem, lse, i, length);
+    for (std::int64_t i = first + threadIdx.x; i < end; i += blockDim.x) {
+        bias[i] = band_bias(problem, lse, static_cast<std::int32_t>(i), length);
     }
 }
 
 #if KVPOLICY_HOPPER_CODE
 
-/// s = 64 rows times the columns of a tile.
-template <class T, int Dim, int N>
-__device__ inline void band_products(float (&s)[N], std::uint64_t rows, std::uint64_t columns) {
+/// s = 64 rows times the columns of a tile. `beside(k)`, after the k-th of Dim / 16 products, does something else meanwhile.
+template <class T, int Dim, int N, class Beside>
+__device__ inline void band_products(float (&s)[N], std::uint64_t rows, std::uint64_t columns,
+                                     const Beside& beside) {
     constexpr int width = 2 * N;  // columns of the tile
     wgmma_fence();
 #pragma unroll
@@ -67,8 +75,15 @@ __device__ inline void band_products(float (&s)[N], std::uint64_t rows, std::uin
         const std::uint64_t a = rows + static_cast<std::uint64_t>((k % 4 * 32 + k / 4 * 64 * 128) / 16);
         const std::uint64_t b = columns + static_cast<std::uint64_t>((k % 4 * 32 + k / 4 * width * 128) / 16);
         wgmma<T, 0, 0>(s, a, b, k != 0);
+        if (k == Dim / 16 - 1) {
+            wgmma_commit();
+        }
+        beside(k);
     }
-    wgmma_commit();
+}
+template <class T, int Dim, int N>
+__device__ inline void band_products(float (&s)[N], std::uint64_t rows, std::uint64_t columns) {
+    band_products<T, Dim>(s, rows, columns, [](int) {});
 }
 
 #endif
@@ -87,7 +102,7 @@ __global__ void __launch_bounds__(KVPOLICY_HOPPER_THREADS(384), 1)
     const band_item item =
         band_item_of<Pass, sizes::rows, sizes::columns>(problem, static_cast<std::int32_t>(blockIdx.x));
     if (item.first >= item.length) {
-        if (Pass::mass && Pass::fold == row_fold::sum && threadIdx.x == 0) {
+        if (Pass::quick && threadIdx.x == 0) {
             problem.flags[blockIdx.x] = 0;
         }
         return;
@@ -194,6 +209,24 @@ __global__ void __launch_bounds__(KVPOLICY_HOPPER_THREADS(384), 1)
                 state.template absorb<true, 0>(s, of, constants, apart, left, item.low, item.span);
             }
         };
+        // Most tiles: exponents go as they are, and all pairs count. `next` is multiplied beside the folding of s.
+        const auto is_plain = [&](std::int32_t column) {
+            return Pass::quick && constants.cap == 0.0f && (Pass::mass || column != 0) &&
+                   item.full(first_row, 128, column, sizes::columns);
+        };
+        const auto fold_beside = [&](const float(&s)[width], row_state<Pass>& state, int of,
+                                     float(&next)[width], std::uint64_t a, std::uint64_t b) {
+            constexpr int steps = Dim / 16;
+            band_products<T, Dim>(next, a, b, [&](int k) {
+                if constexpr (Pass::quick) {
+                    state.template absorb_part<sizes::polynomial>(
+                        s, k * (width / 4) / steps, (k + 1) * (width / 4) / steps,
+                        bias + of * sizes::columns + 2 * pair, problem.exponents.scale);
+                }
+            });
+            wgmma_wait<0>();
+            pin(next);
+        };
         const auto finish = [&](row_state<Pass>& state, std::int32_t first) {
             float result[2];
             state.reduce(result, overflow);
@@ -221,6 +254,18 @@ __global__ void __launch_bounds__(KVPOLICY_HOPPER_THREADS(384), 1)
                 inside = last ? 0 : inside;
                 const int next = stage + 1 == sizes::stages ? 0 : stage + 1;
                 parity ^= next == 0 ? 1u : 0u;
+                if (is_plain(column)) {
+                    fold_beside(s0, state0, stage, s1, a1, tile_of(stage));
+                    barrier_wait(filled + next * 8, parity);
+                    fold_beside(s1, state1, stage, s0, a0, tile_of(next));
+                    warp_arrive(emptied + stage * 8, lane);
+                    if (last) {
+                        finish(state0, first_row);
+                        finish(state1, first_row + 64);
+                    }
+                    stage = next;
+                    continue;
+                }
                 band_products<T, Dim>(s1, a1, tile_of(stage));
                 fold(s0, state0, first_row, column, stage);
                 if (last) {
@@ -248,7 +293,7 @@ __global__ void __launch_bounds__(KVPOLICY_HOPPER_THREADS(384), 1)
             fold(s1, state1, first_row + 64, column, stage);
             finish(state1, first_row + 64);
         }
-        if constexpr (Pass::mass && Pass::fold == row_fold::sum) {
+        if constexpr (Pass::quick) {
             if (overflow) {
                 *flag = 1;
             }

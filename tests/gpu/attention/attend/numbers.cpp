@@ -190,6 +190,23 @@ TEST_CASE("packed segments") {
     check_attend<bf16>(c);
 }
 
+TEST_CASE("small: every kernel, at a size for compute-sanitizer") {
+    AttendCase c = plain_case("small, packed", 1, 1, 3, 130, 64);
+    c.edges = {0, 40, 130};
+    expire(c, 20, 4, 60);
+    check_attend<bf16>(c);
+    c.edges.clear();
+    c.past.log_bias = random_biases(c, 130, 8);
+    c.bias_from = {20};
+    c.attention.softcap = 20.0f;
+    c.what = "small, biases and softcap";
+    check_attend<bf16>(c);
+    c = plain_case("small, plain", 1, 1, 2, 40, 40);
+    expire(c, 10, 4, 20);
+    check_attend<float>(c);
+    check_attend<double>(c);
+}
+
 TEST_CASE("softcap, scales of both signs, biases") {
     for (const std::int32_t dim : {64, 128, 256}) {
         AttendCase c = plain_case("softcap, head_dim " + std::to_string(dim), 1, 2, 4, 400, dim);
