@@ -24,7 +24,9 @@ enum class attend_path : std::uint8_t {
 /// What a caller may change about a call. Results agree to rounding whatever it says.
 struct AttendOptions {
     attend_path path = attend_path::automatic;
-    bool portable = false;            ///< the kernels of compute capability 8.0 on any card
+    bool portable = false;  ///< the kernels of compute capability 8.0 on any card
+    bool boxes =
+        true;  ///< on Hopper: eight listed rows that follow one another come as one block (TMA), others singly
     std::uint32_t* status = nullptr;  ///< [B], device memory, OR-ed into: status_bad_length
 };
 
