@@ -129,8 +129,9 @@ template <class Pass, int Dim, class T>
 void launch_tiles(const cuda& on, const device_scope& device, band_path path,
                   const band_problem<T>& problem) {
     const std::int64_t heads = std::int64_t{problem.batch} * problem.row_heads;
-    CUtensorMap columns;
+    CUtensorMap rows, columns;
     if (path == band_path::hopper && has_hopper_code(device, band_hopper_kernel<T, Dim, Pass>) &&
+        make_tensor_map(problem.rows, 64, rows) &&
         make_tensor_map(problem.columns, band_hopper_sizes<Dim>::columns, columns)) {
         using sizes = band_hopper_sizes<Dim>;
         if constexpr (Pass::mass) {
@@ -141,7 +142,7 @@ void launch_tiles(const cuda& on, const device_scope& device, band_path path,
         }
         launch("band_hopper_kernel", band_hopper_kernel<T, Dim, Pass>,
                (std::int64_t{problem.length} + sizes::rows - 1) / sizes::rows * heads, sizes::threads,
-               sizes::shared, on, problem, columns);
+               sizes::shared, on, problem, rows, columns);
     } else {
         using sizes = band_portable_sizes<Dim>;
         launch("band_portable_kernel", band_portable_kernel<T, Dim, Pass>,

@@ -183,10 +183,11 @@ struct row_state {
     }
 
     /// The two rows' results, the same in all four threads of a row: the base-2 logarithm of the sum, or the largest exponent.
-    /// `overflow` is set where a sum has left the range in which it can be trusted.
-    __device__ void reduce(float (&result)[2], bool& overflow) const {
+    /// `overflow` says where a sum has left the range in which it can be trusted.
+    __device__ void reduce(float (&result)[2], bool (&overflow)[2]) const {
 #pragma unroll
         for (int r = 0; r < 2; ++r) {
+            overflow[r] = false;
             float most = top[r];
             if constexpr (Pass::fold != row_fold::sum) {
                 most = fmaxf(most, __shfl_xor_sync(all_lanes, most, 1));
@@ -198,7 +199,7 @@ struct row_state {
                 float total = sum[r];
                 if constexpr (Pass::fold == row_fold::anchored) {
                     // The thread of the largest anchor has a sum of 1 or more: what the others lose below is less than 2^-26.
-                    overflow = overflow || !(total < 0x1p100f);
+                    overflow[r] = !(total < 0x1p100f);
                 }
                 if constexpr (!Pass::mass || Pass::fold == row_fold::running) {
                     total *= fast_exp2(top[r] - most);
@@ -206,7 +207,7 @@ struct row_state {
                 total += __shfl_xor_sync(all_lanes, total, 1);
                 total += __shfl_xor_sync(all_lanes, total, 2);
                 if constexpr (Pass::fold == row_fold::sum) {
-                    overflow = overflow || !(total < 0x1p126f);
+                    overflow[r] = !(total < 0x1p126f);
                     result[r] = log2f(total);
                 } else {
                     result[r] = total == 0.0f ? -INFINITY : most + log2f(total);  // a NaN stays one

@@ -1,9 +1,9 @@
 // The band pass by wgmma (compute capability 9.0a): bf16 and fp16, head_dim up to 256.
 //
-// A block has 256 rows in shared memory and two consumer warpgroups of 128. One thread streams tiles of columns and their
-// biases into a ring by TMA. A consumer has two accumulators of 64 rows: while one is folded, the products of the other are
-// under way. (Slower, by measurement: three or four warpgroups of 64 rows with one accumulator each, rows in registers, and
-// tiles by cp.async, whose instructions and waits the consumers feel.)
+// A block has 256 rows in shared memory and two consumer warpgroups of 128. One thread fetches the rows, and streams tiles of
+// columns and their biases into a ring, by TMA. A consumer has two accumulators of 64 rows: while one is folded, the products of
+// the other are under way. (Slower, by measurement: three or four warpgroups of 64 rows with one accumulator each, rows in
+// registers, and tiles by cp.async, whose instructions and waits the consumers feel.)
 #pragma once
 
 #include <kvpolicy/cuda/blocks/async.cuh>
@@ -37,7 +37,7 @@ struct band_hopper_sizes {
     static constexpr int bias = row_bytes + stages * column_bytes;  // offsets from a multiple of 1024
     static constexpr int totals = bias + stages * columns * 4;
     static constexpr int barriers = totals + rows * 4;
-    static constexpr int shared = barriers + 2 * stages * 8 + 16 + 1024;
+    static constexpr int shared = barriers + (2 * stages + 1) * 8 + 8 + 1024;
     static_assert(shared <= 232448);
 };
 
@@ -91,6 +91,7 @@ __device__ inline void band_products(float (&s)[N], std::uint64_t rows, std::uin
 template <class T, int Dim, class Pass>
 __global__ void __launch_bounds__(KVPOLICY_HOPPER_THREADS(384), 1)
     band_hopper_kernel(const __grid_constant__ band_problem<T> problem,
+                       const __grid_constant__ CUtensorMap rows_map,
                        const __grid_constant__ CUtensorMap columns) {
 #if KVPOLICY_HOPPER_CODE
     using sizes = band_hopper_sizes<Dim>;
@@ -115,7 +116,8 @@ __global__ void __launch_bounds__(KVPOLICY_HOPPER_THREADS(384), 1)
     float* const totals = reinterpret_cast<float*>(shared + sizes::totals);
     const std::uint32_t filled = rows + sizes::barriers;
     const std::uint32_t emptied = filled + sizes::stages * 8;
-    int* const flag = reinterpret_cast<int*>(shared + sizes::barriers + 2 * sizes::stages * 8);
+    const std::uint32_t rows_filled = emptied + sizes::stages * 8;
+    int* const flag = reinterpret_cast<int*>(shared + sizes::barriers + (2 * sizes::stages + 1) * 8);
 
     const int group = __shfl_sync(all_lanes, static_cast<int>(threadIdx.x) / 128, 0);
     const int thread = static_cast<int>(threadIdx.x) % 128;
@@ -124,20 +126,13 @@ __global__ void __launch_bounds__(KVPOLICY_HOPPER_THREADS(384), 1)
             barrier_init(filled + i * 8, 1);
             barrier_init(emptied + i * 8, 8 * arrivals_of_warp);
         }
+        barrier_init(rows_filled, 1);
         *flag = 0;
         barrier_init_fence();
     }
     if (threadIdx.x < sizes::rows) {
         totals[threadIdx.x] = -INFINITY;
     }
-    // Rows by everybody: 64 at a time, the swizzled tiles that one wgmma reads.
-    for (int m = group; m < sizes::rows / 64; m += 3) {
-        copy_band_tile<64, Dim, 128>(rows + static_cast<std::uint32_t>(m) * 64 * Dim * 2, problem.rows,
-                                     item.b, item.head, item.first + 64 * m, item.length, thread);
-    }
-    copy_commit();
-    copy_wait<0>();
-    fence_async_proxy();
     __syncthreads();
 
     const std::int32_t turns = item.tiles * problem.streams;
@@ -149,6 +144,17 @@ __global__ void __launch_bounds__(KVPOLICY_HOPPER_THREADS(384), 1)
             int stage = 0;
             std::uint32_t parity = 1;
             constexpr std::uint32_t bias_bytes = Pass::mass ? sizes::columns * 4 : 0;
+            if (turns > 0) {  // the rows: 64 at a time, the swizzled tiles that one wgmma reads
+                barrier_expect(rows_filled, sizes::row_bytes);
+#pragma unroll 1
+                for (int m = 0; m < sizes::rows / 64; ++m) {
+#pragma unroll
+                    for (int x = 0; x < Dim / 64; ++x) {
+                        copy_box(rows + static_cast<std::uint32_t>(m * Dim / 64 + x) * 64 * 128, rows_map,
+                                 64 * x, item.first + 64 * m, item.head, item.b, rows_filled);
+                    }
+                }
+            }
             for (std::int32_t turn = 0; turn < turns; ++turn) {
                 const std::int32_t column = band_column<Pass, sizes::columns>(item, inside);
                 const std::int32_t head = problem.column_head(item.head, stream);
@@ -229,8 +235,12 @@ __global__ void __launch_bounds__(KVPOLICY_HOPPER_THREADS(384), 1)
         };
         const auto finish = [&](row_state<Pass>& state, std::int32_t first) {
             float result[2];
-            state.reduce(result, overflow);
+            bool over[2];
+            state.reduce(result, over);
             state.clear();
+            // Rows beyond the sequence may hold anything.
+            overflow = overflow || (over[0] && first + own < item.length) ||
+                       (over[1] && first + own + 8 < item.length);
             if (pair == 0) {
 #pragma unroll
                 for (int r = 0; r < 2; ++r) {
@@ -243,6 +253,7 @@ __global__ void __launch_bounds__(KVPOLICY_HOPPER_THREADS(384), 1)
         int stage = 0;
         std::uint32_t parity = 0;
         if (turns > 0) {
+            barrier_wait(rows_filled, 0);
             barrier_wait(filled, 0);
             band_products<T, Dim>(s0, a0, tile_of(0));
             wgmma_wait<0>();

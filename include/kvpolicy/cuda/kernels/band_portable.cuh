@@ -191,7 +191,9 @@ __global__ void __launch_bounds__(128, Dim <= 128 ? 3 : 1)
 #pragma unroll
             for (int m = 0; m < 2; ++m) {
                 float result[2];
-                state[m].reduce(result, overflow);
+                bool over[2];
+                state[m].reduce(result, over);
+                overflow = overflow || over[0] || over[1];
                 state[m].clear();
                 if (pair == 0) {
 #pragma unroll
