@@ -25,8 +25,9 @@ enum class attend_path : std::uint8_t {
 struct AttendOptions {
     attend_path path = attend_path::automatic;
     bool portable = false;  ///< the kernels of compute capability 8.0 on any card
-    bool boxes =
-        true;  ///< on Hopper: eight listed rows that follow one another come as one block (TMA), others singly
+    /// On Hopper, head_dim up to 128, no softcap and biases: of the rows that all queries of a tile see, eight that follow one
+    /// another come as one block by TMA, others singly. False: all singly.
+    bool boxes = true;
     std::uint32_t* status = nullptr;  ///< [B], device memory, OR-ed into: status_bad_length
 };
 
