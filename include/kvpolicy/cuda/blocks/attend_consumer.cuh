@@ -85,9 +85,6 @@ class attend_consumer : attend_ring<S> {
     static constexpr int parts = S::Dim / 128 > 0 ? S::Dim / 128 : 1;  // of the output's columns
     static constexpr int columns = S::Dim / 2 / parts;                 // of a part, a thread
 
-    /// Of 8 weights, how many by polynomial: at head_dim 64 exponentials take as long as the products.
-    static constexpr int polynomial = S::Dim <= 64 && !S::General ? 2 : 0;
-
     /// This warp no longer needs a slot (or the queries): what its lanes have read comes before what the producer writes.
     __device__ static void release(std::uint32_t barrier) { warp_arrive(barrier, lane_id()); }
 
@@ -150,7 +147,7 @@ class attend_consumer : attend_ring<S> {
         if (last) {
             release(queries_empty_);
         }
-        softmax.template take<polynomial>(s, slope, decay, !masked);
+        softmax.take(s, slope, decay);
         return last;
     }
 

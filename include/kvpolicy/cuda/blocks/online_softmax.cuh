@@ -5,7 +5,6 @@
 
 #include <kvpolicy/core/types.hpp>
 #include <kvpolicy/cuda/blocks/mma.cuh>
-#include <kvpolicy/cuda/blocks/polynomial_exp2.cuh>
 #include <kvpolicy/cuda/blocks/row_stream.cuh>
 #include <kvpolicy/cuda/blocks/warp.cuh>
 #include <kvpolicy/cuda/config.cuh>
@@ -71,10 +70,9 @@ struct online_softmax {
     float max[2] = {minus_infinity(), minus_infinity()};
     float sum[2] = {0.0f, 0.0f};
 
-    /// Logits slope * s (slope > 0) become weights relative to the new maximum; `decay` is what earlier weights shrink by. Share:
-    /// of 8 weights, how many by polynomial where all are `seen`, that is, none is -inf and has to become 0.
-    template <int Share = 0, int N>
-    __device__ void take(float (&s)[N], float slope, float (&decay)[2], bool seen = false) {
+    /// Logits slope * s (slope > 0) become weights relative to the new maximum; `decay` is what earlier weights shrink by.
+    template <int N>
+    __device__ void take(float (&s)[N], float slope, float (&decay)[2]) {
         float reference[2];
 #pragma unroll
         for (int r = 0; r < 2; ++r) {
@@ -93,15 +91,6 @@ struct online_softmax {
             max[r] = largest;
             reference[r] = finite * slope;
             sum[r] *= decay[r];
-        }
-        if (Share != 0 && seen) {
-#pragma unroll
-            for (int i = 0; i < N; ++i) {
-                const float x = fmaf(s[i], slope, -reference[(i / 2) % 2]);
-                s[i] = by_polynomial<Share>(i) ? polynomial_exp2<false>(x) : fast_exp2(x);
-                sum[(i / 2) % 2] += s[i];
-            }
-            return;
         }
 #pragma unroll
         for (int i = 0; i < N; ++i) {
