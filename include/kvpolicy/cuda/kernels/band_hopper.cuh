@@ -30,8 +30,9 @@ struct band_hopper_sizes {
     static constexpr int rows = 256;
     static constexpr int columns = Dim <= 128 ? 128 : 64;
     static constexpr int stages = Dim <= 64 ? 6 : Dim <= 128 ? 4 : 2;
-    /// Of 8 exponents, how many by polynomial: where products take half the time of exponentials, more of them.
-    static constexpr int polynomial = Dim <= 64 ? 3 : Dim <= 128 ? 2 : 0;
+    /// Of 8 exponents, how many by polynomial. Its instructions read the registers that products are added up in, so that more
+    /// of them cost more than the special function unit gains.
+    static constexpr int polynomial = Dim <= 128 ? 2 : 0;
     static constexpr int row_bytes = rows * Dim * 2;
     static constexpr int column_bytes = columns * Dim * 2;
     static constexpr int bias = row_bytes + stages * column_bytes;  // offsets from a multiple of 1024
