@@ -16,6 +16,15 @@ namespace test {
 /// Every byte 0xff: NaN in every floating-point type, -1 in every integer.
 inline constexpr unsigned char poison = 0xff;
 
+/// For tests that bring scores for every policy: without them where the policy has a scorer of its own, which refuses them.
+template <class P>
+kvpolicy::CacheExtras wanted_by(kvpolicy::CacheExtras extras) {
+    if constexpr (P::scorer_type::when != kvpolicy::score_time::given) {
+        extras.scores = {};
+    }
+    return extras;
+}
+
 template <class P, class T>
 struct BoundCache {
     kvpolicy::FixedBudgetCache<P, T> cache;
@@ -100,9 +109,9 @@ void call(const kvpolicy::host& on, const BoundCache<P, T>& under_test, std::int
     }
     Workspace workspace(kvpolicy::cache_workspace_bytes(on, ref, batch.count, longest));
     if (steps) {
-        kvpolicy::step(on, ref, batch, q, k, v, out, workspace, nullptr, extras);
+        kvpolicy::step(on, ref, batch, q, k, v, out, workspace, nullptr, wanted_by<P>(extras));
     } else {
-        kvpolicy::prefill(on, ref, batch, q, k, v, out, workspace, nullptr, extras);
+        kvpolicy::prefill(on, ref, batch, q, k, v, out, workspace, nullptr, wanted_by<P>(extras));
     }
 }
 

@@ -109,6 +109,7 @@ struct LayerRef {
         nullptr;  // [slots, kv_heads]: of these, keys that a keep part holds; null without one
     std::int32_t* victim = nullptr;    // [slots, kv_heads]: the worst place, or -1 where not known
     std::int32_t* proposed = nullptr;  // [slots]: tokens that wait in the spare rows
+    std::int32_t* taken = nullptr;     // [slots]: tokens that advance() has not counted; on the host alone
     float* state = nullptr;            // [slots, kv_heads, state_size]
     std::int64_t state_size = 0;
     scorer_type scorer;

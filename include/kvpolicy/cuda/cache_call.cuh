@@ -64,8 +64,9 @@ void check_cache_call(const Cache& cache, const Batch& batch, std::int32_t token
     check_on_device(cache);
     detail::require(batch.count >= 0 && batch.count <= cache.slots, "batch.count", batch.count,
                     [&] { return detail::text("0 to the cache's slots, ", cache.slots); });
-    detail::require(batch.q_len != nullptr || (batch.length >= 0 && batch.length <= tokens), "batch.length",
-                    batch.length, [&] { return detail::text("0 to ", tokens); });
+    const std::int32_t length = batch.length_or_one();
+    detail::require(batch.q_len != nullptr || (length >= 0 && length <= tokens), "batch.length", length,
+                    [&] { return detail::text("0 to ", tokens); });
     host_backend::check_rows("q", q, batch.count, query_heads, tokens, cache.dim_k);
     host_backend::check_rows("out", out, batch.count, query_heads, tokens, cache.dim_v);
     host_backend::check_lse(lse, batch.count, query_heads, tokens);
@@ -87,7 +88,10 @@ void check_cache_call(const Cache& cache, const Batch& batch, std::int32_t token
     check_aligned("v", v);
     detail::require(extras.cu_seqlens == nullptr, "extras.cu_seqlens", "given",
                     "null on CUDA: entries of different lengths have batch.q_len");
+    host_backend::check_scores_wanted<P>(extras);
     if constexpr (scores_given<P>) {
+        detail::require(static_cast<bool>(extras.scores) || tokens == 0, "extras.scores", "null",
+                        "fp32 scores, since this policy's scores are given");
         host_backend::check_plane("extras.scores", extras.scores, batch.count, cache.kv_heads, tokens);
     }
 }

@@ -265,7 +265,7 @@ class cache_chunk_call {
 
 /// The most tokens that an entry of a call may bring.
 inline std::int32_t most_tokens(const Batch& batch, std::int32_t length) {
-    return batch.q_len != nullptr ? length : std::min(length, std::max(batch.length, 0));
+    return batch.q_len != nullptr ? length : std::min(length, std::max(batch.length_or_one(), 0));
 }
 
 }  // namespace cuda_backend
@@ -286,6 +286,7 @@ template <class Dims, class Cache, class T>
 void prefill_chunk(const cuda& on, const Cache& cache, const Batch& batch, const rows_view<const T>& q,
                    const rows_view<const T>& k, const rows_view<const T>& v, const rows_view<T>& out,
                    workspace_view workspace, std::uint32_t* status, const CacheExtras& extras) {
+    host_backend::check_chunk_length(batch, q.length);
     const std::int32_t tokens = most_tokens(batch, q.length);
     check_cache_call(cache, batch, tokens, q, k, v, out, extras);
     cache_chunk_call<Cache, Dims>(on, cache, batch.count, tokens)
@@ -296,6 +297,7 @@ template <class Dims, class Cache, class T>
 void propose_chunk(const cuda& on, const Cache& cache, const Batch& batch, const rows_view<const T>& q,
                    const rows_view<const T>& k, const rows_view<const T>& v, const rows_view<T>& out,
                    workspace_view workspace, std::uint32_t* status, const CacheExtras& extras) {
+    host_backend::check_chunk_length(batch, q.length);
     const std::int32_t tokens = most_tokens(batch, q.length);
     detail::require(tokens <= cache.proposals, "q.length", tokens, [&] {
         return detail::text("at most the cache's proposals, ", cache.proposals, " (CacheShape::proposals)");
@@ -311,9 +313,10 @@ void commit_chunk(const cuda& on, const Cache& cache, const Batch& batch, worksp
     check_on_device(cache);
     detail::require(batch.count >= 0 && batch.count <= cache.slots, "batch.count", batch.count,
                     [&] { return detail::text("0 to the cache's slots, ", cache.slots); });
-    detail::require(batch.q_len != nullptr || (batch.length >= 0 && batch.length <= cache.proposals),
-                    "batch.length", batch.length,
-                    [&] { return detail::text("0 to the cache's proposals, ", cache.proposals); });
+    detail::require(
+        batch.q_len != nullptr || (batch.length_or_one() >= 0 && batch.length_or_one() <= cache.proposals),
+        "batch.length", batch.length_or_one(),
+        [&] { return detail::text("0 to the cache's proposals, ", cache.proposals); });
     cache_chunk_call<Cache, Dims>(on, cache, batch.count, most_tokens(batch, cache.proposals))
         .commit(batch, workspace, status);
 }
