@@ -103,8 +103,8 @@ void commit(const host& on, const Ref<P, T>& cache, const Batch& batch, workspac
     hb::check_on_host(cache);
     const std::int32_t longest =
         hb::check_batch(batch, cache.slots, cache.proposals, "the cache's proposals, CacheShape::proposals");
-    hb::check_taken(cache, batch);
     hb::check_proposed(cache, batch);
+    hb::check_taken(cache, batch);
     hb::check_workspace(workspace, cache_workspace_bytes<P, T>(on, cache, batch.count, longest));
     std::byte* const start = hb::aligned(workspace.data);
     const hb::chunk_pass<Ref<P, T>> pass(on, cache, longest, start + hb::admission_bytes(cache, batch.count));

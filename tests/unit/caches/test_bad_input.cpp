@@ -424,7 +424,8 @@ TEST_CASE("a layer takes a token once, and every layer does") {
                               a.workspace, a.extras);
         }
         commit<P, float>(on, cache.ref(layer), three, a.workspace);
-        CHECK_REFUSED((commit<P, float>(on, cache.ref(layer), three, a.workspace)), "has taken 1 of slot 0");
+        CHECK_REFUSED((commit<P, float>(on, cache.ref(layer), three, a.workspace)),
+                      "0 to the 0 that slot 0 has proposed");
     }
     cache.advance(on, three);
     CHECK(cache.length(0) == 3);
