@@ -12,6 +12,7 @@
 #include <kvpolicy/cuda.cuh>  // the bodies of the calls, for the one file that instantiates them
 
 #include <cstdio>
+#include <cstdlib>
 #endif
 #include <kvpolicy/core/context.hpp>
 #include <kvpolicy/core/host_buffer.hpp>
@@ -30,7 +31,12 @@ inline bool missing() {
     return none;
 }
 /// Calls return before their work is done. Before the program reads what they write, or writes what they read:
-inline void wait(const context& on) { cudaStreamSynchronize(on.stream); }
+inline void wait(const context& on) {
+    if (const cudaError_t error = cudaStreamSynchronize(on.stream); error != cudaSuccess) {
+        std::printf("%s\n", cudaGetErrorString(error));
+        std::exit(1);
+    }
+}
 
 template <class T>
 struct allocator {

@@ -84,5 +84,5 @@ int main() {
 }
 
 // Prints:
-// head 0, beside the window: 40 25 11
-// head 1, beside the window: 40 25 11
+// head 0, beside the window: 25 40 11
+// head 1, beside the window: 25 40 11
