@@ -80,6 +80,12 @@ struct mlstm_problem {
     float* sums = nullptr;     // chunks x F: z before them
     mlstm_frame* frames = nullptr;
 
+    // Walks over the chunks go in segments, all of them at once. What comes in and what each segment adds, from 0 on:
+    // [planes, segments][F (V + 1)], the first that of the caller, the next that of the walk's first segment; and what each keeps.
+    std::int32_t segments = 1, segment_chunks = 0;
+    float* partial_states = nullptr;
+    float* partial_keeps = nullptr;  // [planes, segments]; below 0: a stream begins there, nothing
+
     // The backward pass.
     plane_view<const float> d_scores;
     float *slope_i = nullptr, *slope_f = nullptr;  // rows: d log i / d preactivation, d log f alike

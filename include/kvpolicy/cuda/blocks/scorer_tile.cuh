@@ -141,7 +141,11 @@ template <class T, int MI, int NI, int Depth, bool TransA, bool TransB>
 __device__ inline void unrolled_product(float (&acc)[MI][NI][4], std::uint32_t a, int a_rows, int m0,
                                         std::uint32_t b, int b_rows, int n0, int b_from) {
     static_assert(NI % 2 == 0);
-    const int lane = lane_id(), half = lane / 16, eighth = lane / 8 % 2, line = lane % 8;
+    int lane = lane_id();
+    asm volatile(
+        ""
+        : "+r"(lane));  // addresses are made anew in every call: in a loop they would fill the registers
+    const int half = lane / 16, eighth = lane / 8 % 2, line = lane % 8;
     std::uint32_t of_a[MI], of_b[NI / 2];
 #pragma unroll
     for (int i = 0; i < MI; ++i) {

@@ -89,6 +89,65 @@ struct mlstm_reads {
     float divisor[2];
 };
 
+/// The pairs of a chunk's reads and tokens: w_lj (q~_l . k~_j) into memory.weights, their sums, and q~_l . z. All of it is for the two warps
+/// of a row.
+template <int F, class E, class Memory>
+__device__ inline void weigh_pairs(const Memory& memory) {
+    const int m0 = 16 * (warp_id() % 4), half = warp_id() / 4, lane = lane_id();
+    float products[1][4][4];
+    clear(products);
+    if (32 * half < m0 + 16) {  // other pairs are of tokens after the reads
+        add_product<1, 4, F, false, false>(products, memory.q, m0, memory.k, 32 * half);
+    }
+    if (half == 1) {
+        float of_z[1][2][4];
+        clear(of_z);
+        add_product<1, 2, F, false, false>(of_z, memory.q, m0, memory.z_tile, 0);
+        if (lane % 4 == 0) {
+            memory.qz[m0 + lane / 4] = of_z[0][0][0] + of_z[0][0][1];
+            memory.qz[m0 + lane / 4 + 8] = of_z[0][0][2] + of_z[0][0][3];
+        }
+    }
+#pragma unroll
+    for (int r = 0; r < 2; ++r) {
+        const int l = m0 + lane / 4 + 8 * r;
+        float sum = 0.0f;
+#pragma unroll
+        for (int j = 0; j < 4; ++j) {
+            const int column = 32 * half + 8 * j + lane % 4 * 2;
+            float first = products[0][j][2 * r] * memory.exponents.weight(l, column);
+            float second = products[0][j][2 * r + 1] * memory.exponents.weight(l, column + 1);
+            round_pair<E>(first, second);
+            memory.weights.set_pair(l, column, first, second);
+            sum += first + second;
+        }
+        memory.sums[0].set(l, row_sum(sum));
+    }
+}
+
+/// Values of the reads from what weigh_pairs left and the state before the chunk.
+template <int F, int V, class Memory>
+__device__ inline void apply_pairs(const Memory& memory, mlstm_reads<V>& reads) {
+    const int m0 = 16 * (warp_id() % 4), half = warp_id() / 4, lane = lane_id();
+    clear(reads.h);
+    add_product<1, V / 16, F, false, true>(reads.h, memory.q, m0, memory.c, V / 2 * half);
+#pragma unroll
+    for (int r = 0; r < 2; ++r) {
+        const int l = m0 + lane / 4 + 8 * r;
+        const float kept = memory.exponents.kept[l], of_state = kept * memory.qz[l];
+        reads.divisor[r] = of_state + memory.sums[0].get(l);
+#pragma unroll
+        for (int j = 0; j < V / 16; ++j) {
+#pragma unroll
+            for (int e = 0; e < 2; ++e) {
+                float& h = reads.h[0][j][2 * r + e];
+                h = kept * h + of_state * memory.rho[V / 2 * half + 8 * j + lane % 4 * 2 + e];
+            }
+        }
+    }
+    add_product<1, V / 16, scorer_chunk, false, true>(reads.h, memory.weights, m0, memory.v, V / 2 * half);
+}
+
 /// Loads a chunk and reads it. w_lj (q~_l . k~_j) stays in memory.weights; divisors are sums of the weights as rounded there, so that h is
 /// a mean of values with the very weights that multiply them. The caller has d scores written before, if any.
 template <int F, int V, class T, class Memory>
@@ -136,78 +195,22 @@ __device__ inline void read_chunk(const mlstm_problem<T>& problem, const scorer_
     memory.exponents.load(problem.log_source + row, problem.log_top + row, frame.m);
     copy_wait<1>();
     __syncthreads();
-    const int m0 = 16 * (warp_id() % 4), half = warp_id() / 4, lane = lane_id();
-    float products[1][4][4];
-    clear(products);
-    if (32 * half < m0 + 16) {  // other pairs are of tokens after the reads
-        add_product<1, 4, F, false, false>(products, memory.q, m0, memory.k, 32 * half);
-    }
-    if (half == 1) {
-        float of_z[1][2][4];
-        clear(of_z);
-        add_product<1, 2, F, false, false>(of_z, memory.q, m0, memory.z_tile, 0);
-        if (lane % 4 == 0) {
-            memory.qz[m0 + lane / 4] = of_z[0][0][0] + of_z[0][0][1];
-            memory.qz[m0 + lane / 4 + 8] = of_z[0][0][2] + of_z[0][0][3];
-        }
-    }
-#pragma unroll
-    for (int r = 0; r < 2; ++r) {
-        const int l = m0 + lane / 4 + 8 * r;
-        float sum = 0.0f;
-#pragma unroll
-        for (int j = 0; j < 4; ++j) {
-            const int column = 32 * half + 8 * j + lane % 4 * 2;
-            float first = products[0][j][2 * r] * memory.exponents.weight(l, column);
-            float second = products[0][j][2 * r + 1] * memory.exponents.weight(l, column + 1);
-            round_pair<E>(first, second);
-            memory.weights.set_pair(l, column, first, second);
-            sum += first + second;
-        }
-        memory.sums[0].set(l, row_sum(sum));
-    }
+    weigh_pairs<F, E>(memory);
     copy_wait<0>();
     __syncthreads();
-    clear(reads.h);
-    add_product<1, V / 16, F, false, true>(reads.h, memory.q, m0, memory.c, V / 2 * half);
-#pragma unroll
-    for (int r = 0; r < 2; ++r) {
-        const int l = m0 + lane / 4 + 8 * r;
-        const float kept = memory.exponents.kept[l], of_state = kept * memory.qz[l];
-        reads.divisor[r] = of_state + memory.sums[0].get(l);
-#pragma unroll
-        for (int j = 0; j < V / 16; ++j) {
-#pragma unroll
-            for (int e = 0; e < 2; ++e) {
-                float& h = reads.h[0][j][2 * r + e];
-                h = kept * h + of_state * memory.rho[V / 2 * half + 8 * j + lane % 4 * 2 + e];
-            }
-        }
-    }
-    add_product<1, V / 16, scorer_chunk, false, true>(reads.h, memory.weights, m0, memory.v, V / 2 * half);
+    apply_pairs<F, V>(memory, reads);
 }
 
 inline constexpr float mlstm_clamp = 1e-6f;
 inline constexpr float mlstm_norm_epsilon = 1e-6f;
 
-/// Scores of the tokens that a chunk reads.
-template <class T, int F, int V>
-__global__ void __launch_bounds__(mlstm_threads, mlstm_blocks<T>)
-    mlstm_read_kernel(const mlstm_problem<T> problem) {
-    using E = mlstm_element<T>;
-    const scorer_streams& streams = problem.streams;
-    const scorer_span s = streams.span(static_cast<std::int32_t>(blockIdx.x) / streams.slots,
-                                       static_cast<std::int32_t>(blockIdx.x) % streams.slots);
-    const std::int32_t skipped = max(0, s.begin + streams.delay - s.first);
-    if (skipped >= s.count) {
-        return;
-    }
-    const mlstm_read_memory<E, F, V, false> memory(aligned_dynamic_shared());
-    const mlstm_frame& frame = problem.frames[problem.chunk(s)];
-    mlstm_reads<V> reads;
-    read_chunk<F, V>(problem, s, memory, frame, reads);
+/// Writes the scores of a chunk's reads from `skipped` on. `number(i, gain, readout)` gives the norm's gain and the weight of value i,
+/// `added(l)` what a read's score has besides.
+template <int V, class T, class Memory, class Number, class Added>
+__device__ inline void score_reads(const mlstm_problem<T>& problem, const scorer_span& s,
+                                   const Memory& memory, std::int32_t skipped, std::int32_t bad,
+                                   mlstm_reads<V>& reads, const Number& number, const Added& added) {
     const int m0 = 16 * (warp_id() % 4), half = warp_id() / 4, lane = lane_id();
-    const std::int64_t at = std::int64_t{s.h} * problem.width;
     const bool norm = problem.norm_gain != nullptr;
     float scale[2];
 #pragma unroll
@@ -241,7 +244,8 @@ __global__ void __launch_bounds__(mlstm_threads, mlstm_blocks<T>)
         for (int e = 0; e < 2; ++e) {
             const std::int32_t i = V / 2 * half + 8 * j + lane % 4 * 2 + e;
             if (i < problem.width) {
-                const float gain = norm ? problem.norm_gain[at + i] : 1.0f, readout = problem.readout[at + i];
+                float gain, readout;
+                number(i, gain, readout);
 #pragma unroll
                 for (int r = 0; r < 2; ++r) {
                     const float x = reads.h[0][j][2 * r + e] * scale[r] * gain;
@@ -255,11 +259,36 @@ __global__ void __launch_bounds__(mlstm_threads, mlstm_blocks<T>)
     sync_rows();
     const int l = m0 + lane;
     if (half == 0 && lane < 16 && l >= skipped && l < s.count) {
-        float all = memory.sums[2].get(l);
-        all += problem.readout_bias != nullptr ? problem.readout_bias[s.h] : 0.0f;
-        all += problem.skip != nullptr ? problem.skipped[s.row(streams.slots) + l] : 0.0f;
-        problem.scores.head(s.b, s.h)[s.first + l - streams.delay] = l < frame.bad ? all : NAN;
+        const float all = memory.sums[2].get(l) + added(l);
+        problem.scores.head(s.b, s.h)[s.first + l - problem.streams.delay] = l < bad ? all : NAN;
     }
+}
+
+/// Scores of the tokens that a chunk reads.
+template <class T, int F, int V>
+__global__ void __launch_bounds__(mlstm_threads, mlstm_blocks<T>)
+    mlstm_read_kernel(const mlstm_problem<T> problem) {
+    using E = mlstm_element<T>;
+    const scorer_streams& streams = problem.streams;
+    const scorer_span s = streams.span(static_cast<std::int32_t>(blockIdx.x) / streams.slots,
+                                       static_cast<std::int32_t>(blockIdx.x) % streams.slots);
+    const std::int32_t skipped = max(0, s.begin + streams.delay - s.first);
+    if (skipped >= s.count) {
+        return;
+    }
+    const mlstm_read_memory<E, F, V, false> memory(aligned_dynamic_shared());
+    const mlstm_frame& frame = problem.frames[problem.chunk(s)];
+    mlstm_reads<V> reads;
+    read_chunk<F, V>(problem, s, memory, frame, reads);
+    const std::int64_t at = std::int64_t{s.h} * problem.width;
+    const auto number = [&](int i, float& gain, float& readout) {
+        gain = problem.norm_gain != nullptr ? problem.norm_gain[at + i] : 1.0f;
+        readout = problem.readout[at + i];
+    };
+    score_reads<V>(problem, s, memory, skipped, frame.bad, reads, number, [&](int l) {
+        const float bias = problem.readout_bias != nullptr ? problem.readout_bias[s.h] : 0.0f;
+        return bias + (problem.skip != nullptr ? problem.skipped[s.row(streams.slots) + l] : 0.0f);
+    });
 }
 
 }  // namespace cuda_backend
