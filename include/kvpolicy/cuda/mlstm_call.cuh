@@ -184,9 +184,9 @@ struct mlstm_call {
                 swept = true;
                 launch("mlstm_frames_kernel", mlstm_frames_kernel<T>, planes(), 32, 0, on, problem);
                 cut(sweep_segments(F, V));
-                add_segments<F, V, false>(on);
+                begin_segments<F, V, false>(on);
                 launch("mlstm_sweep_kernel", mlstm_sweep_kernel<T, F, V>, planes() * problem.segments,
-                       mlstm_threads, shared, on, problem);
+                       mlstm_sweep_threads, shared, on, problem);
             });
             if (swept) {
                 return;
@@ -286,13 +286,17 @@ struct mlstm_call {
         problem.segment_chunks = (slots + segments - 1) / segments;
         problem.segments = slots == 0 ? 1 : (slots + problem.segment_chunks - 1) / problem.segment_chunks;
     }
-    /// What each segment but a plane's last adds to a state.
+    /// The states that segments begin with.
     template <int F, int V, bool Backward>
-    void add_segments(const cuda& on) {
-        launch("mlstm_walk_kernel (segments)",
-               mlstm_walk_kernel<T, F, V, walk_part, walk_part, Backward, true>,
-               planes() * (problem.segments - 1) * walk_parts(F, V), mlstm_walk_threads,
-               mlstm_walk_memory<E, walk_part, walk_part>(nullptr).bytes, on, problem);
+    void begin_segments(const cuda& on) {
+        if (problem.segments > 1) {
+            launch("mlstm_walk_kernel (segments)",
+                   mlstm_walk_kernel<T, F, V, walk_part, walk_part, Backward, true>,
+                   planes() * (problem.segments - 1) * walk_parts(F, V), mlstm_walk_threads,
+                   mlstm_walk_memory<E, walk_part, walk_part>(nullptr).bytes, on, problem);
+            launch("mlstm_carry_kernel", mlstm_carry_kernel<T, F, V>,
+                   (planes() * (F * (V + 1) / 4) + 255) / 256, 256, 0, on, problem, Backward);
+        }
     }
     /// The walk over the chunks that stores their states.
     template <bool Backward>
@@ -301,7 +305,7 @@ struct mlstm_call {
             constexpr int F = features, V = values;
             problem.sum_parts = V / walk_part;
             cut(walk_segments(F, V));
-            add_segments<F, V, Backward>(on);
+            begin_segments<F, V, Backward>(on);
             launch("mlstm_walk_kernel", mlstm_walk_kernel<T, F, V, walk_part, walk_part, Backward, false>,
                    planes() * problem.segments * walk_parts(F, V), mlstm_walk_threads,
                    mlstm_walk_memory<E, walk_part, walk_part>(nullptr).bytes, on, problem);

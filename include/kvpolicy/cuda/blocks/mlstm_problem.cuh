@@ -80,8 +80,8 @@ struct mlstm_problem {
     float* sums = nullptr;     // chunks x F: z before them
     mlstm_frame* frames = nullptr;
 
-    // Walks over the chunks go in segments, all of them at once. What comes in and what each segment adds, from 0 on:
-    // [planes, segments][F (V + 1)], the first that of the caller, the next that of the walk's first segment; and what each keeps.
+    // Walks over the chunks go in segments, all of them at once. The states that segments begin with, [planes, segments][F (V + 1)], the
+    // sums last; before they are added up, number i is what segment i - 1 adds, and number 0 the caller's. And what segments keep.
     std::int32_t segments = 1, segment_chunks = 0;
     float* partial_states = nullptr;
     float* partial_keeps = nullptr;  // [planes, segments]; below 0: a stream begins there, nothing

@@ -204,7 +204,7 @@ __global__ void __launch_bounds__(mlstm_threads, mlstm_blocks<T>)
 #pragma unroll
             for (int r = 0; r < 2; ++r) {
                 const float h = reads.h[0][j][2 * r + e], y = h * scale[r] * gain;
-                const float open = __fdividef(1.0f, 1.0f + expf(-y));
+                const float open = sigmoid<E>(y);
                 of_readout += d_score[r] * y * open;
                 const float to = d_score[r] * readout * (open * (1.0f + y * (1.0f - open)));
                 of_gain += to * h * scale[r];

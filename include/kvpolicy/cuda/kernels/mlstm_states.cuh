@@ -233,16 +233,16 @@ __device__ inline void add_outer(float (&acc)[NI][4], float (&sums)[4], const sh
     }
 }
 
-/// `columns` columns of a chunk's rows, `stride` apart, into a tile's columns from `at` on, by a walk's threads.
-template <int Columns, class E>
+/// `Columns` columns of a chunk's rows, `stride` apart, into a tile's columns from `at` on.
+template <int Columns, int Threads = mlstm_walk_threads, class E>
 __device__ inline void copy_slice(const shared_tile<E>& tile, int at, const E* from, int stride) {
     constexpr int each = 16 / sizeof(E), across = Columns / each;
     const int row = static_cast<int>(threadIdx.x) / across,
               column = static_cast<int>(threadIdx.x) % across * each;
     const std::uint32_t data = shared_address(tile.data);
 #pragma unroll
-    for (int r = 0; r < scorer_chunk; r += mlstm_walk_threads / across) {
-        if (mlstm_walk_threads / across <= scorer_chunk || row < scorer_chunk) {
+    for (int r = 0; r < scorer_chunk; r += Threads / across) {
+        if (Threads / across <= scorer_chunk || row < scorer_chunk) {
             copy_16(data + tile.offset(row + r, at + column), from + (row + r) * stride + column, 16);
         }
     }
@@ -331,21 +331,20 @@ struct mlstm_state_part {
             }
         }
     }
-    /// acc <- keep acc + number `index` of partial_states, the sums likewise. Below 0: nothing is kept, not even what is not finite.
     template <int F, int V, int NI, class T>
-    __device__ void add_partial(const mlstm_problem<T>& problem, std::int64_t index, float keep,
-                                float (&acc)[NI][4], float (&sums)[4]) const {
+    __device__ void read_partial(const mlstm_problem<T>& problem, std::int64_t index, float (&acc)[NI][4],
+                                 float (&sums)[4]) const {
         const float* const from = problem.partial_states + index * (F * (V + 1));
 #pragma unroll
         for (int r = 0; r < 2; ++r) {
 #pragma unroll
             for (int j = 0; j < NI; ++j) {
                 const float2 x = *reinterpret_cast<const float2*>(from + feature(r) * V + value(j));
-                acc[j][2 * r] = (keep < 0.0f ? 0.0f : keep * acc[j][2 * r]) + x.x;
-                acc[j][2 * r + 1] = (keep < 0.0f ? 0.0f : keep * acc[j][2 * r + 1]) + x.y;
+                acc[j][2 * r] = x.x;
+                acc[j][2 * r + 1] = x.y;
             }
             if (lane_id() % 4 == 0) {
-                sums[2 * r] = (keep < 0.0f ? 0.0f : keep * sums[2 * r]) + from[F * V + feature(r)];
+                sums[2 * r] = from[F * V + feature(r)];
             }
         }
     }
@@ -353,19 +352,12 @@ struct mlstm_state_part {
     template <int F, int V, int NI, class T>
     __device__ void begin(const mlstm_problem<T>& problem, std::int32_t plane, std::int32_t segment,
                           bool backward, float (&acc)[NI][4], float (&sums)[4]) const {
-        const std::int64_t size = std::int64_t{problem.features} * (problem.width + 1) + 2;
-        const std::int64_t first = std::int64_t{plane} * problem.segments;
-        if (!backward && problem.states != nullptr &&
-            problem.streams.start_of(plane / problem.streams.heads) > 0) {
-            // Where there are several segments, the last may leave its state while another begins.
-            if (problem.segments == 1) {
-                take(problem, F, problem.states + plane * size, acc, sums);
-            } else {
-                add_partial<F, V>(problem, first, 0.0f, acc, sums);
-            }
-        }
-        for (std::int32_t i = 0; i < segment; ++i) {
-            add_partial<F, V>(problem, first + i + 1, problem.partial_keeps[first + i], acc, sums);
+        const bool taken = !backward && takes_state(problem, plane);
+        if (problem.segments == 1 && taken) {
+            take(problem, F, state_of(problem, plane), acc, sums);
+        } else if (segment > 0 ||
+                   taken) {  // of several segments the last may leave its state while another begins
+            read_partial<F, V>(problem, std::int64_t{plane} * problem.segments + segment, acc, sums);
         }
     }
     /// Leaves the state after a plane's last chunk with the caller.
@@ -375,11 +367,50 @@ struct mlstm_state_part {
         const scorer_streams& streams = problem.streams;
         const std::int32_t b = plane / streams.heads;
         if (problem.states != nullptr && (streams.length_of(b) > 0 || streams.start_of(b) == 0)) {
-            const std::int64_t size = std::int64_t{problem.features} * (problem.width + 1) + 2;
-            leave(problem, F, problem.states + plane * size, acc, sums);
+            leave(problem, F, state_of(problem, plane), acc, sums);
         }
     }
+    template <class T>
+    __device__ static bool takes_state(const mlstm_problem<T>& problem, std::int32_t plane) {
+        return problem.states != nullptr && problem.streams.start_of(plane / problem.streams.heads) > 0;
+    }
+    template <class T>
+    __device__ static float* state_of(const mlstm_problem<T>& problem, std::int32_t plane) {
+        return problem.states + plane * (std::int64_t{problem.features} * (problem.width + 1) + 2);
+    }
 };
+
+/// From what segments add to the states that they begin with, in place: number i becomes keep of segment i - 1 times number i - 1, plus
+/// itself. Four neighbouring numbers of a plane's states a thread.
+template <class T, int F, int V>
+__global__ void __launch_bounds__(256)
+    mlstm_carry_kernel(const mlstm_problem<T> problem, const bool backward) {
+    constexpr int size = F * (V + 1) / 4;
+    const std::int64_t i = std::int64_t{blockIdx.x} * 256 + threadIdx.x;
+    const auto plane = static_cast<std::int32_t>(i / size);
+    const auto column = static_cast<std::int32_t>(i % size);
+    const scorer_streams& streams = problem.streams;
+    if (plane >= streams.batch * streams.heads) {
+        return;
+    }
+    const std::int64_t first = std::int64_t{plane} * problem.segments;
+    float4* const states = reinterpret_cast<float4*>(problem.partial_states) + first * size + column;
+    float4 all = make_float4(0.0f, 0.0f, 0.0f, 0.0f);
+    if (!backward && mlstm_state_part::takes_state(problem, plane)) {
+        all = states[0];
+    }
+#pragma unroll 4
+    for (std::int32_t n = 1; n < problem.segments; ++n) {
+        const float keep = problem.partial_keeps[first + n - 1];
+        const float4 added = states[std::int64_t{n} * size];
+        const bool none = keep < 0.0f;  // not even what is not finite
+        all.x = (none ? 0.0f : keep * all.x) + added.x;
+        all.y = (none ? 0.0f : keep * all.y) + added.y;
+        all.z = (none ? 0.0f : keep * all.z) + added.z;
+        all.w = (none ? 0.0f : keep * all.w) + added.w;
+        states[std::int64_t{n} * size] = all;
+    }
+}
 
 /// States before each chunk, or backwards those after it. A block has FS features and VS values of a plane's state in registers, eight
 /// warps of 16 features each, and walks over the plane's chunks:
@@ -447,8 +478,8 @@ __global__ void __launch_bounds__(mlstm_walk_threads) mlstm_walk_kernel(const ml
             const mlstm_step step = memory.steps[n % (2 * batch)];
             if (step.adds != 0) {
                 const shared_tile<E> tile = memory.tile(stage);
-                copy_slice<FS, E>(tile, 0, next_a, F);
-                copy_slice<VS, E>(tile, FS, next_b, V);
+                copy_slice<FS>(tile, 0, next_a, F);
+                copy_slice<VS>(tile, FS, next_b, V);
                 copy_line(memory.scale + stage * scorer_chunk, next_scale, scorer_chunk, 0);
                 if (Backward) {
                     copy_line(memory.ratio + stage * scorer_chunk, next_ratio, scorer_chunk, 32);
@@ -513,10 +544,8 @@ __global__ void __launch_bounds__(mlstm_walk_threads) mlstm_walk_kernel(const ml
     const std::int64_t partial = std::int64_t{plane} * problem.segments + segment + 1;
     float kept = 1.0f;
     if constexpr (Ends) {
-        if (!Backward && segment == 0 && problem.states != nullptr &&
-            streams.start_of(plane / streams.heads) > 0) {
-            const std::int64_t size = std::int64_t{problem.features} * (problem.width + 1) + 2;
-            part.take(problem, F, problem.states + plane * size, acc[0], of_sums);
+        if (!Backward && segment == 0 && part.takes_state(problem, plane)) {
+            part.take(problem, F, part.state_of(problem, plane), acc[0], of_sums);
             part.template write_partial<F, V>(problem, partial - 1, acc[0], of_sums);
             clear_all();
         }

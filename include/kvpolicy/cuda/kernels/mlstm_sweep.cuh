@@ -18,6 +18,9 @@ namespace kvpolicy {
 inline namespace KVPOLICY_CUDA_NAMESPACE KVPOLICY_HIDDEN {
 namespace cuda_backend {
 
+/// Warps of a sweep: sixteen, so that it hides latencies that a block alone on its multiprocessor has.
+inline constexpr int mlstm_sweep_parts = 4, mlstm_sweep_threads = 128 * mlstm_sweep_parts;
+
 /// Shared memory of mlstm_sweep_kernel: what a read needs, its rows those of the present chunk, and the rows of two chunks.
 template <class E, int F, int V>
 struct mlstm_sweep_memory {
@@ -28,7 +31,7 @@ struct mlstm_sweep_memory {
     float* rho;
     float* qz;
     float2* numbers;  // [V]: the norm's gain, the readout's weight
-    mlstm_row_sums sums[3];
+    mlstm_sums_along<mlstm_sweep_parts> sums[3];
     mlstm_exponents<E> exponents;
     shared_tile<E> first_q, first_k, first_v;  // of the first stage; the second's follow
     double *log_source, *log_top;              // [stages][64]
@@ -48,8 +51,8 @@ struct mlstm_sweep_memory {
         rho = parts.take<float>(V);
         qz = parts.take<float>(scorer_chunk);
         numbers = parts.take<float2>(V);
-        for (mlstm_row_sums& one : sums) {
-            one.of = parts.take<float>(2 * scorer_chunk);
+        for (mlstm_sums_along<mlstm_sweep_parts>& one : sums) {
+            one.of = parts.take<float>(mlstm_sweep_parts * scorer_chunk);
         }
         exponents.source = parts.take<typename mlstm_exponents<E>::number>(scorer_chunk);
         exponents.most = parts.take<typename mlstm_exponents<E>::number>(scorer_chunk);
@@ -110,12 +113,13 @@ __device__ inline void add_scaled_outer(float (&acc)[NI][4], float (&sums)[4], c
 }
 
 template <class T, int F, int V>
-__global__ void __launch_bounds__(mlstm_threads) mlstm_sweep_kernel(const mlstm_problem<T> problem) {
+__global__ void __launch_bounds__(mlstm_sweep_threads) mlstm_sweep_kernel(const mlstm_problem<T> problem) {
     using E = mlstm_element<T>;
     using memory_type = mlstm_sweep_memory<E, F, V>;
     static_assert(!shared_tile<E>::plain);
     constexpr int stages = memory_type::stages, frames_held = memory_type::frames_held;
-    constexpr int WM = F / 16, WN = mlstm_threads / 32 / WM, NI = V / 8 / WN;
+    constexpr int threads = mlstm_sweep_threads, parts = mlstm_sweep_parts;
+    constexpr int WM = F / 16, WN = threads / 32 / WM, NI = V / 8 / WN;
     const scorer_streams& streams = problem.streams;
     memory_type memory(aligned_dynamic_shared());
     const auto block = static_cast<std::int32_t>(blockIdx.x);
@@ -127,7 +131,7 @@ __global__ void __launch_bounds__(mlstm_threads) mlstm_sweep_kernel(const mlstm_
     const mlstm_state_part part{warp_id() % WM * 16, warp_id() / WM * (V / WN), warp_id() / WM == 0};
 
     const auto copy_frame = [&](std::int32_t n) {  // by the last four threads
-        const int i = thread - (mlstm_threads - 4);
+        const int i = thread - (threads - 4);
         static_assert(sizeof(mlstm_frame) == 64);
         if (n < count && i >= 0) {
             copy_16(
@@ -143,15 +147,15 @@ __global__ void __launch_bounds__(mlstm_threads) mlstm_sweep_kernel(const mlstm_
             const int stage = n % stages;
             const std::int64_t row = (first_chunk + begun + n) * scorer_chunk;
             if (frame.count > 0) {
-                copy_rows(memory.first_k.from(stage * F), problem.k + row * F, F, F, scorer_chunk,
-                          mlstm_threads);
-                copy_rows(memory.first_v.from(stage * V), problem.v + row * V, V, V, scorer_chunk,
-                          mlstm_threads);
+                copy_slice<F, threads>(memory.first_k.from(stage * F), 0,
+                                       static_cast<const E*>(problem.k) + row * F, F);
+                copy_slice<V, threads>(memory.first_v.from(stage * V), 0,
+                                       static_cast<const E*>(problem.v) + row * V, V);
                 copy_line(memory.weight + stage * scorer_chunk, problem.weight + row, scorer_chunk, 0);
             }
             if (frame.reads < frame.count) {
-                copy_rows(memory.first_q.from(stage * F), problem.q + row * F, F, F, scorer_chunk,
-                          mlstm_threads);
+                copy_slice<F, threads>(memory.first_q.from(stage * F), 0,
+                                       static_cast<const E*>(problem.q) + row * F, F);
                 copy_line(memory.log_source + stage * scorer_chunk, problem.log_source + row, scorer_chunk,
                           32);
                 copy_line(memory.log_top + stage * scorer_chunk, problem.log_top + row, scorer_chunk, 64);
@@ -173,11 +177,11 @@ __global__ void __launch_bounds__(mlstm_threads) mlstm_sweep_kernel(const mlstm_
     copy_commit();
     {
         const float blank[8] = {};
-        for (int i = thread; i < 16 * F / 8; i += mlstm_threads) {
+        for (int i = thread; i < 16 * F / 8; i += threads) {
             memory.z_tile.set_eight(i / (F / 8), i % (F / 8) * 8, blank);
         }
         const std::int64_t at = std::int64_t{plane % streams.heads} * problem.width;
-        for (int i = thread; i < V; i += mlstm_threads) {
+        for (int i = thread; i < V; i += threads) {
             const bool there = i < problem.width;
             memory.numbers[i] =
                 make_float2(there && problem.norm_gain != nullptr ? problem.norm_gain[at + i] : 1.0f,
@@ -185,6 +189,8 @@ __global__ void __launch_bounds__(mlstm_threads) mlstm_sweep_kernel(const mlstm_
         }
     }
     const float bias = problem.readout_bias != nullptr ? problem.readout_bias[plane % streams.heads] : 0.0f;
+    scorer_span s = streams.span(plane, begun);
+    float* const scores = problem.scores.head(s.b, s.h);
     float acc[NI][4], of_sums[4];
     const auto clear_all = [&] {
 #pragma unroll
@@ -236,10 +242,14 @@ __global__ void __launch_bounds__(mlstm_threads) mlstm_sweep_kernel(const mlstm_
 #pragma unroll
             for (int r = 0; r < 2; ++r) {
                 const float z = __shfl_sync(all_lanes, of_sums[2 * r] + of_sums[2 * r + 1], lane & ~3);
+                const std::uint32_t row = memory.c.offset(part.feature(r), part.value(0));
 #pragma unroll
                 for (int j = 0; j < NI; ++j) {
-                    memory.c.set_pair(part.feature(r), part.value(j), acc[j][2 * r] - z * rho[j][0],
-                                      acc[j][2 * r + 1] - z * rho[j][1]);
+                    static_assert(NI <= 8 &&
+                                  64 % (8 * NI) == 0);  // so that 8 columns further is one exclusive or
+                    *reinterpret_cast<std::uint32_t*>(memory.c.data +
+                                                      (row ^ static_cast<std::uint32_t>(16 * j))) =
+                        pack<E>(acc[j][2 * r] - z * rho[j][0], acc[j][2 * r + 1] - z * rho[j][1]);
                 }
                 if (part.owns_sums && lane % 4 < 2) {  // z rounded, and what rounding takes away
                     const float rounded = static_cast<float>(static_cast<E>(z));
@@ -249,7 +259,7 @@ __global__ void __launch_bounds__(mlstm_threads) mlstm_sweep_kernel(const mlstm_
                 }
             }
             __syncthreads();
-            weigh_pairs<F, E>(memory);
+            weigh_pairs<F, E, parts>(memory);
         }
 #pragma unroll
         for (int e = 0; e < 4; ++e) {
@@ -262,17 +272,23 @@ __global__ void __launch_bounds__(mlstm_threads) mlstm_sweep_kernel(const mlstm_
         add_scaled_outer<NI>(acc, of_sums, memory.k, part.m0, memory.v, part.n0,
                              memory.weight + stage * scorer_chunk, frame.add);
         if (reads) {
-            sync_rows();  // the weights of these rows are there
-            mlstm_reads<V> values;
-            apply_pairs<F, V>(memory, values);
-            const scorer_span s = streams.span(plane, begun + n);
+            sync_rows<parts>();  // the weights of these rows are there
+            mlstm_reads<V, parts> values;
+            apply_pairs<F>(memory, values);
+            if (streams.edges != nullptr) {
+                s = streams.span(plane, begun + n);
+            } else {
+                s.first = s.from + (begun + n) * scorer_chunk;
+            }
             const auto number = [&](int i, float& gain, float& readout) {
                 gain = memory.numbers[i].x;
                 readout = memory.numbers[i].y;
             };
-            score_reads<V>(problem, s, memory, frame.reads, frame.bad, values, number, [&](int l) {
+            const auto added = [&](int l) {
                 return bias + (problem.skip != nullptr ? memory.skipped[stage * scorer_chunk + l] : 0.0f);
-            });
+            };
+            score_reads<E>(problem, memory, scores + (s.first - streams.delay), frame.reads, frame.count,
+                           frame.bad, values, number, added);
         }
     }
     if (segment == problem.segments - 1) {
