@@ -136,13 +136,14 @@ __device__ inline void weigh_pairs(const Memory& memory) {
     for (int r = 0; r < 2; ++r) {
         const int l = m0 + lane / 4 + 8 * r;
         float sum = 0.0f;
+        const auto weights = memory.weights.pairs_of(l, columns * part + lane % 4 * 2);
 #pragma unroll
         for (int j = 0; j < NI; ++j) {
             const int column = columns * part + 8 * j + lane % 4 * 2;
             float first = products[0][j][2 * r] * memory.exponents.weight(l, column);
             float second = products[0][j][2 * r + 1] * memory.exponents.weight(l, column + 1);
             round_pair<E>(first, second);
-            memory.weights.set_pair(l, column, first, second);
+            weights.set(j, first, second);
             sum += first + second;
         }
         memory.sums[0].set(l, row_sum(sum));
@@ -180,11 +181,11 @@ __device__ inline void read_chunk(const mlstm_problem<T>& problem, const scorer_
                                   const mlstm_frame& frame, mlstm_reads<V>& reads) {
     using E = mlstm_element<T>;
     const std::int64_t row = s.row(problem.streams.slots), chunk = problem.chunk(s);
-    copy_rows(memory.q, problem.q + row * F, F, F, scorer_chunk, mlstm_threads);
-    copy_rows(memory.k, problem.k + row * F, F, F, scorer_chunk, mlstm_threads);
+    copy_slice<scorer_chunk, F, mlstm_threads>(memory.q, 0, static_cast<const E*>(problem.q + row * F), F);
+    copy_slice<scorer_chunk, F, mlstm_threads>(memory.k, 0, static_cast<const E*>(problem.k + row * F), F);
     copy_commit();
-    copy_rows(memory.c, problem.memory + chunk * F * V, V, V, F, mlstm_threads);
-    copy_rows(memory.v, problem.v + row * V, V, V, scorer_chunk, mlstm_threads);
+    copy_slice<F, V, mlstm_threads>(memory.c, 0, static_cast<const E*>(problem.memory + chunk * F * V), V);
+    copy_slice<scorer_chunk, V, mlstm_threads>(memory.v, 0, static_cast<const E*>(problem.v + row * V), V);
     copy_commit();
     mlstm_look_ahead<T> next(problem);
     next.array(problem.q, scorer_chunk * F);

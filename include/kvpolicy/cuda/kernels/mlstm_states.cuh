@@ -233,21 +233,6 @@ __device__ inline void add_outer(float (&acc)[NI][4], float (&sums)[4], const sh
     }
 }
 
-/// `Columns` columns of a chunk's rows, `stride` apart, into a tile's columns from `at` on.
-template <int Columns, int Threads = mlstm_walk_threads, class E>
-__device__ inline void copy_slice(const shared_tile<E>& tile, int at, const E* from, int stride) {
-    constexpr int each = 16 / sizeof(E), across = Columns / each;
-    const int row = static_cast<int>(threadIdx.x) / across,
-              column = static_cast<int>(threadIdx.x) % across * each;
-    const std::uint32_t data = shared_address(tile.data);
-#pragma unroll
-    for (int r = 0; r < scorer_chunk; r += Threads / across) {
-        if (Threads / across <= scorer_chunk || row < scorer_chunk) {
-            copy_16(data + tile.offset(row + r, at + column), from + (row + r) * stride + column, 16);
-        }
-    }
-}
-
 /// `count` elements side by side, a multiple of 16 bytes, by the threads from `from` on.
 template <class E>
 __device__ inline void copy_line(E* to, const E* line, int count, int from) {
@@ -478,8 +463,8 @@ __global__ void __launch_bounds__(mlstm_walk_threads) mlstm_walk_kernel(const ml
             const mlstm_step step = memory.steps[n % (2 * batch)];
             if (step.adds != 0) {
                 const shared_tile<E> tile = memory.tile(stage);
-                copy_slice<FS>(tile, 0, next_a, F);
-                copy_slice<VS>(tile, FS, next_b, V);
+                copy_slice<scorer_chunk, FS, mlstm_walk_threads>(tile, 0, next_a, F);
+                copy_slice<scorer_chunk, VS, mlstm_walk_threads>(tile, FS, next_b, V);
                 copy_line(memory.scale + stage * scorer_chunk, next_scale, scorer_chunk, 0);
                 if (Backward) {
                     copy_line(memory.ratio + stage * scorer_chunk, next_ratio, scorer_chunk, 32);

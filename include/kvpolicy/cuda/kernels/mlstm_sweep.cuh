@@ -147,15 +147,15 @@ __global__ void __launch_bounds__(mlstm_sweep_threads) mlstm_sweep_kernel(const 
             const int stage = n % stages;
             const std::int64_t row = (first_chunk + begun + n) * scorer_chunk;
             if (frame.count > 0) {
-                copy_slice<F, threads>(memory.first_k.from(stage * F), 0,
-                                       static_cast<const E*>(problem.k) + row * F, F);
-                copy_slice<V, threads>(memory.first_v.from(stage * V), 0,
-                                       static_cast<const E*>(problem.v) + row * V, V);
+                copy_slice<scorer_chunk, F, threads>(memory.first_k.from(stage * F), 0,
+                                                     static_cast<const E*>(problem.k) + row * F, F);
+                copy_slice<scorer_chunk, V, threads>(memory.first_v.from(stage * V), 0,
+                                                     static_cast<const E*>(problem.v) + row * V, V);
                 copy_line(memory.weight + stage * scorer_chunk, problem.weight + row, scorer_chunk, 0);
             }
             if (frame.reads < frame.count) {
-                copy_slice<F, threads>(memory.first_q.from(stage * F), 0,
-                                       static_cast<const E*>(problem.q) + row * F, F);
+                copy_slice<scorer_chunk, F, threads>(memory.first_q.from(stage * F), 0,
+                                                     static_cast<const E*>(problem.q) + row * F, F);
                 copy_line(memory.log_source + stage * scorer_chunk, problem.log_source + row, scorer_chunk,
                           32);
                 copy_line(memory.log_top + stage * scorer_chunk, problem.log_top + row, scorer_chunk, 64);
@@ -242,14 +242,11 @@ __global__ void __launch_bounds__(mlstm_sweep_threads) mlstm_sweep_kernel(const 
 #pragma unroll
             for (int r = 0; r < 2; ++r) {
                 const float z = __shfl_sync(all_lanes, of_sums[2 * r] + of_sums[2 * r + 1], lane & ~3);
-                const std::uint32_t row = memory.c.offset(part.feature(r), part.value(0));
+                const auto row = memory.c.pairs_of(part.feature(r), part.value(0));
 #pragma unroll
                 for (int j = 0; j < NI; ++j) {
-                    static_assert(NI <= 8 &&
-                                  64 % (8 * NI) == 0);  // so that 8 columns further is one exclusive or
-                    *reinterpret_cast<std::uint32_t*>(memory.c.data +
-                                                      (row ^ static_cast<std::uint32_t>(16 * j))) =
-                        pack<E>(acc[j][2 * r] - z * rho[j][0], acc[j][2 * r + 1] - z * rho[j][1]);
+                    static_assert(NI <= 8);
+                    row.set(j, acc[j][2 * r] - z * rho[j][0], acc[j][2 * r + 1] - z * rho[j][1]);
                 }
                 if (part.owns_sums && lane % 4 < 2) {  // z rounded, and what rounding takes away
                     const float rounded = static_cast<float>(static_cast<E>(z));

@@ -73,10 +73,11 @@ __device__ inline void pairs_of_chunk(const mlstm_tokens_memory<E, F, V>& memory
         add_product<1, 4, F, false, false>(products, memory.k, m0, memory.q, 32 * half);
         add_product<1, 4, V, false, false>(g, memory.v, m0, memory.d_n, 32 * half);
     }
-    float down[4][2] = {};
+    float down[8] = {};  // [8 columns][2 neighbours]
 #pragma unroll
     for (int r = 0; r < 2; ++r) {
         const int j = m0 + lane / 4 + 8 * r;
+        const auto pairs = memory.pairs.pairs_of(j, 32 * half + lane % 4 * 2);
         float behind = 0.0f;  // of the row's pairs in later columns
 #pragma unroll
         for (int i = 3; i >= 0; --i) {
@@ -91,7 +92,7 @@ __device__ inline void pairs_of_chunk(const mlstm_tokens_memory<E, F, V>& memory
             gradients[i][r].set(w[0] * of_pair[0], w[1] * of_pair[1]);
             // Rounded as the read's, so that its pairs add up to what its quotient says.
             round_pair<E>(weight[0], weight[1]);
-            memory.pairs.set_pair(j, l, weight[0], weight[1]);
+            pairs.set(i, weight[0], weight[1]);
             const float second = weight[1] * of_pair[1], both = weight[0] * of_pair[0] + second;
             float from = both;  // of this lane's columns and the quad's later ones
             float other = __shfl_down_sync(all_lanes, from, 1u);
@@ -100,25 +101,15 @@ __device__ inline void pairs_of_chunk(const mlstm_tokens_memory<E, F, V>& memory
             from += lane % 4 < 2 ? other : 0.0f;
             other = __shfl_down_sync(all_lanes, from, 1u);
             const float after = behind + (lane % 4 < 3 ? other : 0.0f);
-            down[i][0] += j < l ? after + both : 0.0f;
-            down[i][1] += j < l + 1 ? after + second : 0.0f;
+            down[2 * i] += j < l ? after + both : 0.0f;
+            down[2 * i + 1] += j < l + 1 ? after + second : 0.0f;
             behind += __shfl_sync(all_lanes, from, lane & ~3);
         }
         memory.inside.set(j, behind);
     }
-#pragma unroll
-    for (int i = 0; i < 4; ++i) {
-#pragma unroll
-        for (int e = 0; e < 2; ++e) {
-#pragma unroll
-            for (int step = 4; step < 32; step *= 2) {
-                down[i][e] += __shfl_xor_sync(all_lanes, down[i][e], step);
-            }
-            if (lane < 4) {
-                memory.columns[warp_id() % 4 * scorer_chunk + 32 * half + 8 * i + lane * 2 + e] = down[i][e];
-            }
-        }
-    }
+    const float sum = sums_down(down);
+    memory.columns[warp_id() % 4 * scorer_chunk + 32 * half + lane / 8 * 8 + lane % 4 * 2 + lane / 4 % 2] =
+        sum;
 }
 
 /// Of a chunk's tokens: d (Wk x), d v~ and d of the gates' preactivations into d_rows_k, and the sums of the latter. Eight warps, as
@@ -141,14 +132,16 @@ __global__ void __launch_bounds__(mlstm_threads, mlstm_blocks<T>)
     const mlstm_tokens_memory<E, F, V> memory(aligned_dynamic_shared());
     const mlstm_frame& frame = problem.frames[chunk];
     const bool reads = frame.reads < scorer_chunk;
-    copy_rows(memory.k, problem.k + row * F, F, F, scorer_chunk, mlstm_threads);
-    copy_rows(memory.v, problem.v + row * V, V, V, scorer_chunk, mlstm_threads);
+    copy_slice<scorer_chunk, F, mlstm_threads>(memory.k, 0, static_cast<const E*>(problem.k + row * F), F);
+    copy_slice<scorer_chunk, V, mlstm_threads>(memory.v, 0, static_cast<const E*>(problem.v + row * V), V);
     if (reads) {
-        copy_rows(memory.q, problem.q + row * F, F, F, scorer_chunk, mlstm_threads);
-        copy_rows(memory.d_n, problem.d_n + row * V, V, V, scorer_chunk, mlstm_threads);
+        copy_slice<scorer_chunk, F, mlstm_threads>(memory.q, 0, static_cast<const E*>(problem.q + row * F),
+                                                   F);
+        copy_slice<scorer_chunk, V, mlstm_threads>(memory.d_n, 0,
+                                                   static_cast<const E*>(problem.d_n + row * V), V);
     }
     copy_commit();
-    copy_rows(memory.a, problem.d_memory + chunk * F * V, V, V, F, mlstm_threads);
+    copy_slice<F, V, mlstm_threads>(memory.a, 0, static_cast<const E*>(problem.d_memory + chunk * F * V), V);
     copy_commit();
     mlstm_look_ahead<T> next(problem);
     next.array(problem.q, scorer_chunk * F);
@@ -159,6 +152,7 @@ __global__ void __launch_bounds__(mlstm_threads, mlstm_blocks<T>)
     next.array(problem.memory, F * V);
     for (int i = thread; i < F; i += mlstm_threads) {
         float sum = 0.0f;
+#pragma unroll 1
         for (int part = 0; part < problem.sum_parts; ++part) {
             sum += problem.d_sums[(chunk * problem.sum_parts + part) * F + i];
         }
@@ -230,10 +224,10 @@ __global__ void __launch_bounds__(mlstm_threads, mlstm_blocks<T>)
     sync_rows();  // these rows of the pairs have been read
 #pragma unroll
     for (int r = 0; r < 2; ++r) {
+        const auto pairs = memory.pairs.pairs_of(m0 + lane / 4 + 8 * r, 32 * half + lane % 4 * 2);
 #pragma unroll
         for (int i = 0; i < 4; ++i) {
-            memory.pairs.set_pair(m0 + lane / 4 + 8 * r, 32 * half + 8 * i + lane % 4 * 2,
-                                  gradients[i][r].first(), gradients[i][r].second());
+            pairs.set(i, gradients[i][r].first(), gradients[i][r].second());
         }
     }
     if (half == 0 && lane < 16) {
@@ -245,7 +239,7 @@ __global__ void __launch_bounds__(mlstm_threads, mlstm_blocks<T>)
     }
     d_k.sum_along(memory.k, m0, memory.low, memory.high);
     __syncthreads();
-    copy_rows(memory.c, static_cast<const E*>(problem.memory + chunk * F * V), V, V, F, mlstm_threads);
+    copy_slice<F, V, mlstm_threads>(memory.c, 0, static_cast<const E*>((problem.memory + chunk * F * V)), V);
     copy_commit();
     d_k.through_map(problem, memory.k, m0, memory.low, memory.high);
     copy_wait<0>();
@@ -274,12 +268,13 @@ __global__ void __launch_bounds__(mlstm_threads, mlstm_blocks<T>)
     const shared_tile<T> to_k{memory.k.data, scorer_chunk}, to_v{memory.v.data, scorer_chunk};
     d_k.store(to_k, m0);
 #pragma unroll
-    for (int i = 0; i < V / 16; ++i) {
-        const std::int32_t column = V / 2 * half + 8 * i + lane % 4 * 2;
+    for (int r = 0; r < 2; ++r) {
+        const auto to = to_v.pairs_of(m0 + lane / 4 + 8 * r, V / 2 * half + lane % 4 * 2);
 #pragma unroll
-        for (int r = 0; r < 2; ++r) {
-            to_v.set_pair(m0 + lane / 4 + 8 * r, column, column < problem.width ? d_v[0][i][2 * r] : 0.0f,
-                          column + 1 < problem.width ? d_v[0][i][2 * r + 1] : 0.0f);
+        for (int i = 0; i < V / 16; ++i) {
+            const std::int32_t column = V / 2 * half + 8 * i + lane % 4 * 2;
+            to.set(i, column < problem.width ? d_v[0][i][2 * r] : 0.0f,
+                   column + 1 < problem.width ? d_v[0][i][2 * r + 1] : 0.0f);
         }
     }
     if (warp_id() == 0) {
