@@ -137,6 +137,20 @@ __device__ inline void store_eight(E* to, const float (&x)[8]) {
     }
 }
 
+/// Eight neighbouring elements of a row in global memory, as they are until they are wanted.
+template <class E>
+struct alignas(16) eight_of {
+    E of[8];
+
+    __device__ void load(const E* from) { *this = *reinterpret_cast<const eight_of*>(from); }
+    __device__ void get(float (&x)[8]) const {
+#pragma unroll
+        for (int e = 0; e < 8; ++e) {
+            x[e] = static_cast<float>(of[e]);
+        }
+    }
+};
+
 /// Two numbers as E has them, in as few registers.
 template <class E>
 struct rounded_pair {

@@ -111,17 +111,20 @@ struct feature_gradients {
     }
 };
 
-/// Rows [0, count) of `width` numbers (a multiple of 8), eight at a time from get(row, column, x).
+/// Of rows [0, count) of `width` numbers, `across` times eight columns from `from` on (all multiples of 8), from get(row, column, x), by thread
+/// `thread` of `threads`.
 template <class T, class Get>
-__device__ inline void write_rows(T* rows, std::int32_t width, int count, const Get& get) {
-    const std::int32_t across = width / 8;
-    auto i = static_cast<std::int32_t>(threadIdx.x);
-    std::int32_t r = i / across, c = i % across;
-    const std::int32_t step_r = mlstm_threads / across, step_c = mlstm_threads % across;
+__device__ inline void write_columns(T* rows, std::int32_t width, std::int32_t from, std::int32_t across,
+                                     int count, int thread, int threads, const Get& get) {
+    if (across == 0) {
+        return;
+    }
+    std::int32_t r = thread / across, c = thread % across;
+    const std::int32_t step_r = threads / across, step_c = threads % across;
     while (r < count) {
         float x[8] = {};
-        get(r, 8 * c, x);
-        store_eight(rows + std::int64_t{r} * width + 8 * c, x);
+        get(r, from + 8 * c, x);
+        store_eight(rows + std::int64_t{r} * width + from + 8 * c, x);
         r += step_r;
         c += step_c;
         if (c >= across) {
@@ -129,6 +132,11 @@ __device__ inline void write_rows(T* rows, std::int32_t width, int count, const 
             ++r;
         }
     }
+}
+/// The same for whole rows, by all threads.
+template <class T, class Get>
+__device__ inline void write_rows(T* rows, std::int32_t width, int count, const Get& get) {
+    write_columns(rows, width, 0, width / 8, count, static_cast<int>(threadIdx.x), mlstm_threads, get);
 }
 
 /// Of a chunk's reads: d N_l, d g_l, exp(m - M_l) and their pairs with tokens before the chunk into rows, d (Wq x) and d score into d_rows_q, and the chunk's sums of

@@ -368,7 +368,7 @@ __global__ void __launch_bounds__(128 * Slots, shared_tile<T>::plain || Slots ==
         if (problem.skip != nullptr && active) {
             row_products<false>(x, thread / 2, thread % 2, memory.weights, source.padded, of_first, of_second,
                                 finite);
-            if (thread % 2 == 0 && thread / 2 >= skipped && thread / 2 < s.count) {
+            if (thread % 2 == 0) {  // rows without a read have inputs that are 0
                 problem.skipped[row + thread / 2] = of_first;
             }
         }

@@ -18,7 +18,6 @@ template <class E, int F, int V>
 struct mlstm_tokens_memory {
     shared_tile<E> q, d_n, k, v, a;
     shared_tile<E> pairs;  // w_lj (q~_l . k~_j), then w_lj G_lj, tokens on rows
-    shared_tile<E> c;      // where q and d_n were
     float* a_z;
     float* z;
     float* rho;  // before the chunk
@@ -27,6 +26,7 @@ struct mlstm_tokens_memory {
     float* columns;  // [4][64]: sums down the columns, of 16 rows each
     float* across;   // [8]
     float* d_gates;  // [64][2]
+    float* slopes;   // [2][64]: of the input gates, of the forget gates
     mlstm_row_sums inside, later, low, high;
     mlstm_exponents<E> exponents;
     std::size_t bytes;
@@ -39,8 +39,6 @@ struct mlstm_tokens_memory {
         v = parts.tile<E>(scorer_chunk, V);
         a = parts.tile<E>(F, V);
         pairs = parts.tile<E>(scorer_chunk, scorer_chunk);
-        static_assert(scorer_chunk * (F + V) >= F * V);
-        c = {q.data, F};
         a_z = parts.take<float>(F);
         z = parts.take<float>(F);
         rho = parts.take<float>(V);
@@ -49,6 +47,7 @@ struct mlstm_tokens_memory {
         columns = parts.take<float>(4 * scorer_chunk);
         across = parts.take<float>(8);
         d_gates = parts.take<float>(2 * scorer_chunk);
+        slopes = parts.take<float>(2 * scorer_chunk);
         for (mlstm_row_sums* one : {&inside, &later, &low, &high}) {
             one->of = parts.take<float>(2 * scorer_chunk);
         }
@@ -166,6 +165,9 @@ __global__ void __launch_bounds__(mlstm_threads, mlstm_blocks<T>)
     if (thread < scorer_chunk) {
         memory.d_g[thread] = reads ? problem.d_g[row + thread] : 0.0f;
         memory.carried[thread] = reads ? problem.carried[row + thread] : 0.0f;
+        const bool there = thread < s.count;
+        memory.slopes[thread] = there ? problem.slope_i[row + thread] : 0.0f;
+        memory.slopes[scorer_chunk + thread] = there ? problem.slope_f[row + thread] : 0.0f;
     }
     memory.exponents.load(problem.log_source + row, problem.log_top + row, frame.m);
     if (thread == 0 && frame.bad < s.count) {
@@ -239,32 +241,8 @@ __global__ void __launch_bounds__(mlstm_threads, mlstm_blocks<T>)
     }
     d_k.sum_along(memory.k, m0, memory.low, memory.high);
     __syncthreads();
-    copy_slice<F, V, mlstm_threads>(memory.c, 0, static_cast<const E*>((problem.memory + chunk * F * V)), V);
-    copy_commit();
     d_k.through_map(problem, memory.k, m0, memory.low, memory.high);
-    copy_wait<0>();
-    __syncthreads();
-    // Pairs across the whole chunk: a token before it, a read after it.
-    float across = 0.0f;
-    for (int i = thread; i < F * V / 8; i += mlstm_threads) {
-        const int f = i / (V / 8), column = i % (V / 8) * 8;
-        const float z = memory.z[f];
-        float x[8], y[8];
-        memory.c.get_eight(f, column, x);
-        memory.a.get_eight(f, column, y);
-#pragma unroll
-        for (int e = 0; e < 8; ++e) {
-            across += (x[e] + z * memory.rho[column + e]) * y[e];
-        }
-    }
-    for (int i = thread; i < F; i += mlstm_threads) {
-        across += memory.z[i] * memory.a_z[i];
-    }
-    across = warp_sum(across) * frame.keep;
-    if (lane == 0) {
-        memory.across[warp_id()] = across;
-    }
-    __syncthreads();
+    // Into a warp's own places of k and v, which nobody else looks at any more.
     const shared_tile<T> to_k{memory.k.data, scorer_chunk}, to_v{memory.v.data, scorer_chunk};
     d_k.store(to_k, m0);
 #pragma unroll
@@ -277,6 +255,45 @@ __global__ void __launch_bounds__(mlstm_threads, mlstm_blocks<T>)
                    column + 1 < problem.width ? d_v[0][i][2 * r + 1] : 0.0f);
         }
     }
+    // Pairs across the whole chunk: a token before it, a read after it. The state before it comes straight to registers, all of a
+    // thread's part at once.
+    float across = 0.0f;
+    {
+        constexpr int parts = F * V / 8 / mlstm_threads, together = shared_tile<E>::plain ? 1
+                                                                    : parts < 8           ? parts
+                                                                                          : 8;
+        static_assert(parts % together == 0);
+        const E* const before = problem.memory + chunk * F * V;
+#pragma unroll 1
+        for (int first = 0; first < parts; first += together) {
+            eight_of<E> states[together];
+#pragma unroll
+            for (int i = 0; i < together; ++i) {
+                states[i].load(before + ((first + i) * mlstm_threads + thread) * 8);
+            }
+#pragma unroll
+            for (int i = 0; i < together; ++i) {
+                const int at = (first + i) * mlstm_threads + thread, f = at / (V / 8),
+                          column = at % (V / 8) * 8;
+                const float z = memory.z[f];
+                float x[8], y[8];
+                states[i].get(x);
+                memory.a.get_eight(f, column, y);
+#pragma unroll
+                for (int e = 0; e < 8; ++e) {
+                    across += (x[e] + z * memory.rho[column + e]) * y[e];
+                }
+            }
+        }
+    }
+    for (int i = thread; i < F; i += mlstm_threads) {
+        across += memory.z[i] * memory.a_z[i];
+    }
+    across = warp_sum(across) * frame.keep;
+    if (lane == 0) {
+        memory.across[warp_id()] = across;
+    }
+    __syncthreads();
     if (warp_id() == 0) {
         // d log f_t = pairs across the chunk + reads from t on of earlier tokens + tokens before t read later + those inside; two
         // tokens a lane.
@@ -320,9 +337,9 @@ __global__ void __launch_bounds__(mlstm_threads, mlstm_blocks<T>)
                 for (int w = 0; w < 4; ++w) {
                     d_log_f += memory.columns[w * scorer_chunk + j];
                 }
-                d_i = (memory.inside.get(j) + later[i]) * problem.slope_i[row + j];
+                d_i = (memory.inside.get(j) + later[i]) * memory.slopes[j];
                 // Nothing is forgotten before a stream's first token.
-                d_f = s.first + j == s.begin ? 0.0f : d_log_f * problem.slope_f[row + j];
+                d_f = s.first + j == s.begin ? 0.0f : d_log_f * memory.slopes[scorer_chunk + j];
                 of_gates[0] += d_i;
                 of_gates[1] += d_f;
             }
@@ -336,19 +353,25 @@ __global__ void __launch_bounds__(mlstm_threads, mlstm_blocks<T>)
             problem.d_gates[chunk * 2 + 1] = of_gates[1];
         }
     }
+    // Meanwhile the other warps write what does not wait for the gates.
+    T* const rows = problem.d_rows_k + row * problem.rows_k;
+    if (warp_id() != 0) {
+        constexpr int others = mlstm_threads - 32;
+        const std::int32_t across_k = problem.at_v / 8, across_v = (problem.at_i - problem.at_v) / 8;
+        write_columns(rows, problem.rows_k, 0, across_k, s.count, thread - 32, others,
+                      [&](int r, int c, float(&x)[8]) { to_k.get_eight(r, c, x); });
+        write_columns(rows, problem.rows_k, problem.at_v, across_v, s.count, thread - 32, others,
+                      [&](int r, int c, float(&x)[8]) { to_v.get_eight(r, c - problem.at_v, x); });
+    }
     __syncthreads();
-    write_rows(problem.d_rows_k + row * problem.rows_k, problem.rows_k, s.count,
-               [&](int r, int c, float(&x)[8]) {
-                   if (c < problem.at_v) {
-                       to_k.get_eight(r, c, x);
-                   } else if (c < problem.at_i) {
-                       to_v.get_eight(r, c - problem.at_v, x);
-                   } else if (c == problem.at_i) {
-                       x[0] = memory.d_gates[2 * r];
-                   } else if (c == problem.at_f) {
-                       x[0] = memory.d_gates[2 * r + 1];
-                   }
-               });
+    write_columns(rows, problem.rows_k, problem.at_i, (problem.rows_k - problem.at_i) / 8, s.count, thread,
+                  mlstm_threads, [&](int r, int c, float(&x)[8]) {
+                      if (c == problem.at_i) {
+                          x[0] = memory.d_gates[2 * r];
+                      } else if (c == problem.at_f) {
+                          x[0] = memory.d_gates[2 * r + 1];
+                      }
+                  });
 }
 
 }  // namespace cuda_backend
