@@ -49,7 +49,7 @@ profiled[attention]='(forward|forward . backward|future mass|causal lse)/16k/'
 sanitized[attention]="
 gpu.attention.future_mass | $all_checks | small future masses*
 gpu.attention.plan        | $all_checks | lengths*
-gpu.attention.attend      | $all_checks | packed*,more queries*,softcap*,fp32 and double*
+gpu.attention.attend      | $all_checks | small*,more queries*
 gpu.attention.backward    | $all_checks | one tile*,strides,softcap*
 gpu.attention.backward_types | memcheck initcheck | fp32*
 "
