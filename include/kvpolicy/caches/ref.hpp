@@ -116,6 +116,7 @@ struct LayerRef {
     typename P::keep_type keep;
     typename P::selection_type selection;
     typename P::eviction_type eviction;
+    const std::int32_t* read_pages = nullptr;  // [kv_heads], for selection: selection.pages where a device can read it
     // For an eviction part: the last queries of every head, that of position t in row t mod observing, and those of proposed tokens.
     T* queries = nullptr;        // [slots, kv_heads, observing, group, dim_k]
     T* spare_queries = nullptr;  // [slots, kv_heads, proposals, group, dim_k]

@@ -50,10 +50,17 @@ constexpr void require_device_policy() {
                   "kvpolicy: on CUDA a cache takes a policy whose scores do not come from attention (H2O, "
                   "TOVA and SnapKV "
                   "run on the host)");
-    static_assert(!P::has_selection, "kvpolicy: on CUDA a cache takes a policy without a selection part");
     static_assert(
         has_device_scorer<asked_scorer<P>>,
         "kvpolicy: on CUDA a cache takes given scores, a LinearScorer, an MlpScorer or an mLSTMScorer");
+}
+
+template <class P>
+constexpr void require_device_fixed() {
+    require_device_policy<P>();
+    static_assert(!P::has_selection,
+                  "kvpolicy: on CUDA a FixedBudgetCache takes a policy without a selection part; a DualCache "
+                  "has them");
 }
 
 /// What the host refuses, as far as no device memory must be read. `tokens` is the most of an entry.

@@ -27,7 +27,7 @@ template <AnyPolicy P, Storage T>
 template <class Build>
 void FixedBudgetCache<P, T>::bind(const cuda& on, void* buffer, std::size_t buffer_bytes) {
     namespace cb = cuda_backend;
-    cb::require_device_policy<P>();
+    cb::require_device_fixed<P>();
     detail::require(!this->rules_.empty(), "cache", "moved from", "one that still has its policy");
     detail::require(buffer != nullptr, "buffer", "null", "device memory of bytes().total()");
     detail::require(buffer_bytes >= this->bytes_.total(), "buffer_bytes", buffer_bytes,

@@ -122,7 +122,7 @@ class cache_step_call {
 /// Calls body(call) with the cache_step_call that serves the cache.
 template <class Dims, class P, class T, class Body>
 void with_step_call(const cuda& on, const FixedBudgetRef<P, T>& cache, std::int32_t count, const Body& body) {
-    require_device_policy<P>();
+    require_device_fixed<P>();
     const device_scope device(on);
     if constexpr (is_half<T>) {
         const std::int32_t dim = std::max(cache.dim_k, cache.dim_v);

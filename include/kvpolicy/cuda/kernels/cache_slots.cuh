@@ -51,6 +51,9 @@ __global__ void __launch_bounds__(slot_threads)
         return;
     }
     cache.kept[index] = 0;
+    if constexpr (Ref::policy_type::has_keep) {
+        cache.pinned[index] = 0;
+    }
     cache.victim[index] = -1;
     cache.arrivals[index] = 0;
     if (head == 0) {
