@@ -4,6 +4,7 @@
 
 #include <kvpolicy/caches/calls.hpp>
 #include <kvpolicy/caches/owner.hpp>
+#include <kvpolicy/caches/page_pool.hpp>
 #include <kvpolicy/caches/ref.hpp>
 #include <kvpolicy/core/host_buffer.hpp>
 #if defined(__CUDACC__)
@@ -130,6 +131,7 @@ class FixedBudgetCache : public CacheOwner<FixedBudgetCache<P, T>, P, T> {
     /// Byte offsets of one layer's arrays in the buffer.
     struct layer_plan {
         std::size_t k, v, position, score, bounds, arrivals, tile_victims;
+        std::size_t slab, table, held, free_count, table_offset, tile_offset;  // with a selection
         typename base::common_plan common;
     };
 

@@ -28,16 +28,6 @@ template <class P, class T>
 dual_view<T> view_of(const DualRef<P, T>& cache) {
     return dual_view<T>(cache);
 }
-/// The most rows of a head.
-template <class P, class T>
-std::int64_t most_rows_of(const FixedBudgetRef<P, T>& cache) {
-    return cache.longest;
-}
-template <class P, class T>
-std::int64_t most_rows_of(const DualRef<P, T>& cache) {
-    return cache.most_rows;
-}
-
 /// A chunk of at most `tokens` tokens an entry.
 template <class Cache, class Dims>
 class cache_chunk_call {
@@ -57,11 +47,7 @@ class cache_chunk_call {
           call_{.cache = view_of(cache)},
           gate_(gate_in<P>(cache)),
           scorer_(scorer_of<P>(cache.scorer)) {
-        if constexpr (paged) {
-            require_device_policy<P>();
-        } else {
-            require_device_fixed<P>();
-        }
+        require_device_policy<P>();
         call_.batch.count = count;
         call_.tokens.most = tokens;
         call_.on_leaving = Scorer::when == score_time::on_leaving;

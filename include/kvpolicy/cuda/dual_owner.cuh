@@ -34,14 +34,8 @@ void DualCache<P, T>::bind(const cuda& on, void* buffer, std::size_t buffer_byte
     detail::require(!this->rules_.empty(), "cache", "moved from", "one that still has its policy");
     detail::require(this->shape_.page_rows % cb::stream_tile == 0, "page_rows", this->shape_.page_rows,
                     [&] { return detail::text("a multiple of ", cb::stream_tile, " on CUDA"); });
-    if constexpr (P::has_selection) {
-        const std::int32_t rows = this->policy_.selection().page_rows();
-        detail::require(rows % cb::stream_tile == 0, "rows of a selection's page", rows,
-                        [&] { return detail::text("a multiple of ", cb::stream_tile, " on CUDA"); });
-        const std::int64_t pages =
-            std::int64_t{pool_.slab_pages} * pool_.most_slabs * (this->shape_.page_rows / rows);
-        detail::require(pages <= 0x7fffffff, "pages of the selection in the pool", pages, "below 2^31");
-    }
+    cb::check_selection(this->policy_, this->shape_.page_rows,
+                        std::int64_t{pool_.slab_pages} * pool_.most_slabs);
     detail::require(buffer != nullptr, "buffer", "null", "device memory of bytes().total()");
     detail::require(buffer_bytes >= this->bytes_.total(), "buffer_bytes", buffer_bytes,
                     [&] { return detail::text("at least bytes().total() = ", this->bytes_.total()); });

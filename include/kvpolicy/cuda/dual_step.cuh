@@ -2,6 +2,7 @@
 #pragma once
 
 #include <kvpolicy/caches/dual.hpp>
+#include <kvpolicy/caches/fixed_budget.hpp>
 #include <kvpolicy/cuda/cache_call.cuh>
 #include <kvpolicy/cuda/config.cuh>
 #include <kvpolicy/cuda/kernels/cache_score.cuh>
@@ -39,10 +40,21 @@ std::int64_t bound_pages_of(const Cache& cache, std::int64_t rows) {
     return (rows + size - 1) / size;
 }
 
-/// A step, or attention alone, with kernels of these sizes.
-template <class Rows, class P>
+/// The most rows of a head.
+template <class P, class T>
+std::int64_t most_rows_of(const FixedBudgetRef<P, T>& cache) {
+    return cache.longest;
+}
+template <class P, class T>
+std::int64_t most_rows_of(const DualRef<P, T>& cache) {
+    return cache.most_rows;
+}
+
+/// A step, or attention alone, with kernels of these sizes; of a FixedBudgetCache with a selection, too.
+template <class Rows, class Cache>
 class dual_step_call {
     using T = typename Rows::T;
+    using P = typename Cache::policy_type;
     using Gate = gate_of<P>;
     using Scorer = asked_scorer<P>;
     using View = std::conditional_t<P::has_selection, chosen_view<T>, dual_view<T>>;
@@ -51,7 +63,7 @@ class dual_step_call {
     static constexpr bool on_leaving = Scorer::when == score_time::on_leaving;
 
   public:
-    dual_step_call(const cuda& on, const device_scope& device, const DualRef<P, T>& cache, std::int32_t count)
+    dual_step_call(const cuda& on, const device_scope& device, const Cache& cache, std::int32_t count)
         : on_(on),
           device_(device),
           call_{.cache = View(cache), .gate = gate_in<P>(cache), .scorer = scorer_of<P>(cache.scorer)},
@@ -69,13 +81,13 @@ class dual_step_call {
         const std::int64_t resident =
             std::int64_t{std::max(fit, 1)} * device.attribute(cudaDevAttrMultiProcessorCount);
         // As many as the fullest cache has work for.
-        const std::int64_t tiles = (cache.most_rows + stream_tile) / stream_tile * heads() * call_.parts;
+        const std::int64_t tiles = (most_rows_of(cache) + stream_tile) / stream_tile * heads() * call_.parts;
         detail::require(tiles <= 0x7fffffff, "rows of the batch's heads, in tiles of 16", tiles,
                         "below 2^31: split the batch");
         call_.work.blocks = static_cast<std::int32_t>(
             std::clamp<std::int64_t>((tiles + dual_work::least - 1) / dual_work::least, 1, resident));
         if constexpr (P::has_selection) {
-            choose_.most_pages = choose_.most_chosen = bound_pages_of(cache, cache.most_rows);
+            choose_.most_pages = choose_.most_chosen = bound_pages_of(cache, most_rows_of(cache));
             const float scale = cache.attention.scale;
             choose_.scale = scale != 0.0f ? scale : 1.0f / std::sqrt(static_cast<float>(cache.dim_k));
         }
@@ -190,7 +202,7 @@ class dual_step_call {
 
     struct nothing {};
     using Choose = std::conditional_t<P::has_selection, choose_launch<T>, nothing>;
-    static Choose choice_in([[maybe_unused]] const DualRef<P, T>& cache) {
+    static Choose choice_in([[maybe_unused]] const Cache& cache) {
         if constexpr (P::has_selection) {
             return {.cache = dual_view<T>(cache)};
         } else {
@@ -207,9 +219,10 @@ class dual_step_call {
 };
 
 /// Calls body(call) with the dual_step_call that serves the cache.
-template <class Dims, class P, class T, class Body>
-void with_step_call(const cuda& on, const DualRef<P, T>& cache, std::int32_t count, const Body& body) {
-    require_device_policy<P>();
+template <class Dims, class Cache, class Body>
+void with_dual_step_call(const cuda& on, const Cache& cache, std::int32_t count, const Body& body) {
+    using T = typename Cache::value_type;
+    require_device_policy<typename Cache::policy_type>();
     check_on_device(cache);
     const device_scope device(on);
     if constexpr (is_half<T>) {
@@ -217,13 +230,18 @@ void with_step_call(const cuda& on, const DualRef<P, T>& cache, std::int32_t cou
         const int tile = fitting_tile(Dims{}, dim);
         detail::require(tile != 0, "head_dim", dim, "at most the largest of the call's head_dims, and 256");
         with_tile(Dims{}, tile, [&](auto of) {
-            dual_step_call<ragged::tensor_rows<T, decltype(of)::value>, P> call(on, device, cache, count);
+            dual_step_call<ragged::tensor_rows<T, decltype(of)::value>, Cache> call(on, device, cache, count);
             body(call);
         });
     } else {
-        dual_step_call<ragged::plain_rows<T>, P> call(on, device, cache, count);
+        dual_step_call<ragged::plain_rows<T>, Cache> call(on, device, cache, count);
         body(call);
     }
+}
+
+template <class Dims, class P, class T, class Body>
+void with_step_call(const cuda& on, const DualRef<P, T>& cache, std::int32_t count, const Body& body) {
+    with_dual_step_call<Dims>(on, cache, count, body);
 }
 
 }  // namespace cuda_backend

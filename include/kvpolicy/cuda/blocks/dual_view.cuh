@@ -94,6 +94,39 @@ struct dual_view {
             mean_bound = ref.selection.aggregate == group_aggregate::mean;
         }
     }
+    /// A FixedBudgetCache with a selection: its pages are all there, each in its place.
+    template <class P>
+    __host__ __device__ explicit dual_view(const FixedBudgetRef<P, T>& ref)
+        : rules(ref.rules),
+          table_offset(ref.placed.table_offset),
+          tile_offset(ref.placed.tile_offset),
+          length(ref.length),
+          kept(ref.kept),
+          victim(ref.victim),
+          proposed(ref.proposed),
+          table(ref.placed.table),
+          held(ref.placed.held),
+          arrivals(ref.arrivals),
+          tile_victims(ref.tile_victims),
+          state(ref.state),
+          read_pages(ref.read_pages),
+          state_size(ref.state_size),
+          longest(ref.longest),
+          rebase_limit(ref.rebase_limit),
+          slots(ref.slots),
+          kv_heads(ref.kv_heads),
+          group(ref.group),
+          dim_k(ref.dim_k),
+          dim_v(ref.dim_v),
+          bound_rows(ref.selection.page_rows()),
+          mean_bound(ref.selection.aggregate == group_aggregate::mean) {
+        pool.slabs = ref.placed.slab;
+        pool.free_count = ref.placed.free_count;
+        pool.slab_pages = static_cast<std::int32_t>(ref.page_count());
+        pool.page_rows = ref.page_rows;
+        pool.dim_k = ref.dim_k;
+        pool.dim_v = ref.dim_v;
+    }
     /// Where the queries of the token at position t are remembered, and those of proposed token j.
     [[nodiscard]] __device__ T* query_row(std::int64_t index, position_t t) const {
         return queries + (index * observing + t % observing) * group * dim_k;

@@ -347,6 +347,20 @@ __global__ void __launch_bounds__(chunk_threads)
     }
 }
 
+/// The rows of a head, with the bounds of their pages.
+template <class View>
+__device__ auto bounded_rows(const View& cache, const typename View::head_type& head) {
+    if constexpr (requires { head.rows; }) {
+        return head.rows;
+    } else {
+        const std::int64_t first = head.position - cache.position;
+        return PlainRows<typename View::value_type>{
+            head.k,     head.v,     head.position,
+            head.score, head.dim_k, head.dim_v,
+            cache.bounds + first / cache.bound_rows * 2 * cache.dim_k, cache.bound_rows};
+    }
+}
+
 /// Bounds of the pages of rows that a chunk wrote: those that may change hands, and new places. chunk_pieces blocks a head, a warp a
 /// page.
 template <class View>
@@ -363,10 +377,11 @@ __global__ void __launch_bounds__(chunk_threads)
     const bool contests = rule.budget != unlimited && rule.budget != 0;
     const std::int32_t mortal = contests ? used : at.rows.layout.place(0);
     const std::int32_t fresh = at.rows.layout.place(call.kept_before[at.pair]);
-    refresh_pages(at.rows.rows, 0, mortal, used, warp, chunk_pieces * warps);
+    const auto rows = bounded_rows(call.cache, at.rows);
+    refresh_pages(rows, 0, mortal, used, warp, chunk_pieces * warps);
     if (mortal < used) {
         // A page that both ranges have is the same, whoever writes it.
-        refresh_pages(at.rows.rows, fresh, used, used, warp, chunk_pieces * warps);
+        refresh_pages(rows, fresh, used, used, warp, chunk_pieces * warps);
     }
 }
 
