@@ -168,7 +168,7 @@ class DualCache : public CacheOwner<DualCache<P, T>, P, T> {
 
 #if defined(__CUDACC__)
     // The same on a device (kvpolicy/cuda.cuh has the bodies); FixedBudgetCache says what holds for all of them. Tables, states and
-    // slabs are device memory. page_rows must be a multiple of 16.
+    // slabs are device memory. page_rows must be a multiple of 16, and the rows of a selection's page, too.
     using base::advance;
     using base::fork;
     using base::reorder;
@@ -198,8 +198,8 @@ class DualCache : public CacheOwner<DualCache<P, T>, P, T> {
     /// which waits for nothing and may be captured; a graph that captured it knows the workspace of the slabs lent until then, so lend
     /// them before.
     template <class Build = cuda_build>
-    void evict(const cuda& on, const Batch& batch, workspace_view workspace, EvictionReport* reports = nullptr,
-               std::uint32_t* status = nullptr) requires P::has_eviction;
+    void evict(const cuda& on, const Batch& batch, workspace_view workspace,
+               EvictionReport* reports = nullptr, std::uint32_t* status = nullptr) requires P::has_eviction;
     /// A slot one of whose layers has not taken the tokens, since the pool was exhausted, stays where it is and sets
     /// status_pool_exhausted: lend a slab, call that layer again, then advance again.
     template <class Build = cuda_build>

@@ -87,7 +87,8 @@ class FixedBudgetCache : public CacheOwner<FixedBudgetCache<P, T>, P, T> {
     using base::snapshot;
     using base::snapshot_bytes;
 
-    /// Takes device memory, at least bytes().total() long, and empties every slot. Waits for the stream; not to be captured.
+    /// Takes device memory, at least bytes().total() long, and empties every slot. Waits for the stream; not to be captured. Refuses a
+    /// selection whose pages are no multiple of 16 rows.
     template <class Build = cuda_build>
     void bind(const cuda& on, void* buffer, std::size_t buffer_bytes);
     template <class Build = cuda_build>

@@ -34,7 +34,9 @@ struct held_gate {
     KVPOLICY_HOST_DEVICE constexpr bool keeps(position_t t) const { return keep.keeps(t); }
 };
 template <class Gate>
-inline constexpr bool holds_keys = requires(const Gate& gate, position_t t) { gate.keeps(t); };
+inline constexpr bool holds_keys = requires(const Gate& gate, position_t t) {
+    gate.keeps(t);
+};
 
 /// Whether key t has a place for its position alone.
 template <class Gate>
@@ -181,7 +183,8 @@ KVPOLICY_HOST_DEVICE step_decision begin_step(const HeadRule& rule, const Gate& 
         return step;
     }
     if (holds(gate, step.leaving)) {
-        step.promoted = layout.place(step.kept++);  // perhaps in a tile that has no record yet: `known` stays -1
+        step.promoted =
+            layout.place(step.kept++);  // perhaps in a tile that has no record yet: `known` stays -1
         step.pinned = true;
         return step;
     }

@@ -116,7 +116,8 @@ struct LayerRef {
     typename P::keep_type keep;
     typename P::selection_type selection;
     typename P::eviction_type eviction;
-    const std::int32_t* read_pages = nullptr;  // [kv_heads], for selection: selection.pages where a device can read it
+    const std::int32_t* read_pages =
+        nullptr;  // [kv_heads], for selection: selection.pages where a device can read it
     // For an eviction part: the last queries of every head, that of position t in row t mod observing, and those of proposed tokens.
     T* queries = nullptr;        // [slots, kv_heads, observing, group, dim_k]
     T* spare_queries = nullptr;  // [slots, kv_heads, proposals, group, dim_k]
@@ -147,10 +148,10 @@ struct Slab;
 /// The rows of a FixedBudgetCache as pages of one slab, each in its place, for calls on a device that read chosen pages.
 template <Storage T>
 struct PlacedPages {
-    Slab<T>* slab = nullptr;              // [1]
-    std::int32_t* table = nullptr;        // [slots, rows / page_rows]
-    std::int32_t* held = nullptr;         // [slots, kv_heads]
-    std::int32_t* free_count = nullptr;   // [1]: 0, nothing is ever taken
+    Slab<T>* slab = nullptr;               // [1]
+    std::int32_t* table = nullptr;         // [slots, rows / page_rows]
+    std::int32_t* held = nullptr;          // [slots, kv_heads]
+    std::int32_t* free_count = nullptr;    // [1]: 0, nothing is ever taken
     std::int64_t* table_offset = nullptr;  // [kv_heads + 1]
     std::int64_t* tile_offset = nullptr;   // [kv_heads + 1]
 };

@@ -170,8 +170,8 @@ class cache_chunk_call {
                                                           .scorer = scorer_});
         }
         const std::size_t shared = call_.contest_in_shared ? contest_bytes(call_.longest, call_.tiles) : 0;
-        launch("chunk_decide_kernel", chunk_decide_kernel<View, gate_of<P>>, heads(),
-               chunk_threads, shared, on_, call_, gate_);
+        launch("chunk_decide_kernel", chunk_decide_kernel<View, gate_of<P>>, heads(), chunk_threads, shared,
+               on_, call_, gate_);
         if constexpr (paged) {
             launch("dual_chunk_plan_kernel", dual_chunk_plan_kernel<T>, call_.batch.count == 0 ? 0 : 1,
                    admit_threads, 0, on_, call_, missing_, writes);

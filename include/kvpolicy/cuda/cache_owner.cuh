@@ -51,10 +51,9 @@ void FixedBudgetCache<P, T>::bind(const cuda& on, void* buffer, std::size_t buff
     copy(offsets_at_, row_offset_.data(), row_offset_.size() * sizeof(std::int64_t));
     copy(refs_at_, refs.data(), refs.size() * sizeof(ref_type));
     if constexpr (P::has_selection) {
-        copy(this->read_pages_at_, this->read_pages_.data(),
-             this->read_pages_.size() * sizeof(std::int32_t));
-        cb::launch("place_pages_kernel", cb::place_pages_kernel<P, T>, this->shape_.layers, cb::slot_threads, 0,
-                   on, this->template at<const ref_type>(refs_at_));
+        copy(this->read_pages_at_, this->read_pages_.data(), this->read_pages_.size() * sizeof(std::int32_t));
+        cb::launch("place_pages_kernel", cb::place_pages_kernel<P, T>, this->shape_.layers, cb::slot_threads,
+                   0, on, this->template at<const ref_type>(refs_at_));
     }
     const std::int64_t heads = std::int64_t{this->shape_.layers} * this->shape_.slots * this->shape_.kv_heads;
     cb::launch("clear_slots_kernel", cb::clear_slots_kernel<ref_type>, heads, cb::slot_threads, 0, on,

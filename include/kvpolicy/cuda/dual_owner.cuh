@@ -132,7 +132,8 @@ namespace cuda_backend {
 
 /// Takes the parts of evict's workspace; with null only measures.
 template <class T>
-std::size_t lay_out_eviction(evict_memory<T>& memory, void* data, std::int64_t kv_heads, std::int64_t queries) {
+std::size_t lay_out_eviction(evict_memory<T>& memory, void* data, std::int64_t kv_heads,
+                             std::int64_t queries) {
     workspace_parts parts(data);
     memory.order = parts.take<std::int32_t>(kv_heads * memory.rows);
     memory.mass = parts.take<double>(kv_heads * memory.rows);
@@ -151,9 +152,9 @@ template <class Build>
 std::size_t DualCache<P, T>::evict_workspace_bytes(const cuda& /*on*/) const requires P::has_eviction {
     this->require_memory(true);
     cuda_backend::evict_memory<T> memory{.rows = most_rows()};
-    return cuda_backend::lay_out_eviction(
-        memory, nullptr, this->shape_.kv_heads,
-        std::int64_t{this->policy_.eviction().observing} * (this->shape_.query_heads / this->shape_.kv_heads));
+    return cuda_backend::lay_out_eviction(memory, nullptr, this->shape_.kv_heads,
+                                          std::int64_t{this->policy_.eviction().observing} *
+                                              (this->shape_.query_heads / this->shape_.kv_heads));
 }
 
 template <AnyPolicy P, Storage T>
@@ -175,12 +176,13 @@ void DualCache<P, T>::evict(const cuda& on, const Batch& batch, workspace_view w
     memory.staged = static_cast<std::int32_t>(std::clamp<std::size_t>(16384 / row, 4, 32));
     cb::lay_out_eviction(memory, workspace.data, this->shape_.kv_heads,
                          std::int64_t{this->policy_.eviction().observing} * group);
-    const std::size_t shared = std::max(static_cast<std::size_t>(memory.staged) * row,
-                                        static_cast<std::size_t>(cb::evict_tile) *
-                                            static_cast<std::size_t>(this->shape_.dim_k) * sizeof(compute_t<T>));
+    const std::size_t shared =
+        std::max(static_cast<std::size_t>(memory.staged) * row,
+                 static_cast<std::size_t>(cb::evict_tile) * static_cast<std::size_t>(this->shape_.dim_k) *
+                     sizeof(compute_t<T>));
     cb::launch_cooperative("dual_evict_kernel", cb::dual_evict_kernel<P, T>, 4, device, cb::admit_threads,
-                           shared, on, this->template at<const ref_type>(refs_at_), this->shape_.layers, batch,
-                           memory, reports, status);
+                           shared, on, this->template at<const ref_type>(refs_at_), this->shape_.layers,
+                           batch, memory, reports, status);
 }
 
 template <AnyPolicy P, Storage T>

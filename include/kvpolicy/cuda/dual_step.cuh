@@ -22,8 +22,9 @@ namespace cuda_backend {
 
 /// A policy's gate as kernels take it: with its keep part, if it has one.
 template <class P>
-using gate_of = std::conditional_t<P::has_keep, detail::held_gate<typename P::gate_type, typename P::keep_type>,
-                                   typename P::gate_type>;
+using gate_of =
+    std::conditional_t<P::has_keep, detail::held_gate<typename P::gate_type, typename P::keep_type>,
+                       typename P::gate_type>;
 template <class P, class Cache>
 gate_of<P> gate_in(const Cache& cache) {
     if constexpr (P::has_keep) {
@@ -107,8 +108,7 @@ class dual_step_call {
         call_.states = parts.take<typename Rows::Compute>((call_.work.blocks + heads() * call_.parts) *
                                                           stream_state<Rows::heads>::size(call_.width));
         if constexpr (P::has_selection) {
-            choose_.keys =
-                parts.take<typename choose_launch<T>::Key>(heads() * choose_.most_pages);
+            choose_.keys = parts.take<typename choose_launch<T>::Key>(heads() * choose_.most_pages);
             choose_.chosen = parts.take<std::int32_t>(heads() * choose_.most_chosen);
             choose_.chosen_rows = parts.take<std::int32_t>(heads());
             choose_.taken = call_.work.taken;
@@ -170,8 +170,8 @@ class dual_step_call {
             launch("dual_admit_kernel", dual_admit_kernel<Rows, Gate, Scorer, View>, 1, admit_threads, 0, on_,
                    call_);
             if (call_.writes) {
-                launch("dual_write_kernel", dual_write_kernel<Rows, Gate, Scorer, View>, heads(), Rows::threads,
-                       0, on_, call_);
+                launch("dual_write_kernel", dual_write_kernel<Rows, Gate, Scorer, View>, heads(),
+                       Rows::threads, 0, on_, call_);
             }
             choose();
             call_.writes = false;  // what is left to do is attention
@@ -190,8 +190,8 @@ class dual_step_call {
         choose_.added = call_.writes ? 1 : 0;
         const std::int64_t pages = (choose_.most_pages + bound_threads - 1) / bound_threads,
                            wanted = 8 * std::int64_t{device_.attribute(cudaDevAttrMultiProcessorCount)};
-        const auto pieces = static_cast<std::int32_t>(
-            std::clamp<std::int64_t>((wanted + heads() - 1) / heads(), 1, pages));
+        const auto pieces =
+            static_cast<std::int32_t>(std::clamp<std::int64_t>((wanted + heads() - 1) / heads(), 1, pages));
         const std::size_t shared = sizeof(typename choose_launch<T>::Real) *
                                    static_cast<std::size_t>(call_.cache.group) *
                                    static_cast<std::size_t>(call_.cache.dim_k);

@@ -28,7 +28,8 @@ void check_steps(std::int32_t dim, std::int32_t group, float share) {
                                                   .dim_k = dim,
                                                   .dim_v = dim,
                                                   .page_rows = 32},
-                                                 {.slab_pages = 64, .most_slabs = 20, .longest = 3000}, policy);
+                                                 {.slab_pages = 64, .most_slabs = 20, .longest = 3000},
+                                                 policy);
     std::mt19937 generator(static_cast<unsigned>(dim + group));
     for (std::int32_t t = 0; t < 120; ++t) {
         const CallTensors<T> in(both.shape, 2, 1, Scores::random, generator);
@@ -40,9 +41,7 @@ void check_steps(std::int32_t dim, std::int32_t group, float share) {
 
 }  // namespace
 
-TEST_CASE("few calls") {
-    check_parts<float>(gated({.average = 20, .share = 0.2f, .observing = 8}), 16, 14);
-}
+TEST_CASE("few calls") { check_parts<float>(gated({.average = 20, .share = 0.2f, .observing = 8}), 16, 14); }
 
 TEST_CASE("gates by layer and head") {
     CHECK(check_parts<double>(gated({.average = 30, .share = 0.1f, .observing = 20})) > 10);
@@ -66,6 +65,96 @@ TEST_CASE("floats and 16-bit rows") {
     check_steps<float>(16, 3, 0.1f);
     check_steps<bf16>(64, 4, 0.1f);
     check_steps<fp16>(128, 1, 0.2f);
+}
+
+TEST_CASE("one graph serves all later steps, with evictions and selections") {
+    using P = Policy<Sink<>, Window<>, ThresholdGate<at_least>, SnapKVEviction, QuestPages<16>>;
+    constexpr std::int32_t slots = 2, heads = 2, group = 4, dim = 64;
+    struct Side {
+        kvpolicy::cuda on{};
+        DualCache<P, bf16> cache{
+            {.layers = 1,
+             .slots = slots,
+             .query_heads = heads * group,
+             .kv_heads = heads,
+             .dim_k = dim,
+             .dim_v = dim,
+             .page_rows = 16},
+            {.slab_pages = 200, .most_slabs = 1, .longest = 1000},
+            P{Sink<>{4}, Window<>{20}, ThresholdGate<at_least>{0.0f},
+              SnapKVEviction{.average = 90, .share = 0.2f, .observing = 16}, QuestPages<16>{3}}};
+        Device<unsigned char> memory{cache.bytes().total()}, slab{cache.slab_bytes()};
+        Device<bf16> q{std::size_t{slots} * heads * group * dim}, k{std::size_t{slots} * heads * dim},
+            v{k.size()}, out{q.size()};
+        Device<float> scores{std::vector<float>(std::size_t{slots} * heads, 1.0f)};
+        Device<EvictionReport> reports{slots};
+        Device<std::uint32_t> status{std::vector<std::uint32_t>(slots, 0)};
+        std::unique_ptr<Device<unsigned char>> workspace, eviction;
+        Side() {
+            cache.bind(on, memory.data(), memory.size());
+            cache.add_slab(on, slab.data(), slab.size());
+            workspace =
+                std::make_unique<Device<unsigned char>>(step_workspace_bytes(on, cache.ref(0), slots));
+            eviction = std::make_unique<Device<unsigned char>>(cache.evict_workspace_bytes(on));
+        }
+        void token() {
+            CacheExtras extras;
+            extras.scores = view_bhs<const float>(scores.data(), slots, heads, 1);
+            step(on, cache.ref(0), {slots}, view_bhsd<const bf16>(q.data(), slots, heads * group, 1, dim),
+                 view_bhsd<const bf16>(k.data(), slots, heads, 1, dim),
+                 view_bhsd<const bf16>(v.data(), slots, heads, 1, dim),
+                 view_bhsd(out.data(), slots, heads * group, 1, dim), *workspace, status.data(), extras);
+            cache.advance(on, {slots}, status.data());
+            cache.evict(on, {slots}, *eviction, reports.data(), status.data());
+        }
+    } by_graph, by_hand;
+    std::mt19937 generator(5);
+    std::normal_distribution<float> normal;
+    const auto give = [&] {
+        for (auto array : {&Side::q, &Side::k, &Side::v}) {
+            std::vector<bf16> numbers((by_hand.*array).size());
+            for (bf16& x : numbers) {
+                x = bf16(normal(generator));
+            }
+            for (Side* side : {&by_graph, &by_hand}) {
+                ok(cudaMemcpy((side->*array).data(), numbers.data(), (side->*array).bytes(),
+                              cudaMemcpyHostToDevice));
+            }
+        }
+    };
+    give();
+    by_graph.token();  // loads the kernels, which a capture may not
+    by_hand.token();
+    ok(cudaDeviceSynchronize());
+    cudaStream_t stream = nullptr;
+    ok(cudaStreamCreate(&stream));
+    by_graph.on = kvpolicy::cuda{stream};
+    ok(cudaStreamBeginCapture(stream, cudaStreamCaptureModeGlobal));
+    by_graph.token();
+    cudaGraph_t graph = nullptr;
+    ok(cudaStreamEndCapture(stream, &graph));
+    cudaGraphExec_t executable = nullptr;
+    ok(cudaGraphInstantiate(&executable, graph, 0));
+    std::int64_t dropped = 0;
+    bool same = true;
+    for (std::int32_t t = 0; t < 400; ++t) {
+        give();
+        ok(cudaDeviceSynchronize());
+        ok(cudaGraphLaunch(executable, stream));
+        ok(cudaStreamSynchronize(stream));
+        by_hand.token();
+        const auto a = by_graph.out.read(), b = by_hand.out.read();
+        same = same &&
+               std::equal(a.begin(), a.end(), b.begin(), [](bf16 x, bf16 y) { return x.bits == y.bits; });
+        dropped += by_graph.reports.read()[0].dropped;
+    }
+    CHECK(same);
+    CHECK(dropped > 50);
+    CHECK(by_graph.status.read() == std::vector<std::uint32_t>(slots, 0));
+    CHECK(by_graph.cache.free_pages(by_graph.on) == by_hand.cache.free_pages(by_hand.on));
+    ok(cudaGraphExecDestroy(executable));
+    ok(cudaGraphDestroy(graph));
+    ok(cudaStreamDestroy(stream));
 }
 
 TEST_CASE("a workspace that is too small is refused") {

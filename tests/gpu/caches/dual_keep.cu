@@ -6,13 +6,11 @@
 using namespace kvpolicy;
 using namespace test;
 
-TEST_CASE("few calls") {
-    check_parts<float>(Policy<Sink<2>, Window<6>, TopKBudget<8>, Stride<5>>{}, 16, 14);
-}
+TEST_CASE("few calls") { check_parts<float>(Policy<Sink<2>, Window<6>, TopKBudget<8>, Stride<5>>{}, 16, 14); }
 
 TEST_CASE("a stride beside sinks and a window") {
-    check_parts<float>(
-        Policy<Sink<>, Window<>, Stride<5>>{Sink<>{of_parts(part_sinks)}, Window<>{of_parts(part_windows)}, Stride<5>{}});
+    check_parts<float>(Policy<Sink<>, Window<>, Stride<5>>{Sink<>{of_parts(part_sinks)},
+                                                           Window<>{of_parts(part_windows)}, Stride<5>{}});
 }
 
 TEST_CASE("a stride beside budgets, with decay, rebased often") {

@@ -11,7 +11,8 @@ using Gated = Policy<Sink<>, Window<>, ThresholdGate<at_least>, QuestPages<>>;
 
 Gated gated(std::int32_t rows, group_aggregate of_heads) {
     return Gated{Sink<>{of_parts(part_sinks)}, Window<>{of_parts(part_windows)},
-                 ThresholdGate<at_least>{of_parts(part_gates)}, QuestPages<>{rows, of_parts(part_pages), of_heads}};
+                 ThresholdGate<at_least>{of_parts(part_gates)},
+                 QuestPages<>{rows, of_parts(part_pages), of_heads}};
 }
 
 /// Steps of 16-bit rows: heads that keep all, a half, hardly any.
@@ -31,7 +32,8 @@ void check_half(std::int32_t dim, std::int32_t group, std::int32_t page_rows, st
                                                   .dim_k = dim,
                                                   .dim_v = dim,
                                                   .page_rows = page_rows},
-                                                 {.slab_pages = 64, .most_slabs = 20, .longest = 3000}, policy);
+                                                 {.slab_pages = 64, .most_slabs = 20, .longest = 3000},
+                                                 policy);
     std::mt19937 generator(static_cast<unsigned>(dim + group));
     for (std::int32_t t = 0; t < 150; ++t) {
         const CallTensors<T> in(both.shape, 3, 1, Scores::random, generator);
@@ -45,9 +47,7 @@ void check_half(std::int32_t dim, std::int32_t group, std::int32_t page_rows, st
 
 }  // namespace
 
-TEST_CASE("few calls") {
-    check_parts<float>(gated(16, group_aggregate::max), 32, 14);
-}
+TEST_CASE("few calls") { check_parts<float>(gated(16, group_aggregate::max), 32, 14); }
 
 TEST_CASE("gates by layer and head, pages of a page and of a third of one") {
     check_parts<float>(gated(16, group_aggregate::max));
@@ -57,8 +57,8 @@ TEST_CASE("gates by layer and head, pages of a page and of a third of one") {
 TEST_CASE("a selection beside budgets and a stride") {
     check_parts<float>(
         Policy<Sink<>, Window<>, TopKBudget<>, Stride<7>, QuestPages<32>>{
-            Sink<>{of_parts(part_sinks)}, Window<>{of_parts(part_windows)}, TopKBudget<>{of_parts(part_budgets)},
-            Stride<7>{}, QuestPages<32>{of_parts(part_pages)}},
+            Sink<>{of_parts(part_sinks)}, Window<>{of_parts(part_windows)},
+            TopKBudget<>{of_parts(part_budgets)}, Stride<7>{}, QuestPages<32>{of_parts(part_pages)}},
         64);
 }
 

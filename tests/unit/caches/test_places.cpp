@@ -139,9 +139,9 @@ struct Emulated {
     }
     [[nodiscard]] HeadRows layout() const { return {rule.sinks, rule.window}; }
     [[nodiscard]] auto places() {
-        return detail::contested(
-            detail::head_places{rule, limit, score.data() + layout().place(0), position.data() + layout().place(0)},
-            gate);
+        return detail::contested(detail::head_places{rule, limit, score.data() + layout().place(0),
+                                                     position.data() + layout().place(0)},
+                                 gate);
     }
 
     void step(std::int32_t threads, float newcomer) {
@@ -199,7 +199,8 @@ struct Emulated {
     /// The row of the worst long-range key at query q where a key that leaves has to contest it; -1: there is none.
     [[nodiscard]] std::int32_t worst_row(position_t q, std::int32_t places_used) {
         const position_t u = q - rule.window;
-        if (u < rule.sinks || rule.budget == 0 || places_used - pinned < rule.budget || detail::holds(gate, u)) {
+        if (u < rule.sinks || rule.budget == 0 || places_used - pinned < rule.budget ||
+            detail::holds(gate, u)) {
             return -1;
         }
         detail::ranked_place worst;
@@ -246,8 +247,8 @@ struct Emulated {
         std::int32_t after = 0, pinned_after = 0;
         on_group(threads, [&](const auto& group) {
             std::int32_t outside = pinned;
-            const std::int32_t found =
-                detail::contest_chunk(group, plan, gate, length, tokens, kept, score_at, name, rows, &outside);
+            const std::int32_t found = detail::contest_chunk(group, plan, gate, length, tokens, kept,
+                                                             score_at, name, rows, &outside);
             if (group.rank() == 0) {
                 after = found;
                 pinned_after = outside;
@@ -295,16 +296,16 @@ struct Emulated {
 /// The host's cache of one head of at most `length` tokens, and the positions that it holds, row by row.
 template <class P>
 struct Oracle : test::BoundCache<P, float> {
-    Oracle(const host& on, const CacheShape& shape, const P& policy, position_t limit, std::int32_t /*length*/)
+    Oracle(const host& on, const CacheShape& shape, const P& policy, position_t limit,
+           std::int32_t /*length*/)
         : test::BoundCache<P, float>(on, shape, policy, nullptr, {}, limit) {}
     [[nodiscard]] std::vector<position_t> held() const { return this->positions(0, 0, 0); }
 };
 template <class P>
-requires P::has_keep
-struct Oracle<P> : test::BoundDual<P, float> {
+requires P::has_keep struct Oracle<P> : test::BoundDual<P, float> {
     Oracle(const host& on, const CacheShape& shape, const P& policy, position_t limit, std::int32_t length)
-        : test::BoundDual<P, float>(on, shape, {.slab_pages = length, .most_slabs = 1, .longest = length}, policy,
-                                    nullptr, limit) {
+        : test::BoundDual<P, float>(on, shape, {.slab_pages = length, .most_slabs = 1, .longest = length},
+                                    policy, nullptr, limit) {
         this->add_slab(on);
     }
     [[nodiscard]] std::vector<position_t> held() const {
@@ -393,7 +394,8 @@ TEST_CASE("kernels' decisions are the host's: steps, chunks, every order of scor
     SUBCASE("a stride beside a capped gate, decay, rebased often") {
         one_or_three(
             Policy<Sink<2>, Window<4>, ThresholdGate<above>, TopKBudget<66>, Decay<1>, Stride<3>>{
-                Sink<2>{}, Window<4>{}, ThresholdGate<above>{-0.5f}, TopKBudget<66>{}, Decay<1>{-0.03f}, Stride<3>{}},
+                Sink<2>{}, Window<4>{}, ThresholdGate<above>{-0.5f}, TopKBudget<66>{}, Decay<1>{-0.03f},
+                Stride<3>{}},
             7);
     }
 }

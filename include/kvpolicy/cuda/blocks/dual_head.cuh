@@ -197,7 +197,8 @@ class step_head {
 
         using Source = decltype(head.source(used));
         const tile_range mine = share.tiles_of(step_tiles(used, call_.writes), warp_id());
-        const stream_rows<Source> rows{call_.cache.source(head, pair_, used), call_.cache.dim_k, call_.cache.dim_v, used, mine};
+        const stream_rows<Source> rows{call_.cache.source(head, pair_, used), call_.cache.dim_k,
+                                       call_.cache.dim_v, used, mine};
         unsigned char* const region = regions_ + warp_id() * region_bytes();
         typename stream_of<Rows, Source>::type stream(region, rows);
         stream.start();
@@ -310,7 +311,7 @@ class step_head {
         }
         if (notes && warp_id() == Rows::warps - 1) {
             const float arriving =
-                arriving_score(q >= head.rule.sinks, given || !detail::holds(call_.gate, q));
+                arriving_score(q >= head.rule.sinks && (given || !detail::holds(call_.gate, q)));
             if (lane_id() == 0) {
                 call_.notes[pair_].arriving = arriving;
             }
@@ -318,9 +319,8 @@ class step_head {
         return step;
     }
 
-    /// The newcomer's score as its row keeps it; a sink's is never read, nor one of a key that is held for its position.
-    __device__ float arriving_score(bool competes, bool is_free) const {
-        const bool counts = competes && is_free;
+    /// The newcomer's score as its row keeps it; a sink's is never read, nor is a key's that is held for its position.
+    __device__ float arriving_score(bool counts) const {
         if constexpr (given) {
             const float score = call_.scores ? call_.scores.head(entry_, head_)[0] : 0.0f;
             return counts || score == score ? score : 0.0f;

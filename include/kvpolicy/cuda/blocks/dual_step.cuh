@@ -41,21 +41,20 @@ __device__ void admit_dual_step(const Launch& call, admit_memory& memory) {
     bool refuses = false;
     if (call.writes) {
         const admission wanted{1, work.taken, work.missing, call.status};
-        refuses = admit_block(
-            call.cache, call.batch, wanted, memory,
-            [&](std::int32_t pair, std::int32_t slot, std::int32_t h) {
-                const dual_head<T> head(call.cache, slot, h);
-                const position_t q = call.cache.length[slot], u = q - head.rule.window;
-                const std::int32_t kept = call.cache.kept[head.index];
-                float score = 0.0f;
-                if (u >= head.rule.sinks) {
-                    score = call.leaving_score(head, pair, u);
-                }
-                const detail::step_decision step =
-                    detail::begin_step(head.rule, call.gate, call.cache.rebase_limit, q, kept, -1, score,
-                                       call.pinned(head.index));
-                return head.layout.used(q + 1, step.kept);
-            });
+        refuses = admit_block(call.cache, call.batch, wanted, memory,
+                              [&](std::int32_t pair, std::int32_t slot, std::int32_t h) {
+                                  const dual_head<T> head(call.cache, slot, h);
+                                  const position_t q = call.cache.length[slot], u = q - head.rule.window;
+                                  const std::int32_t kept = call.cache.kept[head.index];
+                                  float score = 0.0f;
+                                  if (u >= head.rule.sinks) {
+                                      score = call.leaving_score(head, pair, u);
+                                  }
+                                  const detail::step_decision step =
+                                      detail::begin_step(head.rule, call.gate, call.cache.rebase_limit, q,
+                                                         kept, -1, score, call.pinned(head.index));
+                                  return head.layout.used(q + 1, step.kept);
+                              });
     } else {
         for (std::int32_t entry = thread; entry < call.batch.count; entry += admit_threads) {
             const active_entry active(call.cache, call.batch, entry, 1);

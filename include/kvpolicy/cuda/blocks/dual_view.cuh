@@ -35,9 +35,9 @@ struct dual_view {
     std::int32_t* tile_victims = nullptr;        // [slots, tile_offset[kv_heads]]
     float* state = nullptr;                      // [slots, kv_heads, state_size]
     std::int32_t* pinned = nullptr;              // [slots, kv_heads], with a keep part
-    T* queries = nullptr;                        // [slots, kv_heads, observing, group, dim_k], with an eviction part
-    T* spare_queries = nullptr;                  // [slots, kv_heads, proposals, group, dim_k]
-    const std::int32_t* read_pages = nullptr;    // [kv_heads], with a selection: pages of bound_rows rows
+    T* queries = nullptr;        // [slots, kv_heads, observing, group, dim_k], with an eviction part
+    T* spare_queries = nullptr;  // [slots, kv_heads, proposals, group, dim_k]
+    const std::int32_t* read_pages = nullptr;  // [kv_heads], with a selection: pages of bound_rows rows
     PagePool<T> pool;
     PlainRows<T> spare;  // [slots, kv_heads, proposals]
     std::int64_t state_size = 0;
@@ -135,7 +135,6 @@ struct dual_view {
         return spare_queries + (index * proposals + j) * group * dim_k;
     }
 
-
     /// Whether a slot may become so much longer: its page tables can name no more.
     [[nodiscard]] __device__ bool takes(std::int32_t slot, std::int32_t tokens) const {
         return !limited || length[slot] + tokens <= longest;
@@ -187,7 +186,8 @@ struct dual_head {
         index = std::int64_t{slot} * of.kv_heads + head;
         record = of.tile_victims + slot * of.tile_offset[of.kv_heads] + of.tile_offset[head];
         table = of.table + slot * of.table_offset[of.kv_heads] + of.table_offset[head];
-        rows = {table, of.pool.slabs, of.pool.slab_pages, of.pool.page_rows, of.dim_k, of.dim_v, of.bound_rows};
+        rows = {table,    of.pool.slabs, of.pool.slab_pages, of.pool.page_rows,
+                of.dim_k, of.dim_v,      of.bound_rows};
     }
     [[nodiscard]] __device__ T* key(std::int32_t row) const { return rows.k(row); }
     [[nodiscard]] __device__ T* value(std::int32_t row) const { return rows.v(row); }

@@ -51,8 +51,8 @@ struct chunk_launch {
     std::int32_t* holder = nullptr;        // [count, Hkv, longest]: see detail::chunk_places
     std::int32_t* record = nullptr;        // [count, Hkv, tiles]
     std::int32_t* kept = nullptr;          // [count, Hkv]: places in use after the chunk
-    std::int32_t* pinned = nullptr;        // [count, Hkv], with a keep part: of these, keys that do not compete
-    std::int32_t* kept_before = nullptr;   // [count, Hkv], with a selection
+    std::int32_t* pinned = nullptr;  // [count, Hkv], with a keep part: of these, keys that do not compete
+    std::int32_t* kept_before = nullptr;  // [count, Hkv], with a selection
     const float* advanced =
         nullptr;  // [count, Hkv, state_size]: the scorer's states after it, if not in the cache
 };
@@ -354,10 +354,14 @@ __device__ auto bounded_rows(const View& cache, const typename View::head_type& 
         return head.rows;
     } else {
         const std::int64_t first = head.position - cache.position;
-        return PlainRows<typename View::value_type>{
-            head.k,     head.v,     head.position,
-            head.score, head.dim_k, head.dim_v,
-            cache.bounds + first / cache.bound_rows * 2 * cache.dim_k, cache.bound_rows};
+        return PlainRows<typename View::value_type>{head.k,
+                                                    head.v,
+                                                    head.position,
+                                                    head.score,
+                                                    head.dim_k,
+                                                    head.dim_v,
+                                                    cache.bounds + first / cache.bound_rows * 2 * cache.dim_k,
+                                                    cache.bound_rows};
     }
 }
 
@@ -397,8 +401,8 @@ __global__ void __launch_bounds__(chunk_threads)
     constexpr std::int32_t warps = chunk_threads / 32;
     const std::int32_t tokens = at.active.tokens, group = cache.group;
     const std::int32_t first = proposed || tokens < cache.observing ? 0 : tokens - cache.observing;
-    for (std::int32_t x = first * group +
-                          static_cast<std::int32_t>(blockIdx.x) % chunk_pieces * warps + warp_id();
+    for (std::int32_t x =
+             first * group + static_cast<std::int32_t>(blockIdx.x) % chunk_pieces * warps + warp_id();
          x < tokens * group; x += chunk_pieces * warps) {
         const std::int32_t j = x / group, g = x % group;
         T* const spare = cache.spare_query_row(at.rows.index, j) + std::int64_t{g} * cache.dim_k;

@@ -195,8 +195,8 @@ __global__ void __launch_bounds__(slot_threads) place_pages_kernel(const FixedBu
     }
     for (std::int32_t head = thread; head <= cache.kv_heads; head += slot_threads) {
         pages.table_offset[head] = cache.row_offset[head] / cache.page_rows;
-        pages.tile_offset[head] = head < cache.kv_heads ? cache.first_tile(0, head)
-                                                        : cache.tiles(cache.rows, cache.kv_heads);
+        pages.tile_offset[head] =
+            head < cache.kv_heads ? cache.first_tile(0, head) : cache.tiles(cache.rows, cache.kv_heads);
     }
     for (std::int32_t x = thread; x < cache.slots * cache.kv_heads; x += slot_threads) {
         const std::int32_t head = x % cache.kv_heads;

@@ -25,7 +25,7 @@ struct choose_launch {
 
     dual_view<T> cache;
     Batch batch{};
-    rows_view<const T> q{};              // [count, Hq, 1, Dk]
+    rows_view<const T> q{};               // [count, Hq, 1, Dk]
     const std::int32_t* taken = nullptr;  // [count]: entries above 0 take part
     std::int32_t added = 0;               // 1: the newest token is in its row, but not in `length`
     Real scale{};
@@ -74,7 +74,8 @@ __global__ void __launch_bounds__(bound_threads)
     const std::int32_t dim = call.cache.dim_k, group = call.cache.group;
     auto* const query = reinterpret_cast<Real*>(dynamic_shared());  // [group, dim]
     for (auto i = static_cast<std::int32_t>(threadIdx.x); i < group * dim; i += bound_threads) {
-        query[i] = call.scale * static_cast<Real>(call.q.row(at.entry, at.head * group + i / dim, 0)[i % dim]);
+        query[i] =
+            call.scale * static_cast<Real>(call.q.row(at.entry, at.head * group + i / dim, 0)[i % dim]);
     }
     __syncthreads();
     const std::int32_t newest = at.rows.layout.recent(call.cache.length[at.slot] + call.added - 1);
@@ -101,7 +102,10 @@ __global__ void __launch_bounds__(bound_threads)
                     bound += a < b ? b : a;
                 }
             }
-            joined = call.cache.mean_bound ? joined + bound : g == 0 ? bound : joined < bound ? bound : joined;
+            joined = call.cache.mean_bound ? joined + bound
+                     : g == 0              ? bound
+                     : joined < bound      ? bound
+                                           : joined;
         }
         using Key = typename choose_launch<T>::Key;
         // The newest token's page leads whatever its bound; a NaN is last.

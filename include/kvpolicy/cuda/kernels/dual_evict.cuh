@@ -13,7 +13,6 @@
 #include <kvpolicy/cuda/launch.cuh>
 
 #include <cooperative_groups.h>
-
 #include <cuda/std/limits>
 
 #include <cstdint>
@@ -29,11 +28,11 @@ inline constexpr std::int32_t evict_tile = 16;
 template <class T>
 struct evict_memory {
     using Real = compute_t<T>;
-    std::int32_t* order = nullptr;          // [kv_heads, rows]: rows in logical order
-    double* mass = nullptr;                 // [kv_heads, rows], by row; below 0: the row goes
-    std::uint64_t* keys = nullptr;          // [kv_heads, rows], the newest key first: what goes has the largest
-    Real* top = nullptr;                    // [kv_heads, observing, group]: the largest logit of a query
-    double* weight = nullptr;               // [kv_heads, observing, group]: what a weight of 1 at that logit is
+    std::int32_t* order = nullptr;  // [kv_heads, rows]: rows in logical order
+    double* mass = nullptr;         // [kv_heads, rows], by row; below 0: the row goes
+    std::uint64_t* keys = nullptr;  // [kv_heads, rows], the newest key first: what goes has the largest
+    Real* top = nullptr;            // [kv_heads, observing, group]: the largest logit of a query
+    double* weight = nullptr;       // [kv_heads, observing, group]: what a weight of 1 at that logit is
     unsigned long long* dropped = nullptr;  // [3]: rows of a round, in turn
     std::int64_t rows = 0;                  // the most of a head
     std::int32_t staged = 0;                // rows that move at once
@@ -104,8 +103,7 @@ __device__ void evict_logits(const T* key, const Real* queries, const Attention&
             }
         }
     }
-    const Real scale =
-        attention.scale != 0.0f ? attention.scale : 1.0f / sqrtf(static_cast<float>(dim));
+    const Real scale = attention.scale != 0.0f ? attention.scale : 1.0f / sqrtf(static_cast<float>(dim));
     const Real cap = attention.softcap;
     constexpr Real most = ::cuda::std::numeric_limits<Real>::max();
 #pragma unroll
@@ -136,7 +134,8 @@ __device__ void evict_order(const evicted_head<P, T>& at, std::int32_t* order) {
     const std::int32_t budget = at.cache.rules[at.head].budget, sinks = at.layout.sinks;
     const std::int32_t places = at.used - at.long_range;
     const auto step = static_cast<std::int32_t>(gridDim.x * admit_threads);
-    for (auto j = static_cast<std::int32_t>(blockIdx.x * admit_threads + threadIdx.x); j < at.used; j += step) {
+    for (auto j = static_cast<std::int32_t>(blockIdx.x * admit_threads + threadIdx.x); j < at.used;
+         j += step) {
         if (j < sinks || j >= sinks + places) {
             order[j] = at.ring_row(j);
             continue;
@@ -338,7 +337,8 @@ __device__ void evict_rows(const evicted_head<P, T>& at, const evict_memory<T>& 
         for (std::int32_t i = warp_id(); i < count; i += admit_threads / 32) {
             if ((votes >> i & 1u) != 0) {
                 copy_row<T>(at.rows.k(first + i), staged + std::int64_t{i} * width, cache.dim_k);
-                copy_row<T>(at.rows.v(first + i), staged + std::int64_t{i} * width + cache.dim_k, cache.dim_v);
+                copy_row<T>(at.rows.v(first + i), staged + std::int64_t{i} * width + cache.dim_k,
+                            cache.dim_v);
             }
         }
         __syncthreads();
@@ -379,7 +379,8 @@ __device__ void evict_rows(const evicted_head<P, T>& at, const evict_memory<T>& 
 template <class P, class T>
 __global__ void __launch_bounds__(admit_threads)
     dual_evict_kernel(const DualRef<P, T>* const refs, const std::int32_t layers, const Batch batch,
-                      const evict_memory<T> memory, EvictionReport* const reports, std::uint32_t* const status) {
+                      const evict_memory<T> memory, EvictionReport* const reports,
+                      std::uint32_t* const status) {
     __shared__ admit_memory sums;
     __shared__ largest_memory<std::uint64_t> largest;
     __shared__ unsigned long long total;
