@@ -16,20 +16,20 @@ Gated gated(const SnapKVEviction& rule) {
 }
 
 /// Steps of rows of type T, evicted by themselves.
-template <class T>
-void check_steps(std::int32_t dim, std::int32_t group, float share) {
+template <class T, int Dim>
+void check_steps(std::int32_t group, float share) {
+    constexpr std::int32_t dim = Dim;
     constexpr float thresholds[] = {-100.0f, 0.0f, 1.5f};
     const Gated policy{Sink<>{4}, Window<>{9}, ThresholdGate<at_least>{per_head(thresholds, 1, 3)},
                        SnapKVEviction{.average = 40, .share = share, .observing = 24}};
-    BothDuals<Gated, T, head_dims<64, 128>> both({.layers = 1,
-                                                  .slots = 2,
-                                                  .query_heads = 3 * group,
-                                                  .kv_heads = 3,
-                                                  .dim_k = dim,
-                                                  .dim_v = dim,
-                                                  .page_rows = 32},
-                                                 {.slab_pages = 64, .most_slabs = 20, .longest = 3000},
-                                                 policy);
+    BothDuals<Gated, T, head_dims<Dim>> both({.layers = 1,
+                                              .slots = 2,
+                                              .query_heads = 3 * group,
+                                              .kv_heads = 3,
+                                              .dim_k = dim,
+                                              .dim_v = dim,
+                                              .page_rows = 32},
+                                             {.slab_pages = 64, .most_slabs = 20, .longest = 3000}, policy);
     std::mt19937 generator(static_cast<unsigned>(dim + group));
     for (std::int32_t t = 0; t < 120; ++t) {
         const CallTensors<T> in(both.shape, 2, 1, Scores::random, generator);
@@ -62,9 +62,9 @@ TEST_CASE("beside budgets, a stride and a selection; means of a group; with a so
 }
 
 TEST_CASE("floats and 16-bit rows") {
-    check_steps<float>(16, 3, 0.1f);
-    check_steps<bf16>(64, 4, 0.1f);
-    check_steps<fp16>(128, 1, 0.2f);
+    check_steps<float, 64>(3, 0.1f);
+    check_steps<bf16, 64>(4, 0.1f);
+    check_steps<fp16, 128>(1, 0.2f);
 }
 
 TEST_CASE("one graph serves all later steps, with evictions and selections") {
