@@ -83,6 +83,7 @@ gpu.caches.scorers  | $all_checks | *
 gpu.caches.dual_steps   | $all_checks | a pool*,pages of*
 gpu.caches.dual_half    | memcheck synccheck racecheck | *
 gpu.caches.dual_scorers | $all_checks | mLSTM*
+gpu.caches.select       | $all_checks | few calls
 gpu.caches.dual_select  | $all_checks | few calls
 gpu.caches.dual_evict   | $all_checks | few calls
 gpu.caches.dual_keep    | $all_checks | few calls
