@@ -97,11 +97,10 @@ struct BoundCache {
 };
 
 /// One call of one layer; `steps` through step, else through prefill. Does not advance.
-template <class P, class T>
-void call(const kvpolicy::host& on, const BoundCache<P, T>& under_test, std::int32_t layer,
-          const kvpolicy::Batch& batch, kvpolicy::rows_view<const T> q, kvpolicy::rows_view<const T> k,
-          kvpolicy::rows_view<const T> v, kvpolicy::rows_view<T> out, const kvpolicy::CacheExtras& extras,
-          bool steps) {
+template <class P, class T, class Bound>
+void call(const kvpolicy::host& on, const Bound& under_test, std::int32_t layer, const kvpolicy::Batch& batch,
+          kvpolicy::rows_view<const T> q, kvpolicy::rows_view<const T> k, kvpolicy::rows_view<const T> v,
+          kvpolicy::rows_view<T> out, const kvpolicy::CacheExtras& extras, bool steps) {
     const auto ref = under_test.cache.ref(layer);
     std::int32_t longest = 1;
     for (std::int32_t i = 0; i < batch.count; ++i) {

@@ -146,9 +146,11 @@ class CacheOwner {
     const scorer_type* scorers_;
     Attention attention_;
     position_t rebase_limit_ = kvpolicy::rebase_limit;
-    bool on_device_ = false;       // what memory_ is
-    std::vector<HeadRule> rules_;  // [layers, kv_heads]
+    bool on_device_ = false;                // what memory_ is
+    std::vector<HeadRule> rules_;           // [layers, kv_heads]
+    std::vector<std::int32_t> read_pages_;  // [layers, kv_heads], with a selection
     std::size_t rules_at_ = 0;
+    std::size_t read_pages_at_ = 0;
     std::size_t length_at_ = 0;
     CacheBytes bytes_;
     detail::owned_pointer<std::byte> memory_;

@@ -50,10 +50,22 @@ constexpr void require_device_policy() {
                   "kvpolicy: on CUDA a cache takes a policy whose scores do not come from attention (H2O, "
                   "TOVA and SnapKV "
                   "run on the host)");
-    static_assert(!P::has_selection, "kvpolicy: on CUDA a cache takes a policy without a selection part");
     static_assert(
         has_device_scorer<asked_scorer<P>>,
         "kvpolicy: on CUDA a cache takes given scores, a LinearScorer, an MlpScorer or an mLSTMScorer");
+}
+
+/// Refuses pages that kernels cannot read, of a pool of at most `pages` pages.
+template <class P>
+void check_selection([[maybe_unused]] const P& policy, [[maybe_unused]] std::int32_t page_rows,
+                     [[maybe_unused]] std::int64_t pages) {
+    if constexpr (P::has_selection) {
+        const std::int32_t rows = policy.selection().page_rows();
+        detail::require(rows % stream_tile == 0, "rows of a selection's page", rows,
+                        [] { return detail::text("a multiple of ", stream_tile, " on CUDA"); });
+        const std::int64_t all = pages * (page_rows / rows);
+        detail::require(all <= 0x7fffffff, "pages of the selection in a layer", all, "below 2^31");
+    }
 }
 
 /// What the host refuses, as far as no device memory must be read. `tokens` is the most of an entry.

@@ -57,6 +57,9 @@ CacheOwner<Derived, P, T>::CacheOwner(const CacheShape& shape, const P& policy, 
     for (std::int32_t layer = 0; layer < shape.layers; ++layer) {
         for (std::int32_t head = 0; head < shape.kv_heads; ++head) {
             rules_.push_back(policy.rule(layer, head));
+            if constexpr (P::has_selection) {
+                read_pages_.push_back(policy.selection().pages.at(layer, head));
+            }
         }
         if constexpr (P::ranked && CheckedScorer<scorer_type>) {
             scorer_of(layer).check(shape.kv_heads, shape.dim_k, shape.dim_v);
@@ -76,6 +79,7 @@ std::size_t CacheOwner<Derived, P, T>::layout::take(std::size_t bytes) {
 template <class Derived, AnyPolicy P, Storage T>
 void CacheOwner<Derived, P, T>::plan_common(layout& memory) {
     rules_at_ = memory.take(rules_.size() * sizeof(HeadRule));
+    read_pages_at_ = memory.take(read_pages_.size() * sizeof(std::int32_t));
     length_at_ = memory.take(static_cast<std::size_t>(shape_.slots) * sizeof(position_t));
 }
 
@@ -129,6 +133,9 @@ void CacheOwner<Derived, P, T>::fill(LayerRef<P, T>& ref, std::int32_t layer, co
     ref.gate = policy_.gate();
     ref.keep = policy_.keep();
     ref.selection = policy_.selection();
+    ref.read_pages = P::has_selection
+                         ? at<const std::int32_t>(read_pages_at_) + std::int64_t{layer} * shape_.kv_heads
+                         : nullptr;
     ref.eviction = policy_.eviction();
     if constexpr (P::has_eviction) {
         ref.queries = at<T>(plan.queries);
@@ -145,6 +152,9 @@ void CacheOwner<Derived, P, T>::bind_common(void* buffer, std::size_t buffer_byt
     memory_ = host_backend::aligned(buffer);
     on_device_ = false;
     std::memcpy(memory_ + rules_at_, rules_.data(), rules_.size() * sizeof(HeadRule));
+    if (!read_pages_.empty()) {
+        std::memcpy(memory_ + read_pages_at_, read_pages_.data(), read_pages_.size() * sizeof(std::int32_t));
+    }
 }
 
 template <class Derived, AnyPolicy P, Storage T>
