@@ -150,22 +150,46 @@ std::vector<std::int32_t> TrainingText::sequence(std::uint64_t index) const {
     if (bytes) {
         return tokenizer_.encode(weave_recall(text_, start, length_, pairs_, seed_, index).bytes);
     }
-    // With look-ups: bytes until the tokens suffice. What is asked for stands at the end, so it is the front that is cut.
-    for (std::size_t size = 2 * length; pairs_ > 0 && size <= window; size += size / 16) {
-        const auto bytes_now = static_cast<std::int32_t>(size);
-        std::vector<std::int32_t> woven =
-            tokenizer_.encode(weave_recall(text_, start, bytes_now, pairs_, seed_, index).bytes);
-        if (woven.size() >= length) {
-            woven.erase(woven.begin(), woven.end() - static_cast<std::ptrdiff_t>(length));
-            return woven;
-        }
+    if (pairs_ > 0) {
+        return woven_tokens(start, window, index);
     }
     std::vector<std::int32_t> tokens = tokenizer_.encode(std::string_view(text_).substr(start, window));
-    if (pairs_ > 0 || tokens.size() < length) {
+    if (tokens.size() < length) {
         llama::fail("{}: {} bytes from {} on are {} tokens; a sequence takes {}", file_.string(), window,
                     start, tokens.size(), length);
     }
     tokens.resize(length);
+    return tokens;
+}
+
+/// Bytes with look-ups, as few as give enough tokens, in steps of a sixteenth. What is asked for stands at the end, so tokens that are
+/// too many are taken off the front.
+std::vector<std::int32_t> TrainingText::woven_tokens(std::size_t start, std::size_t window,
+                                                     std::uint64_t index) const {
+    const auto length = static_cast<std::size_t>(length_),
+               least = static_cast<std::size_t>(std::int64_t{4} * recall_line_bytes * pairs_);
+    const auto woven = [&](std::size_t bytes) {
+        return tokenizer_.encode(
+            weave_recall(text_, start, static_cast<std::int32_t>(bytes), pairs_, seed_, index).bytes);
+    };
+    std::size_t size = std::clamp(2 * length, std::min(least, window), window);
+    std::vector<std::int32_t> tokens = woven(size);
+    while (tokens.size() < length && size + size / 16 <= window) {
+        size += size / 16;
+        tokens = woven(size);
+    }
+    if (tokens.size() < length) {
+        llama::fail("{}: {} bytes from {} on are {} tokens; a sequence takes {}", file_.string(), size, start,
+                    tokens.size(), length);
+    }
+    for (size -= size / 16; size >= least; size -= size / 16) {
+        std::vector<std::int32_t> fewer = woven(size);
+        if (fewer.size() < length) {
+            break;
+        }
+        tokens = std::move(fewer);
+    }
+    tokens.erase(tokens.begin(), tokens.end() - static_cast<std::ptrdiff_t>(length));
     return tokens;
 }
 

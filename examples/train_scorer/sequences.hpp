@@ -40,6 +40,8 @@ class TrainingText {
     std::vector<std::int32_t> sequence(std::uint64_t index) const;
 
   private:
+    std::vector<std::int32_t> woven_tokens(std::size_t start, std::size_t window, std::uint64_t index) const;
+
     std::filesystem::path file_;
     const llama::Tokenizer& tokenizer_;
     std::string text_;
