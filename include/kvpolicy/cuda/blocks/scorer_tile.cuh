@@ -252,6 +252,38 @@ __device__ inline void add_product(float (&acc)[MI][NI][4], const shared_tile<T>
     }
 }
 
+/// The same for 16 rows of a that are in registers already, `Depth` columns of 16-bit elements as fragments.
+template <int NI, int Depth, bool TransB, class T>
+__device__ inline void add_held_product(float (&acc)[1][NI][4], const std::uint32_t (&a)[Depth / 16][4],
+                                        const shared_tile<T>& b, int n0) {
+    static_assert(NI % 2 == 0);
+    int lane = lane_id();
+    asm volatile("" : "+r"(lane));  // as in unrolled_product
+    const int half = lane / 16, eighth = lane / 8 % 2, line = lane % 8;
+    std::uint32_t of_b[NI / 2];
+#pragma unroll
+    for (int j = 0; j < NI / 2; ++j) {
+        const int n = n0 + 16 * j;
+        of_b[j] = shared_address(b.data) + (TransB ? swizzled(b.rows, eighth * 8 + line, n / 8 + half)
+                                                   : swizzled(b.rows, n + half * 8 + line, eighth));
+    }
+#pragma unroll
+    for (int k = 0; k < Depth; k += 16) {
+#pragma unroll
+        for (int j = 0; j < NI; j += 2) {
+            std::uint32_t fb[4];
+            if constexpr (TransB) {
+                load_matrices_transposed(fb, of_b[j / 2] + static_cast<std::uint32_t>(k * 128));
+            } else {
+                load_matrices(fb, (of_b[j / 2] ^ static_cast<std::uint32_t>(k % 64 * 2)) +
+                                      static_cast<std::uint32_t>(k / 64 * b.rows * 128));
+            }
+            mma_16x8x16<T>(acc[0][j], a[k / 16], fb[0], fb[1]);
+            mma_16x8x16<T>(acc[0][j + 1], a[k / 16], fb[2], fb[3]);
+        }
+    }
+}
+
 template <int MI, int NI>
 __device__ inline void clear(float (&acc)[MI][NI][4]) {
 #pragma unroll

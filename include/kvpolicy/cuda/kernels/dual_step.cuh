@@ -14,6 +14,7 @@ template <class Rows, class Gate, class Scorer, class View>
 __global__ void __launch_bounds__(admit_threads)
     dual_plan_kernel(const __grid_constant__ dual_step_launch<Rows, Gate, Scorer, View> call) {
     __shared__ admit_memory memory;
+    let_next_kernel_start();  // its blocks wait for the shares
     admit_dual_step(call, memory);
     share_dual_step(call, memory);
 }
@@ -23,6 +24,7 @@ template <class Rows, class Gate, class Scorer, class View>
 __global__ void __launch_bounds__(Rows::threads, 2)
     dual_step_kernel(const __grid_constant__ dual_step_launch<Rows, Gate, Scorer, View> call) {
     __shared__ typename ragged::step_head<dual_step_launch<Rows, Gate, Scorer, View>>::Memory memory;
+    wait_for_kernel_before();
     run_dual_step(call, memory, dynamic_shared());
 }
 
@@ -52,6 +54,7 @@ template <class Rows, class Gate, class Scorer, class View>
 __global__ void __launch_bounds__(admit_threads)
     dual_share_rows_kernel(const __grid_constant__ dual_step_launch<Rows, Gate, Scorer, View> call) {
     __shared__ admit_memory memory;
+    let_next_kernel_start();
     share_dual_step(call, memory);
 }
 

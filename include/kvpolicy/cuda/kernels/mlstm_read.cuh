@@ -112,21 +112,56 @@ struct mlstm_reads {
     float divisor[2];
 };
 
-/// The pairs of a chunk's reads and tokens: w_lj (q~_l . k~_j) into memory.weights, their sums, and q~_l . z. All of it is for the
-/// warps of a row.
-template <int F, class E, int Parts = 2, class Memory>
-__device__ inline void weigh_pairs(const Memory& memory) {
+/// Queries as the left side of products: in shared memory, or a warp's 16 rows in registers, which all of its products share.
+template <class E, int F>
+struct mlstm_query_tile {
+    const shared_tile<E>& q;
+
+    template <bool TransB, int NI>
+    __device__ void add(float (&acc)[1][NI][4], const shared_tile<E>& b, int n0) const {
+        add_product<1, NI, F, false, TransB>(acc, q, 16 * (warp_id() % 4), b, n0);
+    }
+};
+template <class E, int F>
+struct mlstm_query_rows {
+    std::uint32_t of[F / 16][4];
+
+    __device__ void load(const shared_tile<E>& q) {
+        const std::uint32_t at =
+            shared_address(q.data) + swizzled(q.rows, 16 * (warp_id() % 4) + lane_id() % 16, lane_id() / 16);
+#pragma unroll
+        for (int k = 0; k < F; k += 16) {
+            load_matrices(of[k / 16], (at ^ static_cast<std::uint32_t>(k % 64 * 2)) +
+                                          static_cast<std::uint32_t>(k / 64 * q.rows * 128));
+        }
+    }
+    template <bool TransB, int NI>
+    __device__ void add(float (&acc)[1][NI][4], const shared_tile<E>& b, int n0) const {
+        add_held_product<NI, F, TransB>(acc, of, b, n0);
+    }
+};
+
+/// q~_l . k~_j of a warp's rows and its part of the tokens.
+template <int Parts, class Query, class E>
+__device__ inline void multiply_pairs(float (&products)[1][scorer_chunk / Parts / 8][4], const Query& query,
+                                      const shared_tile<E>& k) {
+    constexpr int columns = scorer_chunk / Parts;
+    clear(products);
+    if (columns * (warp_id() / 4) < 16 * (warp_id() % 4) + 16) {  // other pairs are of tokens after the reads
+        query.template add<false>(products, k, columns * (warp_id() / 4));
+    }
+}
+
+/// From those, w_lj (q~_l . k~_j) into memory.weights and their sums; and q~_l . z. All of it is for the warps of a row.
+template <class E, int Parts, class Memory, class Query>
+__device__ inline void weigh_pairs(const Memory& memory, const Query& query,
+                                   const float (&products)[1][scorer_chunk / Parts / 8][4]) {
     constexpr int columns = scorer_chunk / Parts, NI = columns / 8;
     const int m0 = 16 * (warp_id() % 4), part = warp_id() / 4, lane = lane_id();
-    float products[1][NI][4];
-    clear(products);
-    if (columns * part < m0 + 16) {  // other pairs are of tokens after the reads
-        add_product<1, NI, F, false, false>(products, memory.q, m0, memory.k, columns * part);
-    }
     if (part == Parts - 1) {
         float of_z[1][2][4];
         clear(of_z);
-        add_product<1, 2, F, false, false>(of_z, memory.q, m0, memory.z_tile, 0);
+        query.template add<false>(of_z, memory.z_tile, 0);
         if (lane % 4 == 0) {
             memory.qz[m0 + lane / 4] = of_z[0][0][0] + of_z[0][0][1];
             memory.qz[m0 + lane / 4 + 8] = of_z[0][0][2] + of_z[0][0][3];
@@ -150,13 +185,19 @@ __device__ inline void weigh_pairs(const Memory& memory) {
     }
 }
 
-/// Values of the reads from what weigh_pairs left and the state before the chunk.
-template <int F, int V, int Parts, class Memory>
+/// q~_l^T C of a warp's rows and its part of the values.
+template <int V, int Parts, class Query, class E>
+__device__ inline void multiply_state(mlstm_reads<V, Parts>& reads, const Query& query,
+                                      const shared_tile<E>& c) {
+    clear(reads.h);
+    query.template add<true>(reads.h, c, mlstm_reads<V, Parts>::columns * (warp_id() / 4));
+}
+
+/// Values of the reads from that and from what weigh_pairs left.
+template <int V, int Parts, class Memory>
 __device__ inline void apply_pairs(const Memory& memory, mlstm_reads<V, Parts>& reads) {
     constexpr int columns = mlstm_reads<V, Parts>::columns, NI = columns / 8;
     const int m0 = 16 * (warp_id() % 4), n0 = columns * (warp_id() / 4), lane = lane_id();
-    clear(reads.h);
-    add_product<1, NI, F, false, true>(reads.h, memory.q, m0, memory.c, n0);
 #pragma unroll
     for (int r = 0; r < 2; ++r) {
         const int l = m0 + lane / 4 + 8 * r;
@@ -221,10 +262,14 @@ __device__ inline void read_chunk(const mlstm_problem<T>& problem, const scorer_
     memory.exponents.load(problem.log_source + row, problem.log_top + row, frame.m);
     copy_wait<1>();
     __syncthreads();
-    weigh_pairs<F, E>(memory);
+    const mlstm_query_tile<E, F> query{memory.q};
+    float products[1][4][4];
+    multiply_pairs<2>(products, query, memory.k);
+    weigh_pairs<E, 2>(memory, query, products);
     copy_wait<0>();
     __syncthreads();
-    apply_pairs<F>(memory, reads);
+    multiply_state(reads, query, memory.c);
+    apply_pairs(memory, reads);
 }
 
 inline constexpr float mlstm_clamp = 1e-6f;

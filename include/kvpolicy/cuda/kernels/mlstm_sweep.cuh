@@ -222,6 +222,7 @@ __global__ void __launch_bounds__(mlstm_sweep_threads) mlstm_sweep_kernel(const 
             clear_all();
         }
         const bool reads = frame.reads < frame.count;
+        mlstm_reads<V, parts> values;
         if (reads) {
             if (thread < V) {
                 memory.rho[thread] = frame.before >= 0
@@ -255,8 +256,13 @@ __global__ void __launch_bounds__(mlstm_sweep_threads) mlstm_sweep_kernel(const 
                         static_cast<E>(lane % 4 == 0 ? z : z - rounded);
                 }
             }
+            mlstm_query_rows<E, F> query;
+            query.load(memory.q);
+            float products[1][scorer_chunk / parts / 8][4];
+            multiply_pairs<parts>(products, query, memory.k);
             __syncthreads();
-            weigh_pairs<F, E, parts>(memory);
+            multiply_state(values, query, memory.c);
+            weigh_pairs<E, parts>(memory, query, products);
         }
 #pragma unroll
         for (int e = 0; e < 4; ++e) {
@@ -270,8 +276,7 @@ __global__ void __launch_bounds__(mlstm_sweep_threads) mlstm_sweep_kernel(const 
                              memory.weight + stage * scorer_chunk, frame.add);
         if (reads) {
             sync_rows<parts>();  // the weights of these rows are there
-            mlstm_reads<V, parts> values;
-            apply_pairs<F>(memory, values);
+            apply_pairs(memory, values);
             if (streams.edges != nullptr) {
                 s = streams.span(plane, begun + n);
             } else {
