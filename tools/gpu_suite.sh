@@ -83,6 +83,10 @@ gpu.caches.scorers  | $all_checks | *
 gpu.caches.dual_steps   | $all_checks | a pool*,pages of*
 gpu.caches.dual_half    | memcheck synccheck racecheck | *
 gpu.caches.dual_scorers | $all_checks | mLSTM*
+gpu.caches.select       | $all_checks | few calls
+gpu.caches.dual_select  | $all_checks | few calls
+gpu.caches.dual_evict   | $all_checks | few calls
+gpu.caches.dual_keep    | $all_checks | few calls
 "
 targets[caches]="
 step/4096 x 1         | 0.014 | 0.012 | cuDNN attention alone 4096 x 1
@@ -91,6 +95,7 @@ step/4096 x 32        | 0.192 | 0.185 | cuDNN attention alone 4096 x 32
 step, mLSTM/4096 x 1  | 0.016 | 0.014 | cuDNN attention alone 4096 x 1
 step, mLSTM/4096 x 8  | 0.057 | 0.054 | cuDNN attention alone 4096 x 8
 step, mLSTM/4096 x 32 | 0.202 | 0.195 | cuDNN attention alone 4096 x 32
+ragged DualCache, 25% of 128k x 16* | 3.4x | 3.7x | cuDNN attention alone 131072 x 16, FlashAttention attention alone 131072 x 16
 "
 
 # ---- scorers ---------------------------------------------------------------------------------------------------------
