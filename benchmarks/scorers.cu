@@ -164,8 +164,7 @@ void without_projections(benchmark::State& state, const shape& of) {
     measure(
         state, calls.stream,
         [&] {
-            call.states(on);
-            call.read(on);
+            call.scores(on);
             if (Both) {
                 call.states(on);
                 call.tokens_backward(on);

@@ -23,6 +23,8 @@ struct boundary_memory {
     std::int32_t *rank, *cutoff, *order, *drawn, *first, *last;
     double *prefix, *slope;
     boundary_plane* planes;
+    std::int32_t tiles;
+    boundary_tile* sums;
     small_numbers small;
     unsigned char* ranking;
     std::size_t ranking_bytes;
@@ -37,6 +39,8 @@ struct boundary_memory {
         prefix = parts.take<double>(count);
         slope = parts.take<double>(count);
         planes = parts.take<boundary_plane>(std::int64_t{sequences.batch} * heads);
+        tiles = (sequences.length + boundary_threads - 1) / boundary_threads;
+        sums = parts.take<boundary_tile>(std::int64_t{sequences.batch} * heads * tiles);
         small = small_numbers::take(parts, sequences, heads);
         ranking_bytes = build_cutoffs_workspace_bytes(on, policy, sequences, heads);
         ranking = parts.take<unsigned char>(static_cast<std::int64_t>(ranking_bytes));
@@ -112,9 +116,23 @@ void boundary_loss(const cuda& on, const BoundaryLoss& loss, const P& policy, pl
         problem.prefix = memory.prefix;
         problem.slope = memory.slope;
         problem.planes = memory.planes;
-        cb::launch("boundary_examples_kernel", cb::boundary_examples_kernel<Gate, Keep>, planes,
+        problem.tiles = memory.tiles;
+        problem.sums = memory.sums;
+        const std::int64_t blocks = planes * memory.tiles;
+        cb::launch("boundary_begin_kernel", cb::boundary_begin_kernel<Gate, Keep>, blocks,
                    cb::boundary_threads, 0, on, problem);
-        cb::launch("boundary_gradient_kernel", cb::boundary_gradient_kernel<Gate, Keep>, planes,
+        if (numbers.count < sequences.length) {  // else all are drawn
+            const std::int32_t of_plane = (numbers.count + cb::boundary_threads - 1) / cb::boundary_threads;
+            cb::launch("boundary_draw_kernel", cb::boundary_draw_kernel<Gate, Keep>, planes * of_plane,
+                       cb::boundary_threads, 0, on, problem, of_plane);
+        }
+        cb::launch("boundary_examples_kernel", cb::boundary_examples_kernel<Gate, Keep>, blocks,
+                   cb::boundary_threads, 0, on, problem);
+        cb::launch("boundary_gradient_kernel", cb::boundary_gradient_kernel<Gate, Keep>, blocks,
+                   cb::boundary_threads, 0, on, problem);
+        cb::launch("boundary_carry_kernel", cb::boundary_carry_kernel<cb::boundary_tile>, planes, 32, 0, on,
+                   memory.planes, memory.sums, memory.tiles);
+        cb::launch("boundary_finish_kernel", cb::boundary_finish_kernel<Gate, Keep>, blocks,
                    cb::boundary_threads, 0, on, problem);
     }
     cb::launch("boundary_value_kernel", cb::boundary_value_kernel<BoundaryValue>, 1, cb::boundary_threads, 0,

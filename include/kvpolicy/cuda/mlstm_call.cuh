@@ -7,6 +7,7 @@
 #include <kvpolicy/cuda/kernels/mlstm_project.cuh>
 #include <kvpolicy/cuda/kernels/mlstm_read.cuh>
 #include <kvpolicy/cuda/kernels/mlstm_states.cuh>
+#include <kvpolicy/cuda/kernels/mlstm_sweep.cuh>
 #include <kvpolicy/cuda/kernels/mlstm_tokens_backward.cuh>
 #include <kvpolicy/cuda/launch.cuh>
 #include <kvpolicy/cuda/scorer_call.cuh>
@@ -169,6 +170,31 @@ struct mlstm_call {
         launch("mlstm_frames_kernel", mlstm_frames_kernel<T>, planes(), 32, 0, on, problem);
         walk<false>(on);
     }
+    /// Scores.
+    void scores(const cuda& on) {
+        if constexpr (!shared_tile<E>::plain) {
+            bool swept = false;
+            widths([&](auto features, auto values) {
+                constexpr int F = features, V = values;
+                const std::size_t shared = mlstm_sweep_memory<E, F, V>(nullptr).bytes;
+                const int room = device_scope(on).attribute(cudaDevAttrMaxSharedMemoryPerBlockOptin);
+                if (shared > static_cast<std::size_t>(room)) {
+                    return;
+                }
+                swept = true;
+                launch("mlstm_frames_kernel", mlstm_frames_kernel<T>, planes(), 32, 0, on, problem);
+                cut(sweep_segments(F, V));
+                begin_segments<F, V, false>(on);
+                launch("mlstm_sweep_kernel", mlstm_sweep_kernel<T, F, V>, planes() * problem.segments,
+                       mlstm_sweep_threads, shared, on, problem);
+            });
+            if (swept) {
+                return;
+            }
+        }
+        states(on);
+        read(on);
+    }
     void read(const cuda& on) {
         problem.ahead = device_scope(on).attribute(cudaDevAttrMultiProcessorCount);
         widths([&](auto features, auto values) {
@@ -220,24 +246,69 @@ struct mlstm_call {
     [[nodiscard]] std::int64_t planes() const {
         return std::int64_t{call.streams.batch} * call.streams.heads;
     }
-    /// The walk over the chunks, by blocks with large parts of a state where those are enough for the card: less is read twice.
+    // How planes are cut into segments depends on shapes alone, so that bits do not depend on the card. What it reckons with are the 132
+    // multiprocessors of an H100.
+    static constexpr std::int64_t processors = 132;
+    /// Features and values that a block of a walk has.
+    static constexpr int walk_part = shared_tile<E>::plain ? 32 : 64;
+    static constexpr std::int64_t walk_parts(int F, int V) {
+        return std::int64_t{F / walk_part} * (V / walk_part);
+    }
+    static constexpr std::int64_t walks_at_once = (shared_tile<E>::plain ? 1 : 2) * processors;
+
+    /// Segments of a walk that stores states. Every chunk is walked over twice then, so it takes three to gain something.
+    [[nodiscard]] std::int32_t walk_segments(int F, int V) const {
+        const std::int64_t blocks = std::max<std::int64_t>(1, planes() * walk_parts(F, V));
+        const std::int64_t most = std::min<std::int64_t>(walks_at_once / blocks, call.streams.slots / 2);
+        return most < 3 ? 1 : static_cast<std::int32_t>(most);
+    }
+    /// Segments of a sweep, one block a multiprocessor: about 4 microseconds a chunk, and 1 for a chunk that is walked over before.
+    [[nodiscard]] std::int32_t sweep_segments(int F, int V) const {
+        const auto waves = [](std::int64_t blocks, std::int64_t at_once) {
+            return (blocks + at_once - 1) / at_once;
+        };
+        std::int32_t best = 1;
+        std::int64_t least = 0;
+        for (std::int32_t n = 1; n <= std::min(64, std::max(1, call.streams.slots / 2)); ++n) {
+            const std::int64_t chunks = waves(call.streams.slots, n);
+            const std::int64_t walk = waves(planes() * (n - 1) * walk_parts(F, V), walks_at_once);
+            const std::int64_t time =
+                waves(planes() * n, processors) * (4 * chunks + 2) + walk * (chunks + 4);
+            if (n == 1 || time < least) {
+                best = n;
+                least = time;
+            }
+        }
+        return best;
+    }
+    void cut(std::int32_t segments) {
+        const std::int32_t slots = call.streams.slots;
+        problem.segment_chunks = (slots + segments - 1) / segments;
+        problem.segments = slots == 0 ? 1 : (slots + problem.segment_chunks - 1) / problem.segment_chunks;
+    }
+    /// The states that segments begin with.
+    template <int F, int V, bool Backward>
+    void begin_segments(const cuda& on) {
+        if (problem.segments > 1) {
+            launch("mlstm_walk_kernel (segments)",
+                   mlstm_walk_kernel<T, F, V, walk_part, walk_part, Backward, true>,
+                   planes() * (problem.segments - 1) * walk_parts(F, V), mlstm_walk_threads,
+                   mlstm_walk_memory<E, walk_part, walk_part>(nullptr).bytes, on, problem);
+            launch("mlstm_carry_kernel", mlstm_carry_kernel<T, F, V>,
+                   (planes() * (F * (V + 1) / 4) + 255) / 256, 256, 0, on, problem, Backward);
+        }
+    }
+    /// The walk over the chunks that stores their states.
     template <bool Backward>
     void walk(const cuda& on) {
         widths([&](auto features, auto values) {
             constexpr int F = features, V = values;
-            const auto with = [&](auto part) {
-                constexpr int P = part;
-                problem.sum_parts = V / P;
-                launch("mlstm_walk_kernel", mlstm_walk_kernel<T, F, V, P, P, Backward>,
-                       planes() * (F / P) * (V / P), mlstm_walk_threads,
-                       mlstm_walk_memory<E, P, P>(nullptr).bytes, on, problem);
-            };
-            if (planes() * (F / 64) * (V / 64) >=
-                device_scope(on).attribute(cudaDevAttrMultiProcessorCount)) {
-                with(std::integral_constant<int, 64>{});
-            } else {
-                with(std::integral_constant<int, 32>{});
-            }
+            problem.sum_parts = V / walk_part;
+            cut(walk_segments(F, V));
+            begin_segments<F, V, Backward>(on);
+            launch("mlstm_walk_kernel", mlstm_walk_kernel<T, F, V, walk_part, walk_part, Backward, false>,
+                   planes() * problem.segments * walk_parts(F, V), mlstm_walk_threads,
+                   mlstm_walk_memory<E, walk_part, walk_part>(nullptr).bytes, on, problem);
         });
     }
     template <int F, int V>
@@ -253,6 +324,9 @@ struct mlstm_call {
         problem.memory = parts.take<E>(chunks * F * V);
         problem.sums = parts.take<float>(chunks * F);
         problem.frames = parts.take<mlstm_frame>(chunks);
+        const std::int64_t segments = planes() * std::max(walk_segments(F, V), sweep_segments(F, V));
+        problem.partial_states = parts.take<float>(segments * (F * (V + 1)));
+        problem.partial_keeps = parts.take<float>(segments);
         if (!backward) {
             return;
         }

@@ -105,6 +105,52 @@ TEST_CASE("a NaN reaches its own score and those of later reads") {
     }
 }
 
+TEST_CASE("plenty of chunks, so that walks go in segments") {
+    for (const auto& [length, delay] : {std::pair{1000, 0}, {1100, 256}}) {
+        const Case c = sized(length, delay, 64);
+        check<bf16>(c, "bf16", shaped<Plain>(c), drawing({}, true, true));
+    }
+    Case wide = sized(900, 100, 128);
+    check<bf16>(wide, "bf16, 128 and 128", shaped<SoftmaxDirect>(wide),
+                drawing({0.0, 0.3, 4.0, 0.1}, true, false));
+    Case packed = sized(1200, 70, 64);
+    packed.name = "packed";
+    packed.batch = 2;
+    packed.edges = {0, 1, 65, 65, 500, 1199, 1200};
+    packed.lengths = {1200, 530};
+    check<bf16>(packed, "bf16", shaped<Plain>(packed), drawing({}, true, true));
+    Case ragged = sized(1000, 10, 64);
+    ragged.name = "ragged";
+    ragged.batch = 3;
+    ragged.lengths = {1000, 0, 333};
+    check<bf16>(ragged, "bf16", shaped<Plain>(ragged), drawing({}, true, true));
+    for (const std::int32_t bad : {0, 600}) {  // streams begin at 500 and 1199
+        Case c = packed;
+        c.batch = 1;
+        c.lengths = {1200};
+        c.name = "packed, NaN at " + std::to_string(bad);
+        c.edit = [bad](std::vector<double>& k, std::vector<double>&) {
+            k[static_cast<std::size_t>(bad) * 64 + 3] = std::numeric_limits<double>::quiet_NaN();
+        };
+        check_scores<bf16>(c, Weights<Plain>(shaped<Plain>(c), drawing({}, true, true), 3),
+                           tolerance<bf16>());
+    }
+    Case taken = sized(700, 10, 64);
+    taken.name = "states taken up and left";
+    taken.batch = 3;
+    taken.rows = 780;
+    taken.starts = {80, 0, 70};
+    taken.lengths = {700, 640, 0};
+    const auto shape = shaped<Plain>(taken);
+    std::mt19937 generator(9);
+    std::vector<double> states(shape.state_size() * 6);
+    for (double& x : states) {
+        x = static_cast<double>(static_cast<float>(generator() % 1000) / 1000.0f);
+    }
+    check_scores<bf16>(taken, Weights<Plain>(shape, drawing({}, false, true), 5), tolerance<bf16>(), &states,
+                       1e-2);
+}
+
 TEST_CASE("refusals") {
     Case c = sized(64, 4, 64);
     const Weights<Plain> weights(shaped<Plain>(c, 256, 64), drawing({}, false, false), 1);

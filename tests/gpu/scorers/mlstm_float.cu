@@ -20,6 +20,15 @@ TEST_CASE("chunks, both widths") {
     }
 }
 
+TEST_CASE("plenty of chunks, so that walks go in segments") {
+    const Case c = sized(700, 70, 64);
+    check<float>(c, "float", shaped<Plain>(c), drawing({}, true, true));
+    Case packed = sized(700, 10, 32);
+    packed.name = "packed";
+    packed.edges = {0, 65, 300, 699, 700};
+    check<float>(packed, "float", shaped<Plain>(packed), drawing({}, true, true));
+}
+
 TEST_CASE("odd widths") {
     Case c = sized(150, 10, 40);
 

@@ -80,6 +80,12 @@ struct mlstm_problem {
     float* sums = nullptr;     // chunks x F: z before them
     mlstm_frame* frames = nullptr;
 
+    // Walks over the chunks go in segments, all of them at once. The states that segments begin with, [planes, segments][F (V + 1)], the
+    // sums last; before they are added up, number i is what segment i - 1 adds, and number 0 the caller's. And what segments keep.
+    std::int32_t segments = 1, segment_chunks = 0;
+    float* partial_states = nullptr;
+    float* partial_keeps = nullptr;  // [planes, segments]; below 0: a stream begins there, nothing
+
     // The backward pass.
     plane_view<const float> d_scores;
     float *slope_i = nullptr, *slope_f = nullptr;  // rows: d log i / d preactivation, d log f alike
@@ -130,6 +136,20 @@ __device__ inline void store_eight(E* to, const float (&x)[8]) {
             make_uint4(pack<E>(x[0], x[1]), pack<E>(x[2], x[3]), pack<E>(x[4], x[5]), pack<E>(x[6], x[7]));
     }
 }
+
+/// Eight neighbouring elements of a row in global memory, as they are until they are wanted.
+template <class E>
+struct alignas(16) eight_of {
+    E of[8];
+
+    __device__ void load(const E* from) { *this = *reinterpret_cast<const eight_of*>(from); }
+    __device__ void get(float (&x)[8]) const {
+#pragma unroll
+        for (int e = 0; e < 8; ++e) {
+            x[e] = static_cast<float>(of[e]);
+        }
+    }
+};
 
 /// Two numbers as E has them, in as few registers.
 template <class E>

@@ -72,6 +72,13 @@ __device__ inline std::uint32_t pack(float low, float high) {
     return packed;
 }
 
+/// 1 / x by the special function unit: 1 ulp, 0 for inf.
+__device__ inline float fast_reciprocal(float x) {
+    float y;
+    asm("rcp.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
+    return y;
+}
+
 /// 2^x by the special function unit: 2 ulp, 0 for -inf.
 __device__ inline float fast_exp2(float x) {
     float y;

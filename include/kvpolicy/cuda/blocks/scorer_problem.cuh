@@ -101,6 +101,24 @@ enum class scorer_input : std::uint8_t {
     turned,      ///< [k before RoPE; v]
 };
 
+/// sin and cos of a RoPE angle for rows of T; where those are rounded to 16 bits, by the special function unit, to 1e-6.
+template <class T>
+__device__ inline void rope_sine(float angle, float& sine, float& cosine) {
+    if constexpr (std::is_same_v<T, float>) {
+        sincosf(angle, &sine, &cosine);
+    } else if (fabsf(angle) > 1e5f) {
+        sincosf(angle, &sine, &cosine);
+    } else {
+        // angle - 2 pi k, whose first product is exact
+        const float turns = rintf(angle * 0.15915494309189535f);
+        float rest = fmaf(turns, -6.28125f, angle);
+        rest = fmaf(turns, -1.93530716933310031891e-3f, rest);
+        rest = fmaf(turns, -1.0253132e-11f, rest);
+        sine = __sinf(rest);
+        cosine = __cosf(rest);
+    }
+}
+
 /// The inputs of all tokens: gathered from the views, never stored as a whole.
 template <class T>
 struct scorer_source {
@@ -136,7 +154,7 @@ struct scorer_source {
         float sign;
         pair_of(c, pair, partner, sign);
         float sine, cosine;
-        sincosf(static_cast<float>(position) * frequencies[pair], &sine, &cosine);
+        rope_sine<T>(static_cast<float>(position) * frequencies[pair], sine, cosine);
         return get(c) * cosine + sign * direction * sine * get(partner);
     }
 
@@ -174,6 +192,41 @@ struct scorer_source {
             }
         }
         __syncthreads();
+    }
+
+    /// Whether keys are turned in pairs of eight neighbours and the eight `rotated` / 2 columns further, which turn_eight does.
+    __device__ bool turns_eight() const {
+        return !shared_tile<T>::plain && input == scorer_input::turned &&
+               (rotated == 0 || layout == rope_layout::half_split) && rotated % 16 == 0;
+    }
+    /// Columns c to c + 7 of a key before RoPE, and those rotated / 2 further.
+    __device__ void turn_eight(const scorer_span& s, std::int32_t t, std::int32_t c, float (&low)[8],
+                               float (&high)[8]) const {
+        const T* const key = k.row(s.b, s.h, t) + c;
+        float x[8], y[8];
+        load_eight(key, x);
+        load_eight(key + rotated / 2, y);
+#pragma unroll
+        for (int e = 0; e < 8; ++e) {
+            float sine, cosine;
+            rope_sine<T>(static_cast<float>(t - s.begin) * frequencies[c + e], sine, cosine);
+            low[e] = x[e] * cosine + y[e] * sine;
+            high[e] = y[e] * cosine - x[e] * sine;
+        }
+    }
+    /// Eight columns from c, a multiple of 8, of what is not turned; 16-bit rows, whose widths are multiples of 8.
+    __device__ void plain_eight(const scorer_span& s, std::int32_t t, std::int32_t c, float (&x)[8]) const {
+        load_eight(c < k.dim ? k.row(s.b, s.h, t) + c : v.row(s.b, s.h, t) + (c - k.dim), x);
+    }
+    __device__ static void load_eight(const T* from, float (&x)[8]) {
+        struct alignas(16) eight {
+            T of[8];
+        };
+        const eight all = *reinterpret_cast<const eight*>(from);
+#pragma unroll
+        for (int e = 0; e < 8; ++e) {
+            x[e] = static_cast<float>(all.of[e]);
+        }
     }
 
     /// Columns [from, from + columns) of the inputs of tokens first + r into rows r of a tile, for r in [low, high); other rows and

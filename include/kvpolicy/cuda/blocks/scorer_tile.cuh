@@ -44,26 +44,36 @@ struct shared_tile {
     }
     /// Columns `column` (even) and the next.
     __device__ void get_pair(int row, int column, float& first, float& second) const {
+        load_pair(data + offset(row, column), first, second);
+    }
+    __device__ void set_pair(int row, int column, float first, float second) const {
+        store_pair_at(data + offset(row, column), first, second);
+    }
+    __device__ static void load_pair(const unsigned char* at, float& first, float& second) {
         if constexpr (plain) {
-            const auto* from = reinterpret_cast<const float*>(data + offset(row, column));
+            const auto* from = reinterpret_cast<const float*>(at);
             first = from[0];
             second = from[1];
+        } else if constexpr (std::is_same_v<T, bf16>) {
+            const std::uint32_t both = *reinterpret_cast<const std::uint32_t*>(at);
+            first = __uint_as_float(both << 16);
+            second = __uint_as_float(both & 0xffff0000u);
         } else {
             struct alignas(4) pair {
                 T of[2];
             };
-            const pair both = *reinterpret_cast<const pair*>(data + offset(row, column));
+            const pair both = *reinterpret_cast<const pair*>(at);
             first = static_cast<float>(both.of[0]);
             second = static_cast<float>(both.of[1]);
         }
     }
-    __device__ void set_pair(int row, int column, float first, float second) const {
+    __device__ static void store_pair_at(unsigned char* at, float first, float second) {
         if constexpr (plain) {
-            auto* to = reinterpret_cast<float*>(data + offset(row, column));
+            auto* to = reinterpret_cast<float*>(at);
             to[0] = first;
             to[1] = second;
         } else {
-            *reinterpret_cast<std::uint32_t*>(data + offset(row, column)) = pack<T>(first, second);
+            *reinterpret_cast<std::uint32_t*>(at) = pack<T>(first, second);
         }
     }
     /// Eight columns from `column`, a multiple of 8.
@@ -86,6 +96,16 @@ struct shared_tile {
                 values[i] = get(row, column + i);
             }
         } else {
+            if constexpr (std::is_same_v<T, bf16>) {
+                const uint4 all = *reinterpret_cast<const uint4*>(data + offset(row, column));
+                const std::uint32_t of[4] = {all.x, all.y, all.z, all.w};
+#pragma unroll
+                for (int i = 0; i < 4; ++i) {
+                    values[2 * i] = __uint_as_float(of[i] << 16);
+                    values[2 * i + 1] = __uint_as_float(of[i] & 0xffff0000u);
+                }
+                return;
+            }
             struct alignas(16) eight {
                 T of[8];
             };
@@ -96,6 +116,21 @@ struct shared_tile {
             }
         }
     }
+    /// Pairs of columns of one row that are 8 apart, as accumulators have them: number j is of columns `column` + 8 j (even) and the next.
+    /// All of them lie in the same 64 columns, and column / 8 is a multiple of how many there are, rounded up to a power of two: so the
+    /// next is one exclusive or away.
+    struct pairs {
+        unsigned char* data;
+        std::uint32_t first;
+
+        __device__ unsigned char* at(int j) const {
+            return data + (plain ? first + static_cast<std::uint32_t>(32 * j)
+                                 : first ^ static_cast<std::uint32_t>(16 * j));
+        }
+        __device__ void get(int j, float& low, float& high) const { load_pair(at(j), low, high); }
+        __device__ void set(int j, float low, float high) const { store_pair_at(at(j), low, high); }
+    };
+    __device__ pairs pairs_of(int row, int column) const { return {data, offset(row, column)}; }
     /// The columns from `column`, a multiple of 64, on.
     __device__ shared_tile from(int column) const { return {data + bytes(rows, 64) * (column / 64), rows}; }
 };
@@ -141,7 +176,11 @@ template <class T, int MI, int NI, int Depth, bool TransA, bool TransB>
 __device__ inline void unrolled_product(float (&acc)[MI][NI][4], std::uint32_t a, int a_rows, int m0,
                                         std::uint32_t b, int b_rows, int n0, int b_from) {
     static_assert(NI % 2 == 0);
-    const int lane = lane_id(), half = lane / 16, eighth = lane / 8 % 2, line = lane % 8;
+    int lane = lane_id();
+    asm volatile(
+        ""
+        : "+r"(lane));  // addresses are made anew in every call: in a loop they would fill the registers
+    const int half = lane / 16, eighth = lane / 8 % 2, line = lane % 8;
     std::uint32_t of_a[MI], of_b[NI / 2];
 #pragma unroll
     for (int i = 0; i < MI; ++i) {
@@ -213,6 +252,38 @@ __device__ inline void add_product(float (&acc)[MI][NI][4], const shared_tile<T>
     }
 }
 
+/// The same for 16 rows of a that are in registers already, `Depth` columns of 16-bit elements as fragments.
+template <int NI, int Depth, bool TransB, class T>
+__device__ inline void add_held_product(float (&acc)[1][NI][4], const std::uint32_t (&a)[Depth / 16][4],
+                                        const shared_tile<T>& b, int n0) {
+    static_assert(NI % 2 == 0);
+    int lane = lane_id();
+    asm volatile("" : "+r"(lane));  // as in unrolled_product
+    const int half = lane / 16, eighth = lane / 8 % 2, line = lane % 8;
+    std::uint32_t of_b[NI / 2];
+#pragma unroll
+    for (int j = 0; j < NI / 2; ++j) {
+        const int n = n0 + 16 * j;
+        of_b[j] = shared_address(b.data) + (TransB ? swizzled(b.rows, eighth * 8 + line, n / 8 + half)
+                                                   : swizzled(b.rows, n + half * 8 + line, eighth));
+    }
+#pragma unroll
+    for (int k = 0; k < Depth; k += 16) {
+#pragma unroll
+        for (int j = 0; j < NI; j += 2) {
+            std::uint32_t fb[4];
+            if constexpr (TransB) {
+                load_matrices_transposed(fb, of_b[j / 2] + static_cast<std::uint32_t>(k * 128));
+            } else {
+                load_matrices(fb, (of_b[j / 2] ^ static_cast<std::uint32_t>(k % 64 * 2)) +
+                                      static_cast<std::uint32_t>(k / 64 * b.rows * 128));
+            }
+            mma_16x8x16<T>(acc[0][j], a[k / 16], fb[0], fb[1]);
+            mma_16x8x16<T>(acc[0][j + 1], a[k / 16], fb[2], fb[3]);
+        }
+    }
+}
+
 template <int MI, int NI>
 __device__ inline void clear(float (&acc)[MI][NI][4]) {
 #pragma unroll
@@ -244,6 +315,20 @@ __device__ inline float warp_sum(float x) {
     return x;
 }
 
+/// Sums of eight numbers each over the eight lanes that share lane % 4; a lane gets that of number lane / 4.
+__device__ inline float sums_down(float (&x)[8]) {
+#pragma unroll
+    for (int half = 4; half > 0; half /= 2) {
+        const bool upper = (lane_id() & (4 * half)) != 0;
+#pragma unroll
+        for (int i = 0; i < half; ++i) {
+            const float given = upper ? x[i] : x[i + half];
+            x[i] = (upper ? x[i + half] : x[i]) + __shfl_xor_sync(all_lanes, given, 4 * half);
+        }
+    }
+    return x[0];
+}
+
 /// Rows [0, count) of `columns` (a multiple of 8) elements, `stride` apart in global memory, into a tile; the tile's other rows up
 /// to tile.rows become 0. Rows begin at multiples of 16 bytes. The caller commits, waits and synchronises.
 template <class T>
@@ -256,6 +341,23 @@ __device__ inline void copy_rows(const shared_tile<T>& tile, const T* from, std:
         const bool in = row < count;
         copy_16(shared_address(tile.data) + tile.offset(row, column), from + (in ? row : 0) * stride + column,
                 in ? 16 : 0);
+    }
+}
+
+/// The same for all `Rows` rows of `Columns` columns into a tile's columns from `at` on, by `Threads` threads: with all of it known to the compiler
+/// a copy costs few instructions.
+template <int Rows, int Columns, int Threads, class T>
+__device__ inline void copy_slice(const shared_tile<T>& tile, int at, const T* from, int stride) {
+    constexpr int each = 16 / sizeof(T), across = Columns / each, step = Threads / across;
+    static_assert(Threads % across == 0 && (step >= Rows || Rows % step == 0));
+    const int row = static_cast<int>(threadIdx.x) / across,
+              column = static_cast<int>(threadIdx.x) % across * each;
+    const std::uint32_t data = shared_address(tile.data);
+#pragma unroll
+    for (int r = 0; r < Rows; r += step) {
+        if (step <= Rows || row < Rows) {
+            copy_16(data + tile.offset(row + r, at + column), from + (row + r) * stride + column, 16);
+        }
     }
 }
 

@@ -1,8 +1,8 @@
-// The boundary loss: draws and the boundary key of each query, sums over a head, then value and gradient. One block
-// has a plane (a head of a sequence), and goes through it tile by tile, so sums have one order.
+// The boundary loss: draws and the boundary key of each query, sums over a head, then value and gradient. A block has a tile of a
+// plane (a head of a sequence); sums over tiles are made in one order, or of integers.
 //
 // As q grows the cutoff's rank only falls, so a key is the boundary of one run of queries, and its gradient a
-// difference of two prefix sums over them, in double.
+// difference of two prefix sums over them, in double: inside a tile, and over the tiles before it.
 #pragma once
 
 #include <kvpolicy/core/random.hpp>
@@ -22,12 +22,21 @@ namespace kvpolicy {
 inline namespace KVPOLICY_CUDA_NAMESPACE KVPOLICY_HIDDEN {
 namespace cuda_backend {
 
-inline constexpr int boundary_threads = 512;
+inline constexpr int boundary_threads = 512;  // a tile's tokens, too
 
 /// What a plane has of the examples.
 struct boundary_plane {
     std::int64_t sampled, count, kept, agreed;
     double value, log_gamma;
+    double slope;  // sum of d delta
+};
+
+/// A tile's part of that.
+struct boundary_tile {
+    double slope;   // sum of d delta
+    double before;  // of the tiles before it
+    double value, log_gamma;
+    std::int64_t agreed;
 };
 
 /// The numbers of the loss that kernels need, ready for them.
@@ -54,9 +63,11 @@ struct boundary_problem {
     std::int32_t* drawn = nullptr;
     std::int32_t* first = nullptr;  // of the queries whose boundary a key is; -1
     std::int32_t* last = nullptr;   // one behind them
-    double* prefix = nullptr;       // sum of d delta before a query
+    double* prefix = nullptr;       // sum of d delta before a query, of its tile's
     double* slope = nullptr;        // d delta
     boundary_plane* planes = nullptr;
+    std::int32_t tiles = 1;         // of a plane
+    boundary_tile* sums = nullptr;  // [planes, tiles]
 };
 
 /// One query of a plane.
@@ -67,24 +78,40 @@ struct boundary_example {
     bool keeps = false;
 };
 
-/// A plane as its block sees it.
+/// A plane, and one of its tiles, as a block sees them.
 template <class Gate, class Keep>
 struct boundary_row {
     const boundary_problem<Gate, Keep>& p;
-    std::int64_t plane, row;
+    std::int64_t plane;
+    std::int32_t tile;
+    std::int64_t row;
     std::int32_t b, h, length;
     HeadRule rule;
 
-    __device__ explicit boundary_row(const boundary_problem<Gate, Keep>& problem)
+    /// Of `blocks` blocks a plane.
+    __device__ explicit boundary_row(const boundary_problem<Gate, Keep>& problem, std::int32_t blocks)
         : p(problem),
-          plane(blockIdx.x),
+          plane(blockIdx.x / static_cast<std::uint32_t>(blocks)),
+          tile(static_cast<std::int32_t>(blockIdx.x % static_cast<std::uint32_t>(blocks))),
           row(plane * problem.mask.length),
           b(problem.mask.sequence_of(plane)),
           h(problem.mask.head_of(plane)),
           length(problem.mask.length_of(b)),
           rule(problem.mask.rules.of(h)) {}
 
+    /// This thread's token of the tile; it may be beyond the length.
+    __device__ std::int32_t token() const {
+        return tile * boundary_threads + static_cast<std::int32_t>(threadIdx.x);
+    }
     __device__ std::int64_t saturated() const { return std::int64_t{rule.sinks} + rule.window + rule.budget; }
+    /// Queries that may be drawn.
+    __device__ std::int64_t valid() const { return length > saturated() ? length - saturated() : 0; }
+    __device__ bool draws_all() const { return p.numbers.count >= valid(); }
+    /// Sum of d delta over the queries before q.
+    __device__ double prefix(std::int32_t q) const {
+        return q >= length ? p.planes[plane].slope
+                           : p.sums[plane * p.tiles + q / boundary_threads].before + p.prefix[row + q];
+    }
     /// The boundary key at q: the worst of the k that are held, once they were k before q's contest.
     __device__ std::int32_t boundary(std::int32_t q) const {
         if (q < saturated() || q >= length || q < 1 || rule.budget == 0) {
@@ -106,52 +133,69 @@ struct boundary_row {
     }
 };
 
-/// Draws, the token of each rank, and counts.
+/// The token of each rank, and everything else blank; a block a tile.
 template <class Gate, class Keep>
 __global__ void __launch_bounds__(boundary_threads)
-    boundary_examples_kernel(const boundary_problem<Gate, Keep> problem) {
-    __shared__ long long shared[boundary_threads / 32];
-    const boundary_row<Gate, Keep> of(problem);
-    const auto thread = static_cast<std::int32_t>(threadIdx.x);
-    const boundary_numbers& numbers = problem.numbers;
-    const std::int64_t valid = of.length > of.saturated() ? of.length - of.saturated() : 0;
-    const bool all = numbers.count >= valid;
-    for (std::int32_t t = thread; t < of.length; t += boundary_threads) {
-        problem.drawn[of.row + t] = all && t >= of.saturated() ? 1 : 0;
+    boundary_begin_kernel(const boundary_problem<Gate, Keep> problem) {
+    const boundary_row<Gate, Keep> of(problem, problem.tiles);
+    const std::int32_t t = of.token();
+    if (t == 0) {
+        problem.planes[of.plane] = {
+            of.draws_all() ? of.valid() : problem.numbers.count, 0, 0, 0, 0.0, 0.0, 0.0};
+    }
+    if (t < of.length) {
+        problem.drawn[of.row + t] = of.draws_all() && t >= of.saturated() ? 1 : 0;
         problem.first[of.row + t] = -1;
         problem.last[of.row + t] = -1;
         if (problem.mask.leaves(of.rule, t, of.length)) {
             problem.order[of.row + problem.rank[of.row + t]] = t;
         }
     }
-    __syncthreads();
-    if (!all) {
-        // As the host numbers them: the layer, then the plane in it.
-        const std::uint64_t stream =
-            (static_cast<std::uint64_t>(numbers.layer + of.h / numbers.heads) << 40) +
-            static_cast<std::uint64_t>(std::int64_t{of.b} * numbers.heads + of.h % numbers.heads);
-        const auto places = static_cast<std::uint32_t>(valid);
-        for (std::int32_t i = thread; i < numbers.count; i += boundary_threads) {
-            const std::uint64_t index = 2 * static_cast<std::uint64_t>(i);
-            std::uint32_t place = random_below(places, numbers.seed, stream, index);
-            if (i < numbers.late) {
-                const std::uint32_t other = random_below(places, numbers.seed, stream, index + 1);
-                place = other > place ? other : place;
-            }
-            atomicAdd(problem.drawn + of.row + of.saturated() + place, 1);
-        }
+}
+
+/// Draws, where not all queries are; `blocks` blocks a plane, and a draw a thread.
+template <class Gate, class Keep>
+__global__ void __launch_bounds__(boundary_threads)
+    boundary_draw_kernel(const boundary_problem<Gate, Keep> problem, const std::int32_t blocks) {
+    const boundary_row<Gate, Keep> of(problem, blocks);
+    const boundary_numbers& numbers = problem.numbers;
+    const std::int32_t i = of.token();
+    if (of.draws_all() || i >= numbers.count) {
+        return;
     }
-    __syncthreads();
+    // As the host numbers them: the layer, then the plane in it.
+    const std::uint64_t stream =
+        (static_cast<std::uint64_t>(numbers.layer + of.h / numbers.heads) << 40) +
+        static_cast<std::uint64_t>(std::int64_t{of.b} * numbers.heads + of.h % numbers.heads);
+    const auto places = static_cast<std::uint32_t>(of.valid());
+    const std::uint64_t index = 2 * static_cast<std::uint64_t>(i);
+    std::uint32_t place = random_below(places, numbers.seed, stream, index);
+    if (i < numbers.late) {
+        const std::uint32_t other = random_below(places, numbers.seed, stream, index + 1);
+        place = other > place ? other : place;
+    }
+    atomicAdd(problem.drawn + of.row + of.saturated() + place, 1);
+}
+
+/// Counts of a plane's examples; a block a tile.
+template <class Gate, class Keep>
+__global__ void __launch_bounds__(boundary_threads)
+    boundary_examples_kernel(const boundary_problem<Gate, Keep> problem) {
+    __shared__ long long shared[boundary_threads / 32];
+    const boundary_row<Gate, Keep> of(problem, problem.tiles);
+    const std::int32_t q = of.token();
     long long count = 0, kept = 0;
-    for (std::int32_t q = thread; q < of.length; q += boundary_threads) {
+    if (q < of.length) {
         const boundary_example e = of.example(q);
-        count += e.counts ? problem.drawn[of.row + q] : 0;
-        kept += e.keeps ? problem.drawn[of.row + q] : 0;
+        count = e.counts ? problem.drawn[of.row + q] : 0;
+        kept = e.keeps ? problem.drawn[of.row + q] : 0;
     }
     count = sum_over_block<boundary_threads>(count, shared);
     kept = sum_over_block<boundary_threads>(kept, shared);
-    if (thread == 0) {
-        problem.planes[of.plane] = {all ? valid : numbers.count, count, kept, 0, 0.0, 0.0};
+    if (threadIdx.x == 0 && count > 0) {
+        boundary_plane& mine = problem.planes[of.plane];
+        atomicAdd(reinterpret_cast<unsigned long long*>(&mine.count), static_cast<unsigned long long>(count));
+        atomicAdd(reinterpret_cast<unsigned long long*>(&mine.kept), static_cast<unsigned long long>(kept));
     }
 }
 
@@ -160,13 +204,14 @@ __device__ inline double boundary_sigmoid(double x) {
     return (x < 0.0 ? e : 1.0) / (1.0 + e);
 }
 
+/// d delta of a tile's queries, their prefix sums and the tile's sums.
 template <class Gate, class Keep>
 __global__ void __launch_bounds__(boundary_threads)
     boundary_gradient_kernel(const boundary_problem<Gate, Keep> problem) {
     constexpr int warps = boundary_threads / 32;
     __shared__ double shared[warps];
     __shared__ long long shared_counts[warps];
-    const boundary_row<Gate, Keep> of(problem);
+    const boundary_row<Gate, Keep> of(problem, problem.tiles);
     const boundary_numbers& numbers = problem.numbers;
     const auto thread = static_cast<std::int32_t>(threadIdx.x);
     const std::int32_t heads = problem.mask.heads;
@@ -193,89 +238,128 @@ __global__ void __launch_bounds__(boundary_threads)
     }
     const float* const goal = problem.mask.scores.head(of.b, of.h);
     const float* const score = problem.scores.head(of.b, of.h);
-    double value = 0.0, of_gamma = 0.0, carried = 0.0;
+    double value = 0.0, of_gamma = 0.0;
     long long agreed = 0;
-    for (std::int32_t base = 0; base < of.length; base += boundary_threads) {
-        const std::int32_t q = base + thread;
-        double d_delta = 0.0;
-        if (q < of.length) {
-            const boundary_example e = of.example(q);
-            if (e.old >= 0) {
-                if (of.boundary(q - 1) != e.old) {
-                    problem.first[of.row + e.old] = q;
-                }
-                if (of.boundary(q + 1) != e.old) {
-                    problem.last[of.row + e.old] = q + 1;
-                }
+    const std::int32_t q = of.token();
+    double d_delta = 0.0;
+    if (q < of.length) {
+        const boundary_example e = of.example(q);
+        if (e.old >= 0) {
+            if (of.boundary(q - 1) != e.old) {
+                problem.first[of.row + e.old] = q;
             }
-            if (e.counts) {
-                const double gamma = static_cast<double>(of.rule.log_gamma);
-                const double y = e.keeps ? 1.0 : -1.0;
-                const std::int32_t age = e.old - e.fresh;
-                double margin = effective_score(goal[e.fresh], of.rule.log_gamma, 1, e.fresh, q) -
-                                effective_score(goal[e.old], of.rule.log_gamma, 1, e.old, q);
-                margin = margin == margin ? margin : 0.0;  // two infinite targets of one sign are a tie
-                const float fresh = score[e.fresh], old = score[e.old];
-                if (!(fabsf(fresh) <= 3.402823466e38f && fabsf(old) <= 3.402823466e38f)) {
-                    problem.mask.report(of.b, status_not_finite);
-                }
-                const double delta =
-                    static_cast<double>(fresh) - static_cast<double>(old) + static_cast<double>(age) * gamma;
-                const double omega =
-                    numbers.omega_min +
-                    (1.0 - numbers.omega_min) * boundary_sigmoid(fabs(margin) / numbers.margin_temperature);
-                const std::int32_t times = problem.drawn[of.row + q];
-                const double weight = mean * omega * (e.keeps ? of_keeps : of_drops) * times;
-                const double x = -y * delta / numbers.temperature;
-                value += weight * (fmax(x, 0.0) + log1p(exp(-fabs(x))));
-                d_delta = -weight * y / numbers.temperature * boundary_sigmoid(x);
-                of_gamma += d_delta * age;
-                agreed += (delta > 0.0) == e.keeps ? times : 0;
+            if (of.boundary(q + 1) != e.old) {
+                problem.last[of.row + e.old] = q + 1;
             }
         }
-        // Prefix sums of this tile.
-        double sum = d_delta;
+        if (e.counts) {
+            const double gamma = static_cast<double>(of.rule.log_gamma);
+            const double y = e.keeps ? 1.0 : -1.0;
+            const std::int32_t age = e.old - e.fresh;
+            double margin = effective_score(goal[e.fresh], of.rule.log_gamma, 1, e.fresh, q) -
+                            effective_score(goal[e.old], of.rule.log_gamma, 1, e.old, q);
+            margin = margin == margin ? margin : 0.0;  // two infinite targets of one sign are a tie
+            const float fresh = score[e.fresh], old = score[e.old];
+            if (!(fabsf(fresh) <= 3.402823466e38f && fabsf(old) <= 3.402823466e38f)) {
+                problem.mask.report(of.b, status_not_finite);
+            }
+            const double delta =
+                static_cast<double>(fresh) - static_cast<double>(old) + static_cast<double>(age) * gamma;
+            const double omega =
+                numbers.omega_min +
+                (1.0 - numbers.omega_min) * boundary_sigmoid(fabs(margin) / numbers.margin_temperature);
+            const std::int32_t times = problem.drawn[of.row + q];
+            const double weight = mean * omega * (e.keeps ? of_keeps : of_drops) * times;
+            const double x = -y * delta / numbers.temperature;
+            value += weight * (fmax(x, 0.0) + log1p(exp(-fabs(x))));
+            d_delta = -weight * y / numbers.temperature * boundary_sigmoid(x);
+            of_gamma += d_delta * age;
+            agreed += (delta > 0.0) == e.keeps ? times : 0;
+        }
+    }
+    double sum = d_delta;
+#pragma unroll
+    for (int step = 1; step < 32; step *= 2) {
+        const double other = __shfl_up_sync(all_lanes, sum, static_cast<unsigned>(step));
+        sum += lane_id() >= step ? other : 0.0;
+    }
+    if (lane_id() == 31) {
+        shared[warp_id()] = sum;
+    }
+    __syncthreads();
+    double before = 0.0, tile = 0.0;
+    for (int w = 0; w < warps; ++w) {
+        before += w < warp_id() ? shared[w] : 0.0;
+        tile += shared[w];
+    }
+    if (q < of.length) {
+        problem.slope[of.row + q] = d_delta;
+        problem.prefix[of.row + q] = before + (sum - d_delta);
+    }
+    value = sum_over_block<boundary_threads>(value, shared);
+    of_gamma = sum_over_block<boundary_threads>(of_gamma, shared);
+    agreed = sum_over_block<boundary_threads>(agreed, shared_counts);
+    if (thread == 0) {
+        problem.sums[of.plane * problem.tiles + of.tile] = {tile, 0.0, value, of_gamma, agreed};
+    }
+}
+
+/// From sums of tiles to those before each and of the plane; one warp a plane, a tile a lane.
+template <class Tile>
+__global__ void __launch_bounds__(32)
+    boundary_carry_kernel(boundary_plane* const planes, Tile* const all, const std::int32_t tiles) {
+    Tile* const sums = all + std::int64_t{blockIdx.x} * tiles;
+    double carried = 0.0, value = 0.0, of_gamma = 0.0;
+    long long agreed = 0;
+    for (std::int32_t first = 0; first < tiles; first += 32) {
+        const std::int32_t i = first + lane_id();
+        Tile one{};
+        if (i < tiles) {
+            one = sums[i];
+        }
+        double sum = one.slope;
 #pragma unroll
         for (int step = 1; step < 32; step *= 2) {
             const double other = __shfl_up_sync(all_lanes, sum, static_cast<unsigned>(step));
             sum += lane_id() >= step ? other : 0.0;
         }
-        __syncthreads();
-        if (lane_id() == 31) {
-            shared[warp_id()] = sum;
+        if (i < tiles) {
+            sums[i].before = carried + (sum - one.slope);
         }
-        __syncthreads();
-        double before = carried, tile = 0.0;
-        for (int w = 0; w < warps; ++w) {
-            before += w < warp_id() ? shared[w] : 0.0;
-            tile += shared[w];
-        }
-        if (q < of.length) {
-            problem.slope[of.row + q] = d_delta;
-            problem.prefix[of.row + q] = before + (sum - d_delta);
-        }
-        carried += tile;
+        carried += __shfl_sync(all_lanes, sum, 31);
+        value += one.value;
+        of_gamma += one.log_gamma;
+        agreed += one.agreed;
     }
-    value = sum_over_block<boundary_threads>(value, shared);
-    of_gamma = sum_over_block<boundary_threads>(of_gamma, shared);
-    agreed = sum_over_block<boundary_threads>(agreed, shared_counts);
-    __syncthreads();
-    float* const to = problem.d_scores.head(of.b, of.h);
-    for (std::int32_t t = thread; t < of.length; t += boundary_threads) {
+#pragma unroll
+    for (int step = 16; step > 0; step /= 2) {
+        value += __shfl_xor_sync(all_lanes, value, step);
+        of_gamma += __shfl_xor_sync(all_lanes, of_gamma, step);
+        agreed += __shfl_xor_sync(all_lanes, agreed, step);
+    }
+    if (lane_id() == 0) {
+        boundary_plane& mine = planes[blockIdx.x];
+        mine.slope = carried;
+        mine.value = value;
+        mine.log_gamma = of_gamma;
+        mine.agreed = agreed;
+    }
+}
+
+/// Gradients of a tile's scores.
+template <class Gate, class Keep>
+__global__ void __launch_bounds__(boundary_threads)
+    boundary_finish_kernel(const boundary_problem<Gate, Keep> problem) {
+    const boundary_row<Gate, Keep> of(problem, problem.tiles);
+    const std::int32_t t = of.token();
+    if (t < of.length) {
         const std::int64_t leaves = std::int64_t{t} + of.rule.window;
         double gradient = leaves < of.length ? problem.slope[of.row + leaves] : 0.0;
         const std::int32_t first = problem.first[of.row + t], last = problem.last[of.row + t];
         if (first >= 0) {
-            const double end = last < of.length ? problem.prefix[of.row + last] : carried;
-            gradient -= end - problem.prefix[of.row + first];
+            gradient -= of.prefix(last) - of.prefix(first);
         }
-        to[t] = static_cast<float>(gradient);
-    }
-    if (thread == 0) {
-        boundary_plane& mine = problem.planes[of.plane];
-        mine.agreed = agreed;
-        mine.value = value;
-        mine.log_gamma = of_gamma;
+        problem.d_scores.head(of.b, of.h)[t] = static_cast<float>(gradient);
     }
 }
 

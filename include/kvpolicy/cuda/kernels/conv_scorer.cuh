@@ -167,19 +167,45 @@ __device__ inline std::int32_t conv_token(int l, int row) {
 template <class T>
 __device__ inline void load_conv_input(const scorer_source<T>& source, const scorer_span& s,
                                        std::int32_t first, const shared_tile<T>& to, T* copy = nullptr) {
-    const int across = source.padded / 8;
-    for (auto i = static_cast<int>(threadIdx.x); i < conv_rows * across; i += 128) {
-        const int row = i / across, c = i % across * 8;
-        const std::int32_t t = first + conv_token(0, row);
-        const bool in = row % conv_parity < 38 && t >= s.begin && t < s.end;
-        float x[8];
-#pragma unroll
-        for (int e = 0; e < 8; ++e) {
-            x[e] = in && c + e < source.size ? source.number(s, t, c + e, 1.0f, 1.0f) : 0.0f;
-        }
+    // Eight columns at once; where keys are turned, those that a sine is shared with too. So the first `pairs` units of a row make two.
+    const bool turned = source.turns_eight();
+    const std::int32_t pairs = turned ? source.rotated / 16 : 0, units = source.padded / 8 - pairs;
+    const auto put = [&](int row, std::int32_t c, const float(&x)[8]) {
         to.set_eight(row, c, x);
         for (int e = 0; copy != nullptr && e < 8; ++e) {
             copy[std::int64_t{row} * source.padded + c + e] = static_cast<T>(x[e]);
+        }
+    };
+    const int step_row = 128 / units, step_unit = 128 % units;
+    int row = static_cast<int>(threadIdx.x) / units;
+    std::int32_t unit = static_cast<std::int32_t>(threadIdx.x) % units;
+    while (row < conv_rows) {
+        const std::int32_t t = first + conv_token(0, row);
+        const bool in = row % conv_parity < 38 && t >= s.begin && t < s.end;
+        float x[8] = {}, y[8] = {};
+        if (unit < pairs) {
+            if (in) {
+                source.turn_eight(s, t, 8 * unit, x, y);
+            }
+            put(row, 8 * unit, x);
+            put(row, 8 * unit + source.rotated / 2, y);
+        } else {
+            const std::int32_t c = 8 * (unit + pairs);
+            if (turned && in && c < source.size) {
+                source.plain_eight(s, t, c, x);
+            } else if (in) {
+#pragma unroll
+                for (int e = 0; e < 8; ++e) {
+                    x[e] = c + e < source.size ? source.number(s, t, c + e, 1.0f, 1.0f) : 0.0f;
+                }
+            }
+            put(row, c, x);
+        }
+        row += step_row;
+        unit += step_unit;
+        if (unit >= units) {
+            unit -= units;
+            ++row;
         }
     }
 }

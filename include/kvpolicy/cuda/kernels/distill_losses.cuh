@@ -190,6 +190,11 @@ __global__ void __launch_bounds__(row_threads)
     std::uint64_t prefix = 0;  // of the last code that counts, from bit `shift` on
     int shift = 64, wanted = values.dim;
     bool bad = false;
+    if (thread == 0) {
+        // Here and not before the selection: it lies beside `picked`, and one load may bring both, so between the loop's last look at
+        // that and a write to this there would have to be a barrier.
+        taken = 0;
+    }
     for (bool first = true; shift > 0; first = false) {
         shift -= 8;
         for (int i = thread; i < bins; i += row_threads) {
@@ -232,9 +237,6 @@ __global__ void __launch_bounds__(row_threads)
     }
     if (bad) {
         p.report(token.b, status_not_finite);
-    }
-    if (thread == 0) {
-        taken = 0;
     }
     for (int i = thread; i < room; i += row_threads) {
         codes[i] = ~std::uint64_t{0};

@@ -46,10 +46,11 @@ struct feature_gradients {
 #pragma unroll
             for (int half = 0; half < 2; ++half) {
                 float along = 0.0f;
+                const auto of_row = features.pairs_of(row, column(half, 0));
 #pragma unroll
                 for (int j = 0; j < F / 32; ++j) {
                     float p[2];
-                    features.get_pair(row, column(half, j), p[0], p[1]);
+                    of_row.get(j, p[0], p[1]);
                     along += of[half][0][j][2 * r] * p[0] + of[half][0][j][2 * r + 1] * p[1];
                 }
                 (half == 0 ? low : high).set(row, row_sum(along));
@@ -68,11 +69,13 @@ struct feature_gradients {
                 along[0] += along[1];
                 along[1] = along[0];
             }
+            const auto of_low = features.pairs_of(row, column(0, 0));
+            const auto of_high = features.pairs_of(row, column(1, 0));
 #pragma unroll
             for (int j = 0; j < F / 32; ++j) {
                 float p[2][2];
-                features.get_pair(row, column(0, j), p[0][0], p[0][1]);
-                features.get_pair(row, column(1, j), p[1][0], p[1][1]);
+                of_low.get(j, p[0][0], p[0][1]);
+                of_high.get(j, p[1][0], p[1][1]);
 #pragma unroll
                 for (int e = 0; e < 2; ++e) {
                     float y[2];
@@ -98,27 +101,30 @@ struct feature_gradients {
         for (int r = 0; r < 2; ++r) {
 #pragma unroll
             for (int half = 0; half < 2; ++half) {
+                const auto row = to.pairs_of(m0 + lane_id() / 4 + 8 * r, column(half, 0));
 #pragma unroll
                 for (int j = 0; j < F / 32; ++j) {
-                    to.set_pair(m0 + lane_id() / 4 + 8 * r, column(half, j), of[half][0][j][2 * r],
-                                of[half][0][j][2 * r + 1]);
+                    row.set(j, of[half][0][j][2 * r], of[half][0][j][2 * r + 1]);
                 }
             }
         }
     }
 };
 
-/// Rows [0, count) of `width` numbers (a multiple of 8), eight at a time from get(row, column, x).
+/// Of rows [0, count) of `width` numbers, `across` times eight columns from `from` on (all multiples of 8), from get(row, column, x), by thread
+/// `thread` of `threads`.
 template <class T, class Get>
-__device__ inline void write_rows(T* rows, std::int32_t width, int count, const Get& get) {
-    const std::int32_t across = width / 8;
-    auto i = static_cast<std::int32_t>(threadIdx.x);
-    std::int32_t r = i / across, c = i % across;
-    const std::int32_t step_r = mlstm_threads / across, step_c = mlstm_threads % across;
+__device__ inline void write_columns(T* rows, std::int32_t width, std::int32_t from, std::int32_t across,
+                                     int count, int thread, int threads, const Get& get) {
+    if (across == 0) {
+        return;
+    }
+    std::int32_t r = thread / across, c = thread % across;
+    const std::int32_t step_r = threads / across, step_c = threads % across;
     while (r < count) {
         float x[8] = {};
-        get(r, 8 * c, x);
-        store_eight(rows + std::int64_t{r} * width + 8 * c, x);
+        get(r, from + 8 * c, x);
+        store_eight(rows + std::int64_t{r} * width + from + 8 * c, x);
         r += step_r;
         c += step_c;
         if (c >= across) {
@@ -126,6 +132,11 @@ __device__ inline void write_rows(T* rows, std::int32_t width, int count, const 
             ++r;
         }
     }
+}
+/// The same for whole rows, by all threads.
+template <class T, class Get>
+__device__ inline void write_rows(T* rows, std::int32_t width, int count, const Get& get) {
+    write_columns(rows, width, 0, width / 8, count, static_cast<int>(threadIdx.x), mlstm_threads, get);
 }
 
 /// Of a chunk's reads: d N_l, d g_l, exp(m - M_l) and their pairs with tokens before the chunk into rows, d (Wq x) and d score into d_rows_q, and the chunk's sums of
@@ -193,9 +204,12 @@ __global__ void __launch_bounds__(mlstm_threads, mlstm_blocks<T>)
                         : 1.0f;
     }
 #pragma unroll
-    for (int j = 0; j < V / 16; ++j) {
+    for (int pair = 0; pair < V / 16; pair += 2) {
+        float down
+            [8];  // sums of the readout's gradient and the gain's by columns: [2 x 8 columns][2 neighbours][which]
 #pragma unroll
-        for (int e = 0; e < 2; ++e) {
+        for (int n = 0; n < 4; ++n) {
+            const int j = pair + n / 2, e = n % 2;
             const std::int32_t i = V / 2 * half + 8 * j + lane % 4 * 2 + e;
             const bool there = i < width;
             const float gain = there && norm ? problem.norm_gain[at + i] : 1.0f;
@@ -204,24 +218,21 @@ __global__ void __launch_bounds__(mlstm_threads, mlstm_blocks<T>)
 #pragma unroll
             for (int r = 0; r < 2; ++r) {
                 const float h = reads.h[0][j][2 * r + e], y = h * scale[r] * gain;
-                const float open = __fdividef(1.0f, 1.0f + expf(-y));
+                const float open = sigmoid<E>(y);
                 of_readout += d_score[r] * y * open;
                 const float to = d_score[r] * readout * (open * (1.0f + y * (1.0f - open)));
                 of_gain += to * h * scale[r];
                 d[0][j][2 * r + e] = to * gain;
                 along[r] += to * gain * h;
             }
-#pragma unroll
-            for (int step = 4; step < 32; step *= 2) {
-                of_readout += __shfl_xor_sync(all_lanes, of_readout, step);
-                of_gain += __shfl_xor_sync(all_lanes, of_gain, step);
-            }
-            if (lane < 4) {
-                float* const to = memory.columns(warp_id() % 4) + i * 2;
-                to[0] = of_readout;
-                to[1] = of_gain;
-            }
+            down[2 * n] = of_readout;
+            down[2 * n + 1] = of_gain;
         }
+        const float sum = sums_down(down);
+        const int n = lane / 8;
+        memory.columns(warp_id() %
+                       4)[(V / 2 * half + 8 * (pair + n / 2) + lane % 4 * 2 + n % 2) * 2 + lane / 4 % 2] =
+            sum;
     }
 #pragma unroll
     for (int r = 0; r < 2; ++r) {
@@ -248,6 +259,7 @@ __global__ void __launch_bounds__(mlstm_threads, mlstm_blocks<T>)
         const int l = m0 + lane / 4 + 8 * r;
         const float back =
             norm ? memory.sums[2].get(l) * scale[r] * scale[r] / static_cast<float>(width) : 0.0f;
+        const auto to_d_n = memory.d_n.pairs_of(l, V / 2 * half + lane % 4 * 2);
 #pragma unroll
         for (int j = 0; j < V / 16; ++j) {
             const int column = V / 2 * half + 8 * j + lane % 4 * 2;
@@ -263,7 +275,7 @@ __global__ void __launch_bounds__(mlstm_threads, mlstm_blocks<T>)
                 of_divisor[r] += pair[e] * h;
                 of_state[r] += pair[e] * (memory.rho[column + e] - (clamped[r] ? 0.0f : h));
             }
-            memory.d_n.set_pair(l, column, pair[0], pair[1]);
+            to_d_n.set(j, pair[0], pair[1]);
         }
         memory.sums[3].set(l, row_sum(of_divisor[r]));
         memory.sums[4].set(l, row_sum(of_state[r]));
@@ -289,11 +301,12 @@ __global__ void __launch_bounds__(mlstm_threads, mlstm_blocks<T>)
             problem.d_g[row + l] = d_g;
             problem.kept[row + l] = in[r] ? memory.exponents.kept[l] : 0.0f;
         }
+        const auto weights = memory.weights.pairs_of(l, 32 * half + lane % 4 * 2);
 #pragma unroll
         for (int j = 0; j < 4; ++j) {
             const int column = 32 * half + 8 * j + lane % 4 * 2;
-            memory.weights.set_pair(l, column, memory.exponents.weight(l, column) * (g[0][j][2 * r] + d_g),
-                                    memory.exponents.weight(l, column + 1) * (g[0][j][2 * r + 1] + d_g));
+            weights.set(j, memory.exponents.weight(l, column) * (g[0][j][2 * r] + d_g),
+                        memory.exponents.weight(l, column + 1) * (g[0][j][2 * r + 1] + d_g));
         }
     }
     // d q~ = exp(m - M_l) (C d N + z d g) + sum_j w_lj G_lj k~_j, the state's part first

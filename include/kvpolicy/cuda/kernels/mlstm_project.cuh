@@ -302,12 +302,13 @@ __device__ inline void scan_gates(const mlstm_problem<T>& problem, const scorer_
     if (lane == 0) {
         const int first_even = even != 0u ? 2 * (__ffs(static_cast<int>(even)) - 1) : scorer_chunk;
         const int first_odd = odd != 0u ? 2 * (__ffs(static_cast<int>(odd)) - 1) + 1 : scorer_chunk;
-        mlstm_frame& frame = problem.frames[problem.chunk(s)];
+        mlstm_frame frame{};
         frame.top = top;
         frame.forgotten = forgotten;
         frame.weights = weights;
         frame.heavy = 2 * lane_of_top + second;
         frame.bad = first_even < first_odd ? first_even : first_odd;
+        problem.frames[problem.chunk(s)] = frame;
     }
 }
 
@@ -327,6 +328,9 @@ __global__ void __launch_bounds__(128 * Slots, shared_tile<T>::plain || Slots ==
     scorer_span s = streams.span(block / groups, slot < streams.slots ? slot : streams.slots - 1);
     const std::int32_t skipped = queries ? max(0, s.begin + streams.delay - s.first) : 0;
     const bool active = slot < streams.slots && skipped < s.count;
+    if (!queries && !active && slot < streams.slots && thread == 0) {
+        problem.frames[problem.chunk(s)] = mlstm_frame{};  // the scan over chunks reads all of them
+    }
     if (__syncthreads_or(active ? 1 : 0) == 0) {
         return;
     }
@@ -364,7 +368,7 @@ __global__ void __launch_bounds__(128 * Slots, shared_tile<T>::plain || Slots ==
         if (problem.skip != nullptr && active) {
             row_products<false>(x, thread / 2, thread % 2, memory.weights, source.padded, of_first, of_second,
                                 finite);
-            if (thread % 2 == 0 && thread / 2 >= skipped && thread / 2 < s.count) {
+            if (thread % 2 == 0) {  // rows without a read have inputs that are 0
                 problem.skipped[row + thread / 2] = of_first;
             }
         }

@@ -1,5 +1,9 @@
 // An mLSTM's states between chunks, forwards (C, z) and backwards (A, a): a scan over the stabilisers, then walks over the chunks, each
 // block with a part of a state's features and values in registers.
+//
+// A walk takes one chunk after another, and with few planes the card waits for it. So a plane's chunks are cut into segments that are walked
+// at once: first each from nothing, for what it adds to a state and how much of one it keeps, then each from what those before it add up
+// to. That is the same sum in another order, in fp32.
 #pragma once
 
 #include <kvpolicy/cuda/blocks/mlstm_problem.cuh>
@@ -229,21 +233,6 @@ __device__ inline void add_outer(float (&acc)[NI][4], float (&sums)[4], const sh
     }
 }
 
-/// `columns` columns of a chunk's rows, `stride` apart, into a tile's columns from `at` on, by a walk's threads.
-template <int Columns, class E>
-__device__ inline void copy_slice(const shared_tile<E>& tile, int at, const E* from, int stride) {
-    constexpr int each = 16 / sizeof(E), across = Columns / each;
-    const int row = static_cast<int>(threadIdx.x) / across,
-              column = static_cast<int>(threadIdx.x) % across * each;
-    const std::uint32_t data = shared_address(tile.data);
-#pragma unroll
-    for (int r = 0; r < scorer_chunk; r += mlstm_walk_threads / across) {
-        if (mlstm_walk_threads / across <= scorer_chunk || row < scorer_chunk) {
-            copy_16(data + tile.offset(row + r, at + column), from + (row + r) * stride + column, 16);
-        }
-    }
-}
-
 /// `count` elements side by side, a multiple of 16 bytes, by the threads from `from` on.
 template <class E>
 __device__ inline void copy_line(E* to, const E* line, int count, int from) {
@@ -254,6 +243,160 @@ __device__ inline void copy_line(E* to, const E* line, int count, int from) {
     }
 }
 
+/// Where a warp's accumulators stand in a state of F features and V values: 16 features from m0 on and 8 NI values from n0 on.
+struct mlstm_state_part {
+    int m0, n0;
+    bool owns_sums;  // writes the sums of its features
+
+    __device__ int feature(int r) const { return m0 + lane_id() / 4 + 8 * r; }
+    __device__ int value(int j) const { return n0 + 8 * j + lane_id() % 4 * 2; }
+
+    /// Calls body(numbers of the accumulators, index of the caller's state) for what is there of a state in the caller's order.
+    template <int NI, class T, class Body>
+    __device__ void for_each_of_caller(const mlstm_problem<T>& problem, int F, const Body& body) const {
+#pragma unroll
+        for (int r = 0; r < 2; ++r) {
+            const std::int32_t feature_there = problem.feature_of(feature(r), F);
+            if (feature_there < 0) {
+                continue;
+            }
+#pragma unroll
+            for (int j = 0; j < NI; ++j) {
+#pragma unroll
+                for (int e = 0; e < 2; ++e) {
+                    if (value(j) + e < problem.width) {
+                        body(j, 2 * r + e, std::int64_t{feature_there} * problem.width + value(j) + e);
+                    }
+                }
+            }
+        }
+    }
+    /// Takes up a state of the caller, [features][width] and then its sums.
+    template <int NI, class T>
+    __device__ void take(const mlstm_problem<T>& problem, int F, const float* state, float (&acc)[NI][4],
+                         float (&sums)[4]) const {
+        for_each_of_caller<NI>(problem, F, [&](int j, int e, std::int64_t at) { acc[j][e] = state[at]; });
+        const float* const of_sums = state + std::int64_t{problem.features} * problem.width;
+#pragma unroll
+        for (int r = 0; r < 2; ++r) {
+            const std::int32_t there = problem.feature_of(feature(r), F);
+            if (there >= 0 && lane_id() % 4 == 0) {
+                sums[2 * r] = of_sums[there];
+            }
+        }
+    }
+    /// Leaves one there.
+    template <int NI, class T>
+    __device__ void leave(const mlstm_problem<T>& problem, int F, float* state, const float (&acc)[NI][4],
+                          const float (&sums)[4]) const {
+        for_each_of_caller<NI>(problem, F, [&](int j, int e, std::int64_t at) { state[at] = acc[j][e]; });
+        float* const of_sums = state + std::int64_t{problem.features} * problem.width;
+#pragma unroll
+        for (int r = 0; r < 2; ++r) {
+            const std::int32_t there = problem.feature_of(feature(r), F);
+            if (there >= 0 && owns_sums && lane_id() % 4 == 0) {
+                of_sums[there] = sums[2 * r] + sums[2 * r + 1];
+            }
+        }
+    }
+    /// Number `index` of partial_states.
+    template <int F, int V, int NI, class T>
+    __device__ void write_partial(const mlstm_problem<T>& problem, std::int64_t index,
+                                  const float (&acc)[NI][4], const float (&sums)[4]) const {
+        float* const to = problem.partial_states + index * (F * (V + 1));
+#pragma unroll
+        for (int r = 0; r < 2; ++r) {
+#pragma unroll
+            for (int j = 0; j < NI; ++j) {
+                *reinterpret_cast<float2*>(to + feature(r) * V + value(j)) =
+                    make_float2(acc[j][2 * r], acc[j][2 * r + 1]);
+            }
+            if (owns_sums && lane_id() % 4 == 0) {
+                to[F * V + feature(r)] = sums[2 * r] + sums[2 * r + 1];
+            }
+        }
+    }
+    template <int F, int V, int NI, class T>
+    __device__ void read_partial(const mlstm_problem<T>& problem, std::int64_t index, float (&acc)[NI][4],
+                                 float (&sums)[4]) const {
+        const float* const from = problem.partial_states + index * (F * (V + 1));
+#pragma unroll
+        for (int r = 0; r < 2; ++r) {
+#pragma unroll
+            for (int j = 0; j < NI; ++j) {
+                const float2 x = *reinterpret_cast<const float2*>(from + feature(r) * V + value(j));
+                acc[j][2 * r] = x.x;
+                acc[j][2 * r + 1] = x.y;
+            }
+            if (lane_id() % 4 == 0) {
+                sums[2 * r] = from[F * V + feature(r)];
+            }
+        }
+    }
+    /// The state that segment `segment` of a plane's walk begins with; of a walk backwards, none comes in.
+    template <int F, int V, int NI, class T>
+    __device__ void begin(const mlstm_problem<T>& problem, std::int32_t plane, std::int32_t segment,
+                          bool backward, float (&acc)[NI][4], float (&sums)[4]) const {
+        const bool taken = !backward && takes_state(problem, plane);
+        if (problem.segments == 1 && taken) {
+            take(problem, F, state_of(problem, plane), acc, sums);
+        } else if (segment > 0 ||
+                   taken) {  // of several segments the last may leave its state while another begins
+            read_partial<F, V>(problem, std::int64_t{plane} * problem.segments + segment, acc, sums);
+        }
+    }
+    /// Leaves the state after a plane's last chunk with the caller.
+    template <int NI, class T>
+    __device__ void end(const mlstm_problem<T>& problem, std::int32_t plane, int F, const float (&acc)[NI][4],
+                        const float (&sums)[4]) const {
+        const scorer_streams& streams = problem.streams;
+        const std::int32_t b = plane / streams.heads;
+        if (problem.states != nullptr && (streams.length_of(b) > 0 || streams.start_of(b) == 0)) {
+            leave(problem, F, state_of(problem, plane), acc, sums);
+        }
+    }
+    template <class T>
+    __device__ static bool takes_state(const mlstm_problem<T>& problem, std::int32_t plane) {
+        return problem.states != nullptr && problem.streams.start_of(plane / problem.streams.heads) > 0;
+    }
+    template <class T>
+    __device__ static float* state_of(const mlstm_problem<T>& problem, std::int32_t plane) {
+        return problem.states + plane * (std::int64_t{problem.features} * (problem.width + 1) + 2);
+    }
+};
+
+/// From what segments add to the states that they begin with, in place: number i becomes keep of segment i - 1 times number i - 1, plus
+/// itself. Four neighbouring numbers of a plane's states a thread.
+template <class T, int F, int V>
+__global__ void __launch_bounds__(256)
+    mlstm_carry_kernel(const mlstm_problem<T> problem, const bool backward) {
+    constexpr int size = F * (V + 1) / 4;
+    const std::int64_t i = std::int64_t{blockIdx.x} * 256 + threadIdx.x;
+    const auto plane = static_cast<std::int32_t>(i / size);
+    const auto column = static_cast<std::int32_t>(i % size);
+    const scorer_streams& streams = problem.streams;
+    if (plane >= streams.batch * streams.heads) {
+        return;
+    }
+    const std::int64_t first = std::int64_t{plane} * problem.segments;
+    float4* const states = reinterpret_cast<float4*>(problem.partial_states) + first * size + column;
+    float4 all = make_float4(0.0f, 0.0f, 0.0f, 0.0f);
+    if (!backward && mlstm_state_part::takes_state(problem, plane)) {
+        all = states[0];
+    }
+#pragma unroll 4
+    for (std::int32_t n = 1; n < problem.segments; ++n) {
+        const float keep = problem.partial_keeps[first + n - 1];
+        const float4 added = states[std::int64_t{n} * size];
+        const bool none = keep < 0.0f;  // not even what is not finite
+        all.x = (none ? 0.0f : keep * all.x) + added.x;
+        all.y = (none ? 0.0f : keep * all.y) + added.y;
+        all.z = (none ? 0.0f : keep * all.z) + added.z;
+        all.w = (none ? 0.0f : keep * all.w) + added.w;
+        states[std::int64_t{n} * size] = all;
+    }
+}
+
 /// States before each chunk, or backwards those after it. A block has FS features and VS values of a plane's state in registers, eight
 /// warps of 16 features each, and walks over the plane's chunks:
 ///
@@ -261,8 +404,8 @@ __device__ inline void copy_line(E* to, const E* line, int count, int from) {
 ///
 /// Forwards a is k~, b v~, scale the tokens' weights; backwards a is q~, b d N, scale exp(m - M_l), ratio d g_l (forwards 1). Chunks without
 /// reads add nothing backwards. Continued sequences take up and leave the caller's states, features (width + 1) + 2 numbers in the
-/// features' own order.
-template <class T, int F, int V, int FS, int VS, bool Backward>
+/// features' own order. A block walks one segment; Ends: from nothing, and leaves only what the segment adds and keeps.
+template <class T, int F, int V, int FS, int VS, bool Backward, bool Ends>
 __global__ void __launch_bounds__(mlstm_walk_threads) mlstm_walk_kernel(const mlstm_problem<T> problem) {
     using E = mlstm_element<T>;
     using memory_type = mlstm_walk_memory<E, FS, VS>;
@@ -272,18 +415,22 @@ __global__ void __launch_bounds__(mlstm_walk_threads) mlstm_walk_kernel(const ml
     const scorer_streams& streams = problem.streams;
     const memory_type memory(aligned_dynamic_shared());
     const auto block = static_cast<std::int32_t>(blockIdx.x);
-    const std::int32_t plane = block / parts, slots = streams.slots;
+    // The last segment adds to nobody.
+    const std::int32_t walked = Ends ? problem.segments - 1 : problem.segments;
+    const std::int32_t plane = block / parts / walked, segment = block / parts % walked;
+    const std::int32_t slots = streams.slots, begun = segment * problem.segment_chunks;
+    const std::int32_t count = min(problem.segment_chunks, slots - begun);
     const int f0 = block % parts / (V / VS) * FS, part_v = block % (V / VS), v0 = part_v * VS;
     const int thread = static_cast<int>(threadIdx.x), lane = lane_id();
     const int m0 = warp_id() % WM * 16, wn = warp_id() / WM, n0 = wn * (VS / WN);
     const std::int64_t first_chunk = std::int64_t{plane} * slots, first_row = first_chunk * scorer_chunk;
-    const auto slot_of = [&](std::int32_t n) { return Backward ? slots - 1 - n : n; };
+    const auto slot_of = [&](std::int32_t n) { return Backward ? slots - 1 - begun - n : begun + n; };
 
     const auto load_steps = [&](std::int32_t base) {
         if (thread < batch) {
             mlstm_step step{};
             step.heavy = -1;
-            if (base + thread < slots) {
+            if (base + thread < count) {
                 const std::int32_t slot = slot_of(base + thread);
                 const mlstm_frame& frame = problem.frames[first_chunk + slot];
                 step.there = frame.count > 0 ? 1 : 0;
@@ -311,19 +458,19 @@ __global__ void __launch_bounds__(mlstm_walk_threads) mlstm_walk_kernel(const ml
     const float* next_ratio = Backward ? problem.d_g + from : nullptr;
     const E* const values = problem.v + first_row * V + v0;
     const auto prefetch = [&](std::int32_t n) {
-        if (n < slots) {
+        if (n < count) {
             const int stage = n % stages;
             const mlstm_step step = memory.steps[n % (2 * batch)];
             if (step.adds != 0) {
                 const shared_tile<E> tile = memory.tile(stage);
-                copy_slice<FS, E>(tile, 0, next_a, F);
-                copy_slice<VS, E>(tile, FS, next_b, V);
+                copy_slice<scorer_chunk, FS, mlstm_walk_threads>(tile, 0, next_a, F);
+                copy_slice<scorer_chunk, VS, mlstm_walk_threads>(tile, FS, next_b, V);
                 copy_line(memory.scale + stage * scorer_chunk, next_scale, scorer_chunk, 0);
                 if (Backward) {
                     copy_line(memory.ratio + stage * scorer_chunk, next_ratio, scorer_chunk, 32);
                 }
             }
-            if (step.heavy >= 0) {
+            if (!Ends && step.heavy >= 0) {
                 copy_line(memory.heavy + stage * VS, values + std::int64_t{step.heavy} * V, VS, 64);
             }
             next_a += direction * F;
@@ -341,7 +488,7 @@ __global__ void __launch_bounds__(mlstm_walk_threads) mlstm_walk_kernel(const ml
     }
     // Multiplies what came for step n by its scales.
     const auto scale_stage = [&](std::int32_t n) {
-        if (n >= slots) {
+        if (n >= count) {
             return;
         }
         const mlstm_step step = memory.steps[n % (2 * batch)];
@@ -378,41 +525,26 @@ __global__ void __launch_bounds__(mlstm_walk_threads) mlstm_walk_kernel(const ml
         }
     };
     clear_all();
-    const std::int64_t size = std::int64_t{problem.features} * (problem.width + 1) + 2;
-    const std::int32_t start = streams.start_of(plane / streams.heads);
-    float* const state = Backward || problem.states == nullptr ? nullptr : problem.states + plane * size;
-    float* const state_sums =
-        state == nullptr ? nullptr : state + std::int64_t{problem.features} * problem.width;
-    const auto row_of = [&](int r) { return m0 + lane / 4 + 8 * r; };
-    if (!Backward && state != nullptr && start > 0) {
-#pragma unroll
-        for (int r = 0; r < 2; ++r) {
-            const std::int32_t feature = problem.feature_of(f0 + row_of(r), F);
-            if (feature < 0) {
-                continue;
-            }
-#pragma unroll
-            for (int j = 0; j < NI; ++j) {
-#pragma unroll
-                for (int e = 0; e < 2; ++e) {
-                    const std::int32_t column = v0 + n0 + 8 * j + lane % 4 * 2 + e;
-                    if (column < problem.width) {
-                        acc[0][j][2 * r + e] = state[std::int64_t{feature} * problem.width + column];
-                    }
-                }
-            }
-            if (lane % 4 == 0) {
-                of_sums[2 * r] = state_sums[feature];
-            }
+    const mlstm_state_part part{f0 + m0, v0 + n0, part_v == 0 && wn == 0};
+    const std::int64_t partial = std::int64_t{plane} * problem.segments + segment + 1;
+    float kept = 1.0f;
+    if constexpr (Ends) {
+        if (!Backward && segment == 0 && part.takes_state(problem, plane)) {
+            part.take(problem, F, part.state_of(problem, plane), acc[0], of_sums);
+            part.template write_partial<F, V>(problem, partial - 1, acc[0], of_sums);
+            clear_all();
         }
+    } else {
+        part.template begin<F, V>(problem, plane, segment, Backward, acc[0], of_sums);
     }
+    const auto row_of = [&](int r) { return m0 + lane / 4 + 8 * r; };
     // What rounding takes from the state before step n, along the reference: the warps' parts.
     const auto write_sums = [&](std::int32_t n) {
-        if (Backward && n >= 0 && thread < FS && memory.steps[n % (2 * batch)].there != 0) {
+        if (Backward && !Ends && n >= 0 && thread < FS && memory.steps[n % (2 * batch)].there != 0) {
             float sum = 0.0f;
 #pragma unroll
-            for (int part = 0; part < WN; ++part) {
-                sum += memory.lost[(n % 2 * WN + part) * FS + thread];
+            for (int w = 0; w < WN; ++w) {
+                sum += memory.lost[(n % 2 * WN + w) * FS + thread];
             }
             problem.d_sums[((first_chunk + slot_of(n)) * problem.sum_parts + part_v) * F + f0 + thread] = sum;
         }
@@ -420,55 +552,55 @@ __global__ void __launch_bounds__(mlstm_walk_threads) mlstm_walk_kernel(const ml
     copy_wait<stages - 2>();
     __syncthreads();
     scale_stage(0);
-    bool any = false;
-    for (std::int32_t n = 0; n < slots; ++n) {
+    for (std::int32_t n = 0; n < count; ++n) {
         copy_wait<stages - 3>();  // step n + 1 is there
         __syncthreads();
         write_sums(n - 1);
         prefetch(n + stages - 1);
         const mlstm_step step = memory.steps[n % (2 * batch)];
         if (step.there != 0) {
-            any = true;
             const int stage = n % stages;
             const std::int64_t chunk = first_chunk + slot_of(n);
             // Streams begin without a state, and nothing goes back beyond their first token.
             if (!Backward && step.fresh != 0) {
                 clear_all();
             }
-            E* const to = (Backward ? problem.d_memory : problem.memory) + chunk * F * V +
-                          (f0 + m0 + lane / 4) * V + v0 + n0 + lane % 4 * 2;
-            float rho[NI][2] = {};
-            if (step.heavy >= 0) {
-                const E* const value = memory.heavy + stage * VS + n0 + lane % 4 * 2;
+            if constexpr (!Ends) {
+                E* const to = (Backward ? problem.d_memory : problem.memory) + chunk * F * V +
+                              (f0 + m0 + lane / 4) * V + v0 + n0 + lane % 4 * 2;
+                float rho[NI][2] = {};
+                if (step.heavy >= 0) {
+                    const E* const value = memory.heavy + stage * VS + n0 + lane % 4 * 2;
 #pragma unroll
-                for (int j = 0; j < NI; ++j) {
-                    rho[j][0] = step.share * static_cast<float>(value[8 * j]);
-                    rho[j][1] = step.share * static_cast<float>(value[8 * j + 1]);
+                    for (int j = 0; j < NI; ++j) {
+                        rho[j][0] = step.share * static_cast<float>(value[8 * j]);
+                        rho[j][1] = step.share * static_cast<float>(value[8 * j + 1]);
+                    }
                 }
-            }
 #pragma unroll
-            for (int r = 0; r < 2; ++r) {
-                const float sum = __shfl_sync(all_lanes, of_sums[2 * r] + of_sums[2 * r + 1], lane & ~3);
-                const float z = Backward ? 0.0f : sum;
-                float lost = 0.0f;
+                for (int r = 0; r < 2; ++r) {
+                    const float sum = __shfl_sync(all_lanes, of_sums[2 * r] + of_sums[2 * r + 1], lane & ~3);
+                    const float z = Backward ? 0.0f : sum;
+                    float lost = 0.0f;
 #pragma unroll
-                for (int j = 0; j < NI; ++j) {
-                    float x[2] = {acc[0][j][2 * r] - z * rho[j][0], acc[0][j][2 * r + 1] - z * rho[j][1]};
-                    store_pair(to + 8 * r * V + 8 * j, x[0], x[1]);
+                    for (int j = 0; j < NI; ++j) {
+                        float x[2] = {acc[0][j][2 * r] - z * rho[j][0], acc[0][j][2 * r + 1] - z * rho[j][1]};
+                        store_pair(to + 8 * r * V + 8 * j, x[0], x[1]);
+                        if (Backward) {
+                            round_pair<E>(x[0], x[1]);
+                            lost += (acc[0][j][2 * r] - x[0]) * rho[j][0] +
+                                    (acc[0][j][2 * r + 1] - x[1]) * rho[j][1];
+                        }
+                    }
                     if (Backward) {
-                        round_pair<E>(x[0], x[1]);
-                        lost +=
-                            (acc[0][j][2 * r] - x[0]) * rho[j][0] + (acc[0][j][2 * r + 1] - x[1]) * rho[j][1];
+                        lost = row_sum(lost);
+                        if (lane % 4 == 0) {
+                            memory.lost[(n % 2 * WN + wn) * FS + row_of(r)] =
+                                lost + (part_v == 0 && wn == 0 ? sum : 0.0f);
+                        }
+                    } else if (part_v == 0 && wn == 0 && lane % 4 == 0) {
+                        problem.sums[chunk * F + f0 + row_of(r)] = sum;
                     }
-                }
-                if (Backward) {
-                    lost = row_sum(lost);
-                    if (lane % 4 == 0) {
-                        memory.lost[(n % 2 * WN + wn) * FS + row_of(r)] =
-                            lost + (part_v == 0 && wn == 0 ? sum : 0.0f);
-                    }
-                } else if (part_v == 0 && wn == 0 && lane % 4 == 0) {
-                    problem.sums[chunk * F + f0 + row_of(r)] = sum;
                 }
             }
 #pragma unroll
@@ -486,6 +618,7 @@ __global__ void __launch_bounds__(mlstm_walk_threads) mlstm_walk_kernel(const ml
             if (Backward && step.fresh != 0) {
                 clear_all();
             }
+            kept = step.fresh != 0 || kept < 0.0f ? -1.0f : kept * step.keep;
         }
         scale_stage(n + 1);
         if (n % batch == 1) {  // nobody looks at the batch before any more
@@ -493,30 +626,15 @@ __global__ void __launch_bounds__(mlstm_walk_threads) mlstm_walk_kernel(const ml
         }
     }
     __syncthreads();
-    write_sums(slots - 1);
-    if constexpr (!Backward) {
-        if (state == nullptr || !(any || start == 0)) {
-            return;
+    write_sums(count - 1);
+    if constexpr (Ends) {
+        part.template write_partial<F, V>(problem, partial, acc[0], of_sums);
+        if (f0 == 0 && v0 == 0 && thread == 0) {
+            problem.partial_keeps[partial - 1] = kept;
         }
-#pragma unroll
-        for (int r = 0; r < 2; ++r) {
-            const std::int32_t feature = problem.feature_of(f0 + row_of(r), F);
-            if (feature < 0) {
-                continue;
-            }
-#pragma unroll
-            for (int j = 0; j < NI; ++j) {
-#pragma unroll
-                for (int e = 0; e < 2; ++e) {
-                    const std::int32_t column = v0 + n0 + 8 * j + lane % 4 * 2 + e;
-                    if (column < problem.width) {
-                        state[std::int64_t{feature} * problem.width + column] = acc[0][j][2 * r + e];
-                    }
-                }
-            }
-            if (part_v == 0 && wn == 0 && lane % 4 == 0) {
-                state_sums[feature] = of_sums[2 * r] + of_sums[2 * r + 1];
-            }
+    } else if constexpr (!Backward) {
+        if (segment == problem.segments - 1) {
+            part.end(problem, plane, F, acc[0], of_sums);
         }
     }
 }

@@ -18,7 +18,6 @@ template <class E, int F, int V>
 struct mlstm_tokens_memory {
     shared_tile<E> q, d_n, k, v, a;
     shared_tile<E> pairs;  // w_lj (q~_l . k~_j), then w_lj G_lj, tokens on rows
-    shared_tile<E> c;      // where q and d_n were
     float* a_z;
     float* z;
     float* rho;  // before the chunk
@@ -27,6 +26,7 @@ struct mlstm_tokens_memory {
     float* columns;  // [4][64]: sums down the columns, of 16 rows each
     float* across;   // [8]
     float* d_gates;  // [64][2]
+    float* slopes;   // [2][64]: of the input gates, of the forget gates
     mlstm_row_sums inside, later, low, high;
     mlstm_exponents<E> exponents;
     std::size_t bytes;
@@ -39,8 +39,6 @@ struct mlstm_tokens_memory {
         v = parts.tile<E>(scorer_chunk, V);
         a = parts.tile<E>(F, V);
         pairs = parts.tile<E>(scorer_chunk, scorer_chunk);
-        static_assert(scorer_chunk * (F + V) >= F * V);
-        c = {q.data, F};
         a_z = parts.take<float>(F);
         z = parts.take<float>(F);
         rho = parts.take<float>(V);
@@ -49,6 +47,7 @@ struct mlstm_tokens_memory {
         columns = parts.take<float>(4 * scorer_chunk);
         across = parts.take<float>(8);
         d_gates = parts.take<float>(2 * scorer_chunk);
+        slopes = parts.take<float>(2 * scorer_chunk);
         for (mlstm_row_sums* one : {&inside, &later, &low, &high}) {
             one->of = parts.take<float>(2 * scorer_chunk);
         }
@@ -73,10 +72,11 @@ __device__ inline void pairs_of_chunk(const mlstm_tokens_memory<E, F, V>& memory
         add_product<1, 4, F, false, false>(products, memory.k, m0, memory.q, 32 * half);
         add_product<1, 4, V, false, false>(g, memory.v, m0, memory.d_n, 32 * half);
     }
-    float down[4][2] = {};
+    float down[8] = {};  // [8 columns][2 neighbours]
 #pragma unroll
     for (int r = 0; r < 2; ++r) {
         const int j = m0 + lane / 4 + 8 * r;
+        const auto pairs = memory.pairs.pairs_of(j, 32 * half + lane % 4 * 2);
         float behind = 0.0f;  // of the row's pairs in later columns
 #pragma unroll
         for (int i = 3; i >= 0; --i) {
@@ -91,7 +91,7 @@ __device__ inline void pairs_of_chunk(const mlstm_tokens_memory<E, F, V>& memory
             gradients[i][r].set(w[0] * of_pair[0], w[1] * of_pair[1]);
             // Rounded as the read's, so that its pairs add up to what its quotient says.
             round_pair<E>(weight[0], weight[1]);
-            memory.pairs.set_pair(j, l, weight[0], weight[1]);
+            pairs.set(i, weight[0], weight[1]);
             const float second = weight[1] * of_pair[1], both = weight[0] * of_pair[0] + second;
             float from = both;  // of this lane's columns and the quad's later ones
             float other = __shfl_down_sync(all_lanes, from, 1u);
@@ -100,25 +100,15 @@ __device__ inline void pairs_of_chunk(const mlstm_tokens_memory<E, F, V>& memory
             from += lane % 4 < 2 ? other : 0.0f;
             other = __shfl_down_sync(all_lanes, from, 1u);
             const float after = behind + (lane % 4 < 3 ? other : 0.0f);
-            down[i][0] += j < l ? after + both : 0.0f;
-            down[i][1] += j < l + 1 ? after + second : 0.0f;
+            down[2 * i] += j < l ? after + both : 0.0f;
+            down[2 * i + 1] += j < l + 1 ? after + second : 0.0f;
             behind += __shfl_sync(all_lanes, from, lane & ~3);
         }
         memory.inside.set(j, behind);
     }
-#pragma unroll
-    for (int i = 0; i < 4; ++i) {
-#pragma unroll
-        for (int e = 0; e < 2; ++e) {
-#pragma unroll
-            for (int step = 4; step < 32; step *= 2) {
-                down[i][e] += __shfl_xor_sync(all_lanes, down[i][e], step);
-            }
-            if (lane < 4) {
-                memory.columns[warp_id() % 4 * scorer_chunk + 32 * half + 8 * i + lane * 2 + e] = down[i][e];
-            }
-        }
-    }
+    const float sum = sums_down(down);
+    memory.columns[warp_id() % 4 * scorer_chunk + 32 * half + lane / 8 * 8 + lane % 4 * 2 + lane / 4 % 2] =
+        sum;
 }
 
 /// Of a chunk's tokens: d (Wk x), d v~ and d of the gates' preactivations into d_rows_k, and the sums of the latter. Eight warps, as
@@ -141,14 +131,16 @@ __global__ void __launch_bounds__(mlstm_threads, mlstm_blocks<T>)
     const mlstm_tokens_memory<E, F, V> memory(aligned_dynamic_shared());
     const mlstm_frame& frame = problem.frames[chunk];
     const bool reads = frame.reads < scorer_chunk;
-    copy_rows(memory.k, problem.k + row * F, F, F, scorer_chunk, mlstm_threads);
-    copy_rows(memory.v, problem.v + row * V, V, V, scorer_chunk, mlstm_threads);
+    copy_slice<scorer_chunk, F, mlstm_threads>(memory.k, 0, static_cast<const E*>(problem.k + row * F), F);
+    copy_slice<scorer_chunk, V, mlstm_threads>(memory.v, 0, static_cast<const E*>(problem.v + row * V), V);
     if (reads) {
-        copy_rows(memory.q, problem.q + row * F, F, F, scorer_chunk, mlstm_threads);
-        copy_rows(memory.d_n, problem.d_n + row * V, V, V, scorer_chunk, mlstm_threads);
+        copy_slice<scorer_chunk, F, mlstm_threads>(memory.q, 0, static_cast<const E*>(problem.q + row * F),
+                                                   F);
+        copy_slice<scorer_chunk, V, mlstm_threads>(memory.d_n, 0,
+                                                   static_cast<const E*>(problem.d_n + row * V), V);
     }
     copy_commit();
-    copy_rows(memory.a, problem.d_memory + chunk * F * V, V, V, F, mlstm_threads);
+    copy_slice<F, V, mlstm_threads>(memory.a, 0, static_cast<const E*>(problem.d_memory + chunk * F * V), V);
     copy_commit();
     mlstm_look_ahead<T> next(problem);
     next.array(problem.q, scorer_chunk * F);
@@ -159,6 +151,7 @@ __global__ void __launch_bounds__(mlstm_threads, mlstm_blocks<T>)
     next.array(problem.memory, F * V);
     for (int i = thread; i < F; i += mlstm_threads) {
         float sum = 0.0f;
+#pragma unroll 1
         for (int part = 0; part < problem.sum_parts; ++part) {
             sum += problem.d_sums[(chunk * problem.sum_parts + part) * F + i];
         }
@@ -172,6 +165,9 @@ __global__ void __launch_bounds__(mlstm_threads, mlstm_blocks<T>)
     if (thread < scorer_chunk) {
         memory.d_g[thread] = reads ? problem.d_g[row + thread] : 0.0f;
         memory.carried[thread] = reads ? problem.carried[row + thread] : 0.0f;
+        const bool there = thread < s.count;
+        memory.slopes[thread] = there ? problem.slope_i[row + thread] : 0.0f;
+        memory.slopes[scorer_chunk + thread] = there ? problem.slope_f[row + thread] : 0.0f;
     }
     memory.exponents.load(problem.log_source + row, problem.log_top + row, frame.m);
     if (thread == 0 && frame.bad < s.count) {
@@ -230,10 +226,10 @@ __global__ void __launch_bounds__(mlstm_threads, mlstm_blocks<T>)
     sync_rows();  // these rows of the pairs have been read
 #pragma unroll
     for (int r = 0; r < 2; ++r) {
+        const auto pairs = memory.pairs.pairs_of(m0 + lane / 4 + 8 * r, 32 * half + lane % 4 * 2);
 #pragma unroll
         for (int i = 0; i < 4; ++i) {
-            memory.pairs.set_pair(m0 + lane / 4 + 8 * r, 32 * half + 8 * i + lane % 4 * 2,
-                                  gradients[i][r].first(), gradients[i][r].second());
+            pairs.set(i, gradients[i][r].first(), gradients[i][r].second());
         }
     }
     if (half == 0 && lane < 16) {
@@ -245,22 +241,49 @@ __global__ void __launch_bounds__(mlstm_threads, mlstm_blocks<T>)
     }
     d_k.sum_along(memory.k, m0, memory.low, memory.high);
     __syncthreads();
-    copy_rows(memory.c, static_cast<const E*>(problem.memory + chunk * F * V), V, V, F, mlstm_threads);
-    copy_commit();
     d_k.through_map(problem, memory.k, m0, memory.low, memory.high);
-    copy_wait<0>();
-    __syncthreads();
-    // Pairs across the whole chunk: a token before it, a read after it.
-    float across = 0.0f;
-    for (int i = thread; i < F * V / 8; i += mlstm_threads) {
-        const int f = i / (V / 8), column = i % (V / 8) * 8;
-        const float z = memory.z[f];
-        float x[8], y[8];
-        memory.c.get_eight(f, column, x);
-        memory.a.get_eight(f, column, y);
+    // Into a warp's own places of k and v, which nobody else looks at any more.
+    const shared_tile<T> to_k{memory.k.data, scorer_chunk}, to_v{memory.v.data, scorer_chunk};
+    d_k.store(to_k, m0);
 #pragma unroll
-        for (int e = 0; e < 8; ++e) {
-            across += (x[e] + z * memory.rho[column + e]) * y[e];
+    for (int r = 0; r < 2; ++r) {
+        const auto to = to_v.pairs_of(m0 + lane / 4 + 8 * r, V / 2 * half + lane % 4 * 2);
+#pragma unroll
+        for (int i = 0; i < V / 16; ++i) {
+            const std::int32_t column = V / 2 * half + 8 * i + lane % 4 * 2;
+            to.set(i, column < problem.width ? d_v[0][i][2 * r] : 0.0f,
+                   column + 1 < problem.width ? d_v[0][i][2 * r + 1] : 0.0f);
+        }
+    }
+    // Pairs across the whole chunk: a token before it, a read after it. The state before it comes straight to registers, all of a
+    // thread's part at once.
+    float across = 0.0f;
+    {
+        constexpr int parts = F * V / 8 / mlstm_threads, together = shared_tile<E>::plain ? 1
+                                                                    : parts < 8           ? parts
+                                                                                          : 8;
+        static_assert(parts % together == 0);
+        const E* const before = problem.memory + chunk * F * V;
+#pragma unroll 1
+        for (int first = 0; first < parts; first += together) {
+            eight_of<E> states[together];
+#pragma unroll
+            for (int i = 0; i < together; ++i) {
+                states[i].load(before + ((first + i) * mlstm_threads + thread) * 8);
+            }
+#pragma unroll
+            for (int i = 0; i < together; ++i) {
+                const int at = (first + i) * mlstm_threads + thread, f = at / (V / 8),
+                          column = at % (V / 8) * 8;
+                const float z = memory.z[f];
+                float x[8], y[8];
+                states[i].get(x);
+                memory.a.get_eight(f, column, y);
+#pragma unroll
+                for (int e = 0; e < 8; ++e) {
+                    across += (x[e] + z * memory.rho[column + e]) * y[e];
+                }
+            }
         }
     }
     for (int i = thread; i < F; i += mlstm_threads) {
@@ -271,17 +294,6 @@ __global__ void __launch_bounds__(mlstm_threads, mlstm_blocks<T>)
         memory.across[warp_id()] = across;
     }
     __syncthreads();
-    const shared_tile<T> to_k{memory.k.data, scorer_chunk}, to_v{memory.v.data, scorer_chunk};
-    d_k.store(to_k, m0);
-#pragma unroll
-    for (int i = 0; i < V / 16; ++i) {
-        const std::int32_t column = V / 2 * half + 8 * i + lane % 4 * 2;
-#pragma unroll
-        for (int r = 0; r < 2; ++r) {
-            to_v.set_pair(m0 + lane / 4 + 8 * r, column, column < problem.width ? d_v[0][i][2 * r] : 0.0f,
-                          column + 1 < problem.width ? d_v[0][i][2 * r + 1] : 0.0f);
-        }
-    }
     if (warp_id() == 0) {
         // d log f_t = pairs across the chunk + reads from t on of earlier tokens + tokens before t read later + those inside; two
         // tokens a lane.
@@ -325,9 +337,9 @@ __global__ void __launch_bounds__(mlstm_threads, mlstm_blocks<T>)
                 for (int w = 0; w < 4; ++w) {
                     d_log_f += memory.columns[w * scorer_chunk + j];
                 }
-                d_i = (memory.inside.get(j) + later[i]) * problem.slope_i[row + j];
+                d_i = (memory.inside.get(j) + later[i]) * memory.slopes[j];
                 // Nothing is forgotten before a stream's first token.
-                d_f = s.first + j == s.begin ? 0.0f : d_log_f * problem.slope_f[row + j];
+                d_f = s.first + j == s.begin ? 0.0f : d_log_f * memory.slopes[scorer_chunk + j];
                 of_gates[0] += d_i;
                 of_gates[1] += d_f;
             }
@@ -341,19 +353,25 @@ __global__ void __launch_bounds__(mlstm_threads, mlstm_blocks<T>)
             problem.d_gates[chunk * 2 + 1] = of_gates[1];
         }
     }
+    // Meanwhile the other warps write what does not wait for the gates.
+    T* const rows = problem.d_rows_k + row * problem.rows_k;
+    if (warp_id() != 0) {
+        constexpr int others = mlstm_threads - 32;
+        const std::int32_t across_k = problem.at_v / 8, across_v = (problem.at_i - problem.at_v) / 8;
+        write_columns(rows, problem.rows_k, 0, across_k, s.count, thread - 32, others,
+                      [&](int r, int c, float(&x)[8]) { to_k.get_eight(r, c, x); });
+        write_columns(rows, problem.rows_k, problem.at_v, across_v, s.count, thread - 32, others,
+                      [&](int r, int c, float(&x)[8]) { to_v.get_eight(r, c - problem.at_v, x); });
+    }
     __syncthreads();
-    write_rows(problem.d_rows_k + row * problem.rows_k, problem.rows_k, s.count,
-               [&](int r, int c, float(&x)[8]) {
-                   if (c < problem.at_v) {
-                       to_k.get_eight(r, c, x);
-                   } else if (c < problem.at_i) {
-                       to_v.get_eight(r, c - problem.at_v, x);
-                   } else if (c == problem.at_i) {
-                       x[0] = memory.d_gates[2 * r];
-                   } else if (c == problem.at_f) {
-                       x[0] = memory.d_gates[2 * r + 1];
-                   }
-               });
+    write_columns(rows, problem.rows_k, problem.at_i, (problem.rows_k - problem.at_i) / 8, s.count, thread,
+                  mlstm_threads, [&](int r, int c, float(&x)[8]) {
+                      if (c == problem.at_i) {
+                          x[0] = memory.d_gates[2 * r];
+                      } else if (c == problem.at_f) {
+                          x[0] = memory.d_gates[2 * r + 1];
+                      }
+                  });
 }
 
 }  // namespace cuda_backend
