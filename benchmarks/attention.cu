@@ -165,16 +165,39 @@ void add_future_mass() {
 
 // ---- through lifetimes -----------------------------------------------------------------------------------------------
 
+/// Scores of gates that are open in runs of 64 to 256 tokens, a quarter of all, and shut between them.
+std::vector<float> scores_in_runs(std::int64_t count) {
+    std::vector<float> scores(static_cast<std::size_t>(count), -3.0f);
+    std::uint32_t state = 1;
+    const auto draw = [&state](std::uint32_t below) {
+        state = state * 1664525u + 1013904223u;
+        return static_cast<std::size_t>((state >> 8) % below);
+    };
+    for (std::size_t t = draw(512); t < scores.size();) {
+        const std::size_t open = 64 + draw(193);
+        std::fill(scores.begin() + static_cast<std::ptrdiff_t>(t),
+                  scores.begin() + static_cast<std::ptrdiff_t>(std::min(t + open, scores.size())), 3.0f);
+        t += open + 192 + draw(577);
+    }
+    return scores;
+}
+
 /// Lifetimes that a policy gives the scores, and how many pairs of a query and a key they leave, counted exactly.
 struct lifetimes {
     buffer<kvp::expiry_t> expiry;
     double pairs = 0.0;
 
     template <class P>
-    lifetimes(const shape& s, const P& policy) : expiry(s.keys()) {
+    lifetimes(const shape& s, const P& policy, bool in_runs) : expiry(s.keys()) {
         const buffer<float> scores(s.keys());
-        fill_scores<<<blocks_of(s.keys()), 256>>>(scores.data(), s.keys());
-        ok(cudaGetLastError());
+        if (in_runs) {
+            const std::vector<float> values = scores_in_runs(s.keys());
+            ok(cudaMemcpy(scores.data(), values.data(), values.size() * sizeof(float),
+                          cudaMemcpyHostToDevice));
+        } else {
+            fill_scores<<<blocks_of(s.keys()), 256>>>(scores.data(), s.keys());
+            ok(cudaGetLastError());
+        }
         const kvp::cuda on{};
         const kvp::Sequences sequences{s.batch, s.length};
         const std::size_t bytes = kvp::build_mask_workspace_bytes(on, policy, sequences, s.heads);
@@ -203,14 +226,15 @@ struct attention_tensors {
     buffer<float> bias;
     buffer<std::int32_t> bias_from;
     bool is_soft;
+    kvp::AttendOptions options;
 
     template <class P>
-    attention_tensors(const shape& of, const P& policy, bool soft)
+    attention_tensors(const shape& of, const P& policy, bool soft, bool in_runs = false)
         : s(of),
           q(s, s.query_heads(), 1),
           k(s, s.heads, 2),
           v(s, s.heads, 3),
-          life(s, policy),
+          life(s, policy, in_runs),
           out(s.queries() * s.dim),
           lse(s.queries()),
           bias(soft ? s.keys() : 0),
@@ -241,7 +265,8 @@ struct attention_tensors {
         return kvp::view_bhs(lse.data(), s.batch, s.query_heads(), s.length);
     }
     void forward(const kvp::cuda& on, kvp::workspace_view workspace) const {
-        kvp::attend<bf16, Dims>(on, {}, q.read(), keys(), sequences(), out_view(), lse_view(), workspace);
+        kvp::attend<bf16, Dims>(on, {}, q.read(), keys(), sequences(), out_view(), lse_view(), workspace,
+                                options);
     }
     [[nodiscard]] std::size_t forward_bytes() const {
         return kvp::attend_workspace_bytes<bf16, Dims>(kvp::cuda{}, {}, q.read(), keys(), sequences());
@@ -275,8 +300,10 @@ void forward_and_backward(benchmark::State& state, const shape& s, const P& poli
 }
 
 template <class P>
-void forward(benchmark::State& state, const shape& s, const P& policy) {
-    const attention_tensors tensors(s, policy, false);
+void forward(benchmark::State& state, const shape& s, const P& policy, bool in_runs = false,
+             bool boxes = true) {
+    attention_tensors tensors(s, policy, false, in_runs);
+    tensors.options.boxes = boxes;
     measure_with_workspace(
         state, tensors.forward_bytes(),
         [&](const kvp::cuda& on, kvp::workspace_view workspace) { tensors.forward(on, workspace); });
@@ -319,6 +346,20 @@ void add_forward() {
     add(
         "forward/200k, gates 25%",
         [=](benchmark::State& state) { forward(state, shape_of(1, 200000), gates(0.25)); }, 5);
+    for (const bool boxes : {true, false}) {
+        add(
+            std::string("forward/200k, gates in runs") + (boxes ? "" : ", every row alone"),
+            [=](benchmark::State& state) { forward(state, shape_of(1, 200000), gates(0.25), true, boxes); },
+            5);
+        add(
+            std::string("forward/16k, budget, ") + (boxes ? "boxes" : "every row alone"),
+            [=](benchmark::State& state) { forward(state, shape_of(1, 1 << 14), Budget{}, false, boxes); },
+            10);
+        add(
+            std::string("forward/16k, dense, ") + (boxes ? "boxes" : "every row alone"),
+            [=](benchmark::State& state) { forward(state, shape_of(1, 1 << 14), gates(1.0), false, boxes); },
+            10);
+    }
 }
 
 void add_backward() {

@@ -117,7 +117,9 @@ void decode(benchmark::State& state, const P& policy, std::int32_t batch, std::i
     const std::size_t needed = kvp::step_workspace_bytes<Dims>(on, cache.ref(0), batch);
     const buffer<unsigned char> workspace(static_cast<std::int64_t>(needed));
     kvp::CacheExtras extras;
-    extras.scores = kvp::view_bhs<const float>(scores.data(), batch, heads, 1);
+    if constexpr (P::scorer_type::when == kvp::score_time::given) {
+        extras.scores = kvp::view_bhs<const float>(scores.data(), batch, heads, 1);
+    }
     const auto token = [&] {
         next_scores<<<blocks_of(scores.count()), 256, 0, calls.stream>>>(
             scores.data(), static_cast<std::int32_t>(scores.count()), cache.ref(0).length,

@@ -6,6 +6,7 @@
 #include <kvpolicy/cuda/cache_step.cuh>
 #include <kvpolicy/cuda/dual_owner.cuh>
 #include <kvpolicy/cuda/dual_step.cuh>
+#include <kvpolicy/policies/selection.hpp>
 #include <kvpolicy/policies/sink.hpp>
 #include <kvpolicy/policies/threshold_gate.hpp>
 #include <kvpolicy/policies/window.hpp>
@@ -146,11 +147,14 @@ void time_steps(benchmark::State& state, Cache& cache, const stream_of_calls& ca
 }
 
 using Gated = kvp::Policy<kvp::Sink<>, kvp::Window<>, kvp::ThresholdGate<kvp::at_least>>;
+using Selecting =
+    kvp::Policy<kvp::Sink<>, kvp::Window<>, kvp::ThresholdGate<kvp::at_least>, kvp::QuestPages<16>>;
 
 /// The state of a DualCache after `length` tokens of which head h has promoted kept[h]. Pages of a head are scattered over the pool.
-static __global__ void fill_dual(kvp::DualRef<Gated, bf16> cache, const std::int32_t* kept,
-                                 const std::int64_t* first_page, std::int64_t slot_pages, std::int64_t pages,
-                                 kvp::position_t length) {
+template <class P>
+__global__ void fill_dual(kvp::DualRef<P, bf16> cache, const std::int32_t* kept,
+                          const std::int64_t* first_page, std::int64_t slot_pages, std::int64_t pages,
+                          kvp::position_t length) {
     const std::int32_t slot = static_cast<std::int32_t>(blockIdx.x) / heads,
                        h = static_cast<std::int32_t>(blockIdx.x) % heads;
     const std::int32_t used = sinks + window + kept[h], held = (used + cache.page_rows - 1) / cache.page_rows;
@@ -170,7 +174,8 @@ static __global__ void fill_dual(kvp::DualRef<Gated, bf16> cache, const std::int
         }
     }
 }
-static __global__ void fill_free(kvp::DualRef<Gated, bf16> cache, std::int64_t first, std::int64_t pages) {
+template <class P>
+__global__ void fill_free(kvp::DualRef<P, bf16> cache, std::int64_t first, std::int64_t pages) {
     for (std::int64_t x = first + threadIdx.x; x < pages; x += blockDim.x) {
         cache.pool.free_ids[x - first] = static_cast<std::int32_t>(x * 7919 % pages);
     }
@@ -179,9 +184,10 @@ static __global__ void fill_free(kvp::DualRef<Gated, bf16> cache, std::int64_t f
     }
 }
 
-/// Heads of `percent` of the keys each.
-inline void dual(benchmark::State& state, const Size& size, const std::array<float, heads>& percent,
-                 std::int32_t page_rows) {
+/// Heads of `percent` of the keys each. Of a policy that selects a token reads `read` pages of 16 rows of every head.
+template <class P = Gated>
+void dual(benchmark::State& state, const Size& size, const std::array<float, heads>& percent,
+          std::int32_t page_rows, std::int32_t read = kvp::unlimited) {
     const std::int32_t batch = size.batch;
     const kvp::position_t length = size.length;
     std::array<float, heads> thresholds{};
@@ -199,9 +205,15 @@ inline void dual(benchmark::State& state, const Size& size, const std::array<flo
     }
     std::int64_t pages = batch * slot_pages + std::int64_t{batch} * heads * (tokens_to_come / page_rows + 2);
     pages += pages % 7919 == 0 ? 1 : 0;  // so that every page has one place
-    const Gated policy{kvp::Sink<>{sinks}, kvp::Window<>{window},
-                       kvp::ThresholdGate<kvp::at_least>{kvp::per_head(thresholds.data(), 1, heads)}};
-    kvp::DualCache<Gated, bf16> cache(
+    const P policy = [&] {
+        const kvp::ThresholdGate<kvp::at_least> gate{kvp::per_head(thresholds.data(), 1, heads)};
+        if constexpr (P::has_selection) {
+            return P{kvp::Sink<>{sinks}, kvp::Window<>{window}, gate, kvp::QuestPages<16>{read}};
+        } else {
+            return P{kvp::Sink<>{sinks}, kvp::Window<>{window}, gate};
+        }
+    }();
+    kvp::DualCache<P, bf16> cache(
         {.layers = 1,
          .slots = batch,
          .query_heads = heads * group,
@@ -223,6 +235,12 @@ inline void dual(benchmark::State& state, const Size& size, const std::array<flo
     fill(lent.k, pages * page_rows * dim);
     fill(lent.v, pages * page_rows * dim);
     fill_scores<<<4096, 256>>>(lent.score, pages * page_rows);
+    double rows_read = static_cast<double>(rows);
+    if constexpr (P::has_selection) {
+        fill(lent.bounds, pages * page_rows / 16 * 2 * dim);  // any: a choice costs the same
+        rows_read =
+            rows_read / 16 + 16.0 * read * heads;  // bounds of a page are as many bytes as a key and a value
+    }
     const buffer<std::int32_t> of_kept(heads);
     const buffer<std::int64_t> of_pages(heads);
     ok(cudaMemcpy(of_kept.data(), kept.data(), sizeof kept, cudaMemcpyHostToDevice));
@@ -233,7 +251,7 @@ inline void dual(benchmark::State& state, const Size& size, const std::array<flo
     ok(cudaGetLastError());
     ok(cudaDeviceSynchronize());
     const Tensors in(batch);
-    time_steps(state, cache, calls, in, 2.0 * batch * static_cast<double>(rows) * dim * sizeof(bf16));
+    time_steps(state, cache, calls, in, 2.0 * batch * rows_read * dim * sizeof(bf16));
 }
 
 /// A window of all tokens.
@@ -277,6 +295,8 @@ inline void add_rows() {
     }
     add("DualCache, all of 128k x 16, pages of 16",
         [=](benchmark::State& state) { dual(state, {}, full, 16); });
+    add("DualCache, 256 pages of 16 read of all of 128k x 16",
+        [=](benchmark::State& state) { dual<Selecting>(state, {}, full, 16, 256); });
     // Short sequences, where the launch that plans weighs most.
     for (const std::int32_t batch : {8, 32}) {
         const Size size{batch, 4096};

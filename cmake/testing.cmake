@@ -200,12 +200,18 @@ function(kvpolicy_add_gpu_test name)
     set_tests_properties(${name} PROPERTIES
         LABELS "gpu;${arg_LABELS}"
         TIMEOUT 600
-        SKIP_RETURN_CODE ${kvpolicy_skip_code}
-        # One card: tests that share it would measure each other's memory and time.
-        RESOURCE_LOCK gpu)
+        SKIP_RETURN_CODE ${kvpolicy_skip_code})
+    if(NOT KVPOLICY_GPU_TESTS_TOGETHER)
+        # One card, which may be small.
+        set_tests_properties(${name} PROPERTIES RESOURCE_LOCK gpu)
+    endif()
+    if(arg_HEAVY)
+        set_tests_properties(${name} PROPERTIES COST 10)  # ctest begins with what costs most
+    endif()
     kvpolicy_test_options(${name})
 endfunction()
 
+option(KVPOLICY_GPU_TESTS_TOGETHER "Let ctest --parallel run GPU tests at once: they need some 10 GB of the card" OFF)
 if(KVPOLICY_ENABLE_CUDA)
     add_library(kvpolicy_gpu_test_main OBJECT ${kvpolicy_tests_dir}/main_gpu.cpp)
     target_compile_features(kvpolicy_gpu_test_main PUBLIC cxx_std_20)

@@ -157,6 +157,7 @@ def operation_report(folder, operation):
 def main():
     folder, target = sys.argv[1:]
     report = {"date": time.strftime("%Y-%m-%d"), "card": (lines(folder, "card.txt") or [None])[0],
+              "cards": len(lines(folder, "card.txt")),
               "stages": dict(line.split("\t") for line in lines(folder, "stages.txt")),
               "tests": tests(folder, "tests.xml"), "portable_tests": tests(folder, "portable.xml"), "operations": {}}
     for row in (report["tests"] or []) + (report["portable_tests"] or []):

@@ -49,7 +49,7 @@ profiled[attention]='(forward|forward . backward|future mass|causal lse)/16k/'
 sanitized[attention]="
 gpu.attention.future_mass | $all_checks | small future masses*
 gpu.attention.plan        | $all_checks | lengths*
-gpu.attention.attend      | $all_checks | packed*,more queries*,softcap*,fp32 and double*
+gpu.attention.attend      | $all_checks | small*,more queries*
 gpu.attention.backward    | $all_checks | one tile*,strides,softcap*
 gpu.attention.backward_types | memcheck initcheck | fp32*
 "
@@ -83,6 +83,10 @@ gpu.caches.scorers  | $all_checks | *
 gpu.caches.dual_steps   | $all_checks | a pool*,pages of*
 gpu.caches.dual_half    | memcheck synccheck racecheck | *
 gpu.caches.dual_scorers | $all_checks | mLSTM*
+gpu.caches.select       | $all_checks | few calls
+gpu.caches.dual_select  | $all_checks | few calls
+gpu.caches.dual_evict   | $all_checks | few calls
+gpu.caches.dual_keep    | $all_checks | few calls
 "
 targets[caches]="
 step/4096 x 1         | 0.014 | 0.012 | cuDNN attention alone 4096 x 1
@@ -91,6 +95,7 @@ step/4096 x 32        | 0.192 | 0.185 | cuDNN attention alone 4096 x 32
 step, mLSTM/4096 x 1  | 0.016 | 0.014 | cuDNN attention alone 4096 x 1
 step, mLSTM/4096 x 8  | 0.057 | 0.054 | cuDNN attention alone 4096 x 8
 step, mLSTM/4096 x 32 | 0.202 | 0.195 | cuDNN attention alone 4096 x 32
+ragged DualCache, 25% of 128k x 16* | 3.4x | 3.7x | cuDNN attention alone 131072 x 16, FlashAttention attention alone 131072 x 16
 "
 
 # ---- scorers ---------------------------------------------------------------------------------------------------------

@@ -9,6 +9,8 @@
 
 #include "support/keeping.hpp"
 
+#include <fmt/format.h>
+
 #include <algorithm>
 #include <cstddef>
 #include <limits>
@@ -163,8 +165,11 @@ std::vector<EvaluatedPolicy> all_policies(std::span<const examples::TrainedScore
     for (std::size_t i = 0; i < scorers.size(); ++i) {
         const examples::TrainedScorers& trained = scorers[i];
         const auto beta = trained.spec.training.find("beta");
-        const std::string label =
+        std::string label =
             trained.system() + (beta == trained.spec.training.end() ? "" : ", beta " + beta->second);
+        if (!trained.alpha.empty() && trained.spec.gamma_min == trained.spec.gamma_max) {
+            label += fmt::format(", gamma {}", trained.spec.gamma_min);  // a decay that was chosen
+        }
         const auto make = [&trained](bool match) {
             return [&trained, match](const Setting& setting) {
                 return examples::make_trained(setting.on, setting.config, trained, setting.choice, match);

@@ -4,6 +4,8 @@
 // trained vector a head here (LinearScorer); scorers/ has larger ones.
 #include <kvpolicy/kvpop.hpp>
 
+#include "backend.hpp"
+
 #include <cstdio>
 #include <random>
 #include <vector>
@@ -15,16 +17,19 @@ using Scorer = kvp::LinearScorer<dim>;
 using Policy = kvp::KVpop<4, 16, 44, Scorer>;
 
 int main() {
+    if (backend::missing()) {
+        return 0;
+    }
     std::mt19937 generator(1);
     std::normal_distribution<float> normal;
-    const auto fill = [&](std::vector<float>& numbers) {
+    const auto fill = [&](backend::array<float>& numbers) {
         for (float& x : numbers) {
             x = normal(generator);
         }
     };
 
     // The weights of all layers, [layers, kv_heads, key and value]: a program of yours would load them.
-    std::vector<float> weights(layers * kv_heads * 2 * dim);
+    backend::array<float> weights(layers * kv_heads * 2 * dim);
     fill(weights);
     std::vector<Scorer> scorers(layers);
     for (int layer = 0; layer < layers; ++layer) {
@@ -33,7 +38,7 @@ int main() {
     }
 
     // One cache for the model, and the memory that it asks for.
-    const kvp::host on{2};
+    const backend::context on{};
     kvp::FixedBudgetCache<Policy, float> cache{{.layers = layers,
                                                 .slots = 1,
                                                 .query_heads = query_heads,
@@ -42,12 +47,13 @@ int main() {
                                                 .dim_v = dim},
                                                Policy{},
                                                scorers.data()};
-    kvp::HostBuffer memory{cache.bytes().total()};
-    cache.bind(on, memory);
-    kvp::HostBuffer workspace{kvp::cache_workspace_bytes(on, cache.ref(0), 1, 1)};
+    backend::memory memory{cache.bytes().total()};
+    cache.bind(on, memory.data(), memory.size());
+    backend::memory workspace{kvp::cache_workspace_bytes(on, cache.ref(0), 1, 1)};
 
     const kvp::Batch one{.count = 1};  // slot 0, one token
-    std::vector<float> q(query_heads * dim), k(kv_heads * dim), v(kv_heads * dim), out(query_heads * dim);
+    backend::array<float> q(query_heads * dim), k(kv_heads * dim), v(kv_heads * dim), out(query_heads * dim);
+    const auto ref = cache.ref(0);
     for (int token = 0; token < 3000; ++token) {
         for (int layer = 0; layer < layers; ++layer) {
             fill(q), fill(k), fill(v);  // what the layer's projections would give
@@ -56,13 +62,15 @@ int main() {
                       kvp::view_bshd(k.data(), 1, 1, kv_heads, dim),
                       kvp::view_bshd(v.data(), 1, 1, kv_heads, dim),
                       kvp::view_bshd(out.data(), 1, 1, query_heads, dim), workspace);
+            backend::wait(on);  // the next layer has other numbers in the same places
         }
         cache.advance(on, one);  // once a token, after the last layer
         if ((token + 1) % 1000 == 0) {
+            backend::wait(on);
             const auto full =
                 static_cast<long long>(sizeof(float)) * (token + 1) * layers * kv_heads * 2 * dim;
             std::printf("%lld tokens: %d rows a head, %zu KiB of keys and values (a full cache: %lld)\n",
-                        static_cast<long long>(cache.length(0)), cache.occupancy(0, 0, 0).rows(),
+                        static_cast<long long>(ref.length[0]), ref.used(0, 0),
                         cache.bytes().keys_and_values / 1024, full / 1024);
         }
     }

@@ -5,6 +5,8 @@
 // a DualCache: it asks for slabs of pages when it needs them.
 #include <kvpolicy/wgkv.hpp>
 
+#include "backend.hpp"
+
 #include <cstdio>
 #include <vector>
 
@@ -14,32 +16,39 @@ constexpr int heads = 2, dim = 8;
 using Policy = kvp::WGKV<4>;  // a window of 4; the caller brings the gates' logits
 
 int main() {
-    const kvp::host on{1};
+    if (backend::missing()) {
+        return 0;
+    }
+    const backend::context on{};
     kvp::DualCache<Policy, float> cache{
-        {.slots = 2, .query_heads = heads, .kv_heads = heads, .dim_k = dim, .dim_v = dim, .page_rows = 4},
-        {.slab_pages = 8, .most_slabs = 32, .longest = 1000}};
-    kvp::HostBuffer tables{cache.bytes().total()};
-    cache.bind(on, tables);
-    kvp::HostBuffer workspace{kvp::cache_workspace_bytes(on, cache.ref(0), 1, 1)};
-    std::vector<kvp::HostBuffer> slabs;
+        {.slots = 2, .query_heads = heads, .kv_heads = heads, .dim_k = dim, .dim_v = dim, .page_rows = 16},
+        {.slab_pages = 4, .most_slabs = 32, .longest = 1000}};
+    backend::memory tables{cache.bytes().total()};
+    cache.bind(on, tables.data(), tables.size());
+    backend::memory workspace{kvp::cache_workspace_bytes(on, cache.ref(0), 1, 1)};
+    std::vector<backend::memory> slabs;
+    backend::array<int> slots(1);
+    backend::array<float> x(heads * dim, 1.0f), out(heads * dim), gates(heads);
 
     const auto decode = [&](int slot, int tokens) {
-        const kvp::Batch one{.count = 1, .slots = &slot};
+        slots[0] = slot;
+        const kvp::Batch one{.count = 1, .slots = slots.data()};
         for (int t = 0; t < tokens; ++t) {
             // What the next token can need at most. A step that finds no page would do nothing and say so in a status word.
             while (cache.reserve(on, one) > 0) {
-                cache.add_slab(on, slabs.emplace_back(cache.slab_bytes()));
+                auto& slab = slabs.emplace_back(cache.slab_bytes());
+                cache.add_slab(on, slab.data(), slab.size());
             }
-            std::vector<float> x(heads * dim, 1.0f), out(heads * dim);
-            const float gates[heads] = {t % 2 == 0 ? 1.0f : -1.0f,    // head 0 keeps every second key,
-                                        t % 20 == 0 ? 1.0f : -1.0f};  // head 1 every twentieth
+            gates[0] = t % 2 == 0 ? 1.0f : -1.0f;   // head 0 keeps every second key,
+            gates[1] = t % 20 == 0 ? 1.0f : -1.0f;  // head 1 every twentieth
             const auto rows = kvp::view_bhsd<const float>(x.data(), 1, heads, 1, dim);
             kvp::step(on, cache.ref(0), one, rows, rows, rows, kvp::view_bhsd(out.data(), 1, heads, 1, dim),
-                      workspace, nullptr, {.scores = kvp::view_bhs(gates, 1, heads, 1)});
+                      workspace, nullptr, {.scores = kvp::view_bhs<const float>(gates.data(), 1, heads, 1)});
             cache.advance(on, one);
+            backend::wait(on);  // the next token has other gates
         }
-        std::printf("slot %d: %d and %d rows, %d slabs\n", slot, cache.occupancy(0, slot, 0).rows(),
-                    cache.occupancy(0, slot, 1).rows(), cache.slabs());
+        std::printf("slot %d: %d and %d rows, %d slabs\n", slot, cache.ref(0).used(slot, 0),
+                    cache.ref(0).used(slot, 1), cache.slabs());
     };
     decode(0, 200);
     cache.clear(on, 0);  // the sequence has ended: its pages serve the next one
@@ -47,5 +56,5 @@ int main() {
 }
 
 // Prints:
-// slot 0: 102 and 14 rows, 4 slabs
-// slot 1: 102 and 14 rows, 4 slabs
+// slot 0: 102 and 14 rows, 2 slabs
+// slot 1: 102 and 14 rows, 2 slabs

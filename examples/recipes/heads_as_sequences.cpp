@@ -5,6 +5,8 @@
 // FlashAttention's paged kernels take such a table with one KV head a sequence. Here a few lines stand in for the kernel.
 #include <kvpolicy/kvpop.hpp>
 
+#include "backend.hpp"
+
 #include <cmath>
 #include <cstdio>
 #include <random>
@@ -16,27 +18,30 @@ constexpr int heads = 2, dim = 8, page_rows = 4;
 using Policy = kvp::Policy<kvp::Sink<1>, kvp::Window<6>, kvp::TopKBudget<>>;
 
 int main() {
-    const kvp::host on{1};
+    if (backend::missing()) {
+        return 0;
+    }
+    const backend::context on{};
     const std::int32_t budgets[heads] = {3, 12};  // by layer and head
     const Policy policy{kvp::Sink<1>{}, kvp::Window<6>{},
                         kvp::TopKBudget<>{kvp::per_head(budgets, 1, heads)}};
     kvp::FixedBudgetCache<Policy, float> cache{
         {.query_heads = heads, .kv_heads = heads, .dim_k = dim, .dim_v = dim, .page_rows = page_rows},
         policy};
-    kvp::HostBuffer memory{cache.bytes().total()};
-    cache.bind(on, memory);
+    backend::memory memory{cache.bytes().total()};
+    cache.bind(on, memory.data(), memory.size());
 
     std::mt19937 generator(1);
     std::normal_distribution<float> normal;
     constexpr int tokens = 50;
-    std::vector<float> q(heads * tokens * dim), k(q), v(q), out(q), scores(heads * tokens);
+    backend::array<float> q(heads * tokens * dim), k(q), v(q), out(q), scores(heads * tokens);
     for (auto* numbers : {&q, &k, &v, &scores}) {
         for (float& x : *numbers) {
             x = normal(generator);
         }
     }
     const kvp::Batch prompt{.count = 1, .length = tokens}, one{.count = 1};
-    kvp::HostBuffer workspace{kvp::cache_workspace_bytes(on, cache.ref(0), 1, tokens)};
+    backend::memory workspace{kvp::cache_workspace_bytes(on, cache.ref(0), 1, tokens)};
     kvp::prefill(on, cache.ref(0), prompt, kvp::view_bhsd(q.data(), 1, heads, tokens, dim),
                  kvp::view_bhsd(k.data(), 1, heads, tokens, dim),
                  kvp::view_bhsd(v.data(), 1, heads, tokens, dim),
@@ -45,14 +50,15 @@ int main() {
     cache.advance(on, prompt);
 
     // Head h of entry i is sequence i * heads + h: pages indices[indptr[s]] .. indices[indptr[s + 1] - 1], the last partial.
-    std::int32_t indptr[heads + 1], indices[16], last_page_rows[heads];
-    kvp::export_heads(on, cache.ref(0), one, {indptr, indices, last_page_rows, 16});
+    backend::array<std::int32_t> indptr(heads + 1), indices(16), last_page_rows(heads);
+    kvp::export_heads(on, cache.ref(0), one, {indptr.data(), indices.data(), last_page_rows.data(), 16});
 
     // What the library itself says about a query,
-    std::vector<float> query(heads * dim, 0.5f), expected(heads * dim), lse(heads);
+    backend::array<float> query(heads * dim, 0.5f), expected(heads * dim), lse(heads);
     kvp::attend(on, cache.ref(0), one, kvp::view_bhsd(query.data(), 1, heads, 1, dim),
                 kvp::view_bhsd(expected.data(), 1, heads, 1, dim), kvp::view_bhs(lse.data(), 1, heads, 1),
                 workspace);
+    backend::wait(on);
     // and what a kernel finds that knows the tables alone.
     for (int h = 0; h < heads; ++h) {
         double sum = 0.0, weighted[dim] = {};

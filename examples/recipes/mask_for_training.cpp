@@ -3,6 +3,8 @@
 // Whatever the policy was, attention reads the integers alone, and its cost goes with the pairs that see each other.
 #include <kvpolicy/kvpop.hpp>
 
+#include "backend.hpp"
+
 #include <algorithm>
 #include <cstdio>
 #include <random>
@@ -13,39 +15,43 @@ namespace kvp = kvpolicy;
 using Policy = kvp::Policy<kvp::Sink<4>, kvp::Window<32>, kvp::TopKBudget<28>>;
 
 int main() {
+    if (backend::missing()) {
+        return 0;
+    }
     constexpr int heads = 2, group = 2, tokens = 512, dim = 16;
-    const kvp::host on{2};
+    const backend::context on{};
     const Policy policy;
     const kvp::Sequences sequences{.batch = 1, .length = tokens};
 
     std::mt19937 generator(1);
     std::normal_distribution<float> normal;
-    std::vector<float> q(heads * group * tokens * dim), k(heads * tokens * dim), v(k), scores(heads * tokens),
-        out(q), d_out(q), lse(heads * group * tokens), d_q(q), d_k(k), d_v(k);
+    backend::array<float> q(heads * group * tokens * dim), k(heads * tokens * dim), v(k),
+        scores(heads * tokens), out(q), d_out(q), lse(heads * group * tokens), d_q(q), d_k(k), d_v(k);
     for (auto* numbers : {&q, &k, &v, &scores, &d_out}) {
         for (float& x : *numbers) {
             x = normal(generator);
         }
     }
-    const auto Q = [&](std::vector<float>& rows) {
+    const auto Q = [&](backend::array<float>& rows) {
         return kvp::view_bhsd(rows.data(), 1, heads * group, tokens, dim);
     };
-    const auto KV = [&](std::vector<float>& rows) {
+    const auto KV = [&](backend::array<float>& rows) {
         return kvp::view_bhsd(rows.data(), 1, heads, tokens, dim);
     };
 
     // 1. Scores become lifetimes.
-    std::vector<kvp::expiry_t> expiry(heads * tokens);
-    kvp::HostBuffer workspace{kvp::build_mask_workspace_bytes(on, policy, sequences, heads)};
+    backend::array<kvp::expiry_t> expiry(heads * tokens);
+    backend::memory room{kvp::build_mask_workspace_bytes(on, policy, sequences, heads)};
     kvp::build_mask(on, policy, kvp::view_bhs<const float>(scores.data(), 1, heads, tokens), sequences,
-                    kvp::view_bhs(expiry.data(), 1, heads, tokens), workspace);
+                    kvp::view_bhs(expiry.data(), 1, heads, tokens), room);
     kvp::mask_view mask;
     mask.expiry = kvp::view_bhs<const kvp::expiry_t>(expiry.data(), 1, heads, tokens);
 
     // 2. Attention through them, and its gradients.
     const kvp::keys all{KV(k), KV(v), mask};
-    workspace.grow(std::max(kvp::attend_workspace_bytes<float>(on, {}, Q(q), all, sequences),
-                            kvp::attend_backward_workspace_bytes<float>(on, {}, Q(q), all, sequences)));
+    backend::memory workspace{
+        std::max(kvp::attend_workspace_bytes<float>(on, {}, Q(q), all, sequences),
+                 kvp::attend_backward_workspace_bytes<float>(on, {}, Q(q), all, sequences))};
     kvp::attend<float>(on, {}, Q(q), all, sequences, Q(out),
                        kvp::view_bhs(lse.data(), 1, heads * group, tokens), workspace);
     kvp::attend_backward<float>(
@@ -53,6 +59,7 @@ int main() {
         {Q(out), kvp::view_bhs<const float>(lse.data(), 1, heads * group, tokens), Q(d_out)},
         {Q(d_q), KV(d_k), KV(d_v)}, workspace);
 
+    backend::wait(on);
     int most = 0;
     for (int query = 0; query < tokens; ++query) {
         int seen = 0;

@@ -3,6 +3,8 @@
 // So an engine may cut a long prompt wherever its scheduler likes.
 #include <kvpolicy/kvpop.hpp>
 
+#include "backend.hpp"
+
 #include <cstdio>
 #include <random>
 #include <vector>
@@ -13,14 +15,14 @@ constexpr int dim = 8, tokens = 100;
 using Policy = kvp::Policy<kvp::Sink<2>, kvp::Window<8>, kvp::TopKBudget<6>>;  // scores come from the caller
 
 // Takes the prompt in chunks of `chunk` tokens, and returns the positions that are held afterwards.
-std::vector<kvp::position_t> held_after(int chunk, const std::vector<float>& rows,
-                                        const std::vector<float>& scores) {
-    const kvp::host on{1};
+std::vector<kvp::position_t> held_after(int chunk, const backend::array<float>& rows,
+                                        const backend::array<float>& scores) {
+    const backend::context on{};
     kvp::FixedBudgetCache<Policy, float> cache{{.query_heads = 1, .kv_heads = 1, .dim_k = dim, .dim_v = dim}};
-    kvp::HostBuffer memory{cache.bytes().total()};
-    cache.bind(on, memory);
-    kvp::HostBuffer workspace{kvp::cache_workspace_bytes(on, cache.ref(0), 1, chunk)};
-    std::vector<float> out(static_cast<std::size_t>(chunk) * dim);
+    backend::memory memory{cache.bytes().total()};
+    cache.bind(on, memory.data(), memory.size());
+    backend::memory workspace{kvp::cache_workspace_bytes(on, cache.ref(0), 1, chunk)};
+    backend::array<float> out(static_cast<std::size_t>(chunk) * dim);
 
     for (int first = 0; first < tokens; first += chunk) {
         const int n = chunk < tokens - first ? chunk : tokens - first;
@@ -30,15 +32,22 @@ std::vector<kvp::position_t> held_after(int chunk, const std::vector<float>& row
                      workspace, nullptr, {.scores = kvp::view_bhs(scores.data() + first, 1, 1, n)});
         cache.advance(on, batch);
     }
-    std::vector<kvp::position_t> positions(static_cast<std::size_t>(cache.occupancy(0, 0, 0).rows()));
-    cache.retained(0, 0, 0, positions.data());
+    backend::wait(on);
+    const auto held = cache.ref(0).head_rows(0, 0);
+    std::vector<kvp::position_t> positions;
+    for (int row = 0; row < cache.ref(0).used(0, 0); ++row) {
+        positions.push_back(held.position(row));
+    }
     return positions;
 }
 
 int main() {
+    if (backend::missing()) {
+        return 0;
+    }
     std::mt19937 generator(1);
     std::normal_distribution<float> normal;
-    std::vector<float> rows(tokens * dim), scores(tokens);
+    backend::array<float> rows(tokens * dim), scores(tokens);
     for (float& x : rows) {
         x = normal(generator);
     }

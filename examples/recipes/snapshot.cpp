@@ -4,6 +4,8 @@
 #include <kvpolicy/caches/dual.hpp>
 #include <kvpolicy/kvpop.hpp>
 
+#include "backend.hpp"
+
 #include <cstdio>
 #include <random>
 #include <vector>
@@ -15,41 +17,45 @@ using Policy = kvp::Policy<kvp::Sink<1>, kvp::Window<4>, kvp::TopKBudget<5>>;
 
 // The next token of a sequence; gives what attention answers.
 template <class Cache>
-std::vector<float> next(const kvp::host& on, Cache& cache, int slot, std::mt19937& generator) {
+backend::array<float> next(const backend::context& on, Cache& cache, int slot, std::mt19937& generator) {
     std::normal_distribution<float> normal;
-    std::vector<float> x(dim), out(dim);
+    backend::array<float> x(dim), out(dim), score(1, normal(generator));
+    backend::array<int> slots(1, slot);
     for (float& number : x) {
         number = normal(generator);
     }
-    const float score = normal(generator);
-    const kvp::Batch one{.count = 1, .slots = &slot};
-    kvp::HostBuffer workspace{kvp::cache_workspace_bytes(on, cache.ref(0), 1, 1)};
+    const kvp::Batch one{.count = 1, .slots = slots.data()};
+    backend::memory workspace{kvp::cache_workspace_bytes(on, cache.ref(0), 1, 1)};
     const auto row = kvp::view_bhsd<const float>(x.data(), 1, 1, 1, dim);
     kvp::step(on, cache.ref(0), one, row, row, row, kvp::view_bhsd(out.data(), 1, 1, 1, dim), workspace,
-              nullptr, {.scores = kvp::view_bhs(&score, 1, 1, 1)});
+              nullptr, {.scores = kvp::view_bhs<const float>(score.data(), 1, 1, 1)});
     cache.advance(on, one);
+    backend::wait(on);
     return out;
 }
 
 int main() {
-    const kvp::host on{1};
+    if (backend::missing()) {
+        return 0;
+    }
+    const backend::context on{};
     kvp::FixedBudgetCache<Policy, float> from{{.query_heads = 1, .kv_heads = 1, .dim_k = dim, .dim_v = dim}};
-    kvp::HostBuffer memory{from.bytes().total()};
-    from.bind(on, memory);
+    backend::memory memory{from.bytes().total()};
+    from.bind(on, memory.data(), memory.size());
     std::mt19937 generator(1);
     for (int t = 0; t < 30; ++t) {
         next(on, from, 0, generator);
     }
 
-    std::vector<unsigned char> blob(from.snapshot_bytes(0));
+    std::vector<unsigned char> blob(from.snapshot_bytes(on, 0));  // host memory
     from.snapshot(on, 0, blob.data(), blob.size());
 
     kvp::DualCache<Policy, float> into{
-        {.slots = 3, .query_heads = 1, .kv_heads = 1, .dim_k = dim, .dim_v = dim, .page_rows = 4},
+        {.slots = 3, .query_heads = 1, .kv_heads = 1, .dim_k = dim, .dim_v = dim, .page_rows = 16},
         {.slab_pages = 16, .most_slabs = 1, .longest = 1000}};
-    kvp::HostBuffer tables{into.bytes().total()}, slab{into.slab_bytes()};
-    into.bind(on, tables);
-    into.add_slab(on, slab);
+    backend::memory tables{into.bytes().total()}, slab{into.slab_bytes()};
+    into.bind(on, tables.data(), tables.size());
+    into.add_slab(on, slab.data(), slab.size());
     into.restore(on, 2, blob.data(), blob.size());
 
     // Both go on with the same tokens.
@@ -61,15 +67,15 @@ int main() {
             same = same && a[d] - b[d] < 1e-5f && b[d] - a[d] < 1e-5f;
         }
     }
-    std::printf("%lld tokens each, %s outputs\n", static_cast<long long>(into.length(2)),
+    std::printf("%lld tokens each, %s outputs\n", static_cast<long long>(into.ref(0).length[2]),
                 same ? "the same" : "other");
 
     // Another policy is another cache: its snapshots do not fit.
     using Larger = kvp::Policy<kvp::Sink<1>, kvp::Window<4>, kvp::TopKBudget<6>>;
     kvp::FixedBudgetCache<Larger, float> larger{
         {.query_heads = 1, .kv_heads = 1, .dim_k = dim, .dim_v = dim}};
-    kvp::HostBuffer more{larger.bytes().total()};
-    larger.bind(on, more);
+    backend::memory more{larger.bytes().total()};
+    larger.bind(on, more.data(), more.size());
     try {
         larger.restore(on, 0, blob.data(), blob.size());
     } catch (const kvp::invalid_argument&) {

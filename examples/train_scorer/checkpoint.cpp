@@ -32,6 +32,9 @@ std::map<std::string, std::string> Trainer<S>::run_settings() const {
     put("budgets", fmt::format("{}", fmt::join(o.budgets, ",")));
     put("beta", examples::beta_name(o.target.beta));
     put("aggregate", aggregate_name(o.target.aggregate));
+    if (o.target.look_ahead != kvpolicy::unlimited) {  // files of before do not say it
+        put("look_ahead", look_ahead_name(o.target.look_ahead));
+    }
     put("decay", o.decay ? "learned" : "none");
     put("temperature", o.temperature);
     put("omega_min", o.omega_min);

@@ -428,11 +428,8 @@ class ScorerSteps final : public DeviceSteps {
             kvpolicy::future_mass_workspace_bytes<T>(on(), q, keys(held)));
         const kvpolicy::Sequences sequences{.batch = 1, .length = held.length};
         kvpolicy::causal_lse<T, TargetDims>(on(), {}, q, keys(held), sequences, of_lse, memory);
-        kvpolicy::FutureMassOptions options;
-        options.window = job_.target.window;
-        options.beta = job_.target.beta;
-        options.aggregate = job_.target.aggregate;
-        kvpolicy::future_mass<T, TargetDims>(on(), {}, q, keys(held), of_lse, sequences, options,
+        kvpolicy::future_mass<T, TargetDims>(on(), {}, q, keys(held), of_lse, sequences,
+                                             mass_options(job_.target),
                                              plane<float>(held.target, held.length), memory);
         stream_.wait();
     }

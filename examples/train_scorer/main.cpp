@@ -6,6 +6,7 @@
 #include "support/progress.hpp"
 #include "trainer.hpp"
 #if KVPOLICY_TRAIN_ON_CUDA
+#include "device_model.hpp"
 #include "device_trainer.hpp"
 #endif
 
@@ -24,37 +25,86 @@
 namespace train {
 namespace {
 
+#if !KVPOLICY_TRAIN_ON_CUDA
+constexpr const char* no_cuda =
+    "--backend cuda: this train_scorer was built without CUDA; configure with -DKVPOLICY_ENABLE_CUDA=ON";
+#endif
+
+std::int32_t pairs_of(const Options& o, const llama::Tokenizer& tokenizer) {
+    return o.pairs >= 0 ? o.pairs : tokenizer.size() == 256 ? std::min(32, o.length / 64) : 0;
+}
+
 /// What trains, what is only looked at, and what both stand on.
 struct Data {
     std::optional<llama::Model> model;
     std::optional<llama::Tokenizer> tokenizer;
     std::optional<TrainingText> text, other_text;
+    std::vector<std::vector<std::int32_t>> tokens;
     std::optional<examples::HeldOut> eval;
+    Observer observe;
     std::unique_ptr<QkvSource> training, held_out;
 };
 
 void open_model(const Options& o, const std::string& folder, const kvpolicy::host& on, Data& data) {
     data.model = llama::load_model(folder);
     data.tokenizer = llama::read_tokenizer(folder, data.model->config.vocab_size);
-    const bool bytes = data.tokenizer->size() == 256;
-    const std::int32_t pairs = o.pairs >= 0 ? o.pairs : bytes ? std::min(32, o.length / 64) : 0;
-    data.text.emplace(o.text, *data.tokenizer, o.length, pairs, o.seed);
-    const auto count = static_cast<std::size_t>(o.sequences);
-    data.training = model_source(
-        on, *data.model, count, [&](std::size_t i) { return data.text->sequence(i); }, o.target);
-    auto watched = static_cast<std::size_t>(o.held_out_sequences);
+    if (!o.on_device) {
+        data.observe = host_observer(on, *data.model);
+        return;
+    }
+#if KVPOLICY_TRAIN_ON_CUDA
+    data.observe = device_observer(*data.model);
+#else
+    llama::fail("{}", no_cuda);
+#endif
+}
+
+/// The sequences of --text or --tokens, by number, and how many there are.
+std::function<std::vector<std::int32_t>(std::size_t)> open_sequences(const Options& o, Data& data,
+                                                                     std::size_t& count) {
+    count = static_cast<std::size_t>(o.sequences);
+    if (!o.tokens.empty()) {
+        data.tokens = read_tokens(o.tokens, data.model->config.vocab_size);
+        count = std::min(count, data.tokens.size());
+        return [&data](std::size_t i) { return data.tokens[i]; };
+    }
+    data.text.emplace(o.text, *data.tokenizer, o.length, pairs_of(o, *data.tokenizer), o.seed);
+    return [&data](std::size_t i) { return data.text->sequence(static_cast<std::uint64_t>(i)); };
+}
+
+/// The model's own held-out sequences, or the byte model's in its tokens, two of them as one; nothing where there are none.
+void open_held_out(const std::string& folder, Data& data) {
+    if (std::filesystem::exists(std::filesystem::path(folder) / "eval.bin")) {
+        data.eval = examples::read_held_out(folder);
+    } else if (data.tokenizer->size() != 256 &&
+               std::filesystem::exists(std::filesystem::path(KVPOLICY_BYTE_MODEL) / "eval.bin")) {
+        data.eval = examples::tokenize(examples::read_held_out(KVPOLICY_BYTE_MODEL), *data.tokenizer, 2, 2);
+    }
+}
+
+void open_sources(const Options& o, const std::string& folder, const kvpolicy::host& on, Data& data) {
+    open_model(o, folder, on, data);
+    const llama::Config& config = data.model->config;
+    std::size_t count = 0;
+    auto tokens = open_sequences(o, data, count);
+    data.training = model_source(on, config, data.observe, count, std::move(tokens), o.target);
+    const auto watched = static_cast<std::size_t>(o.held_out_sequences);
     if (watched == 0) {
         return;
     }
     if (!o.held_out.empty()) {
-        data.other_text.emplace(o.held_out, *data.tokenizer, o.length, pairs, o.seed + 1);
+        data.other_text.emplace(o.held_out, *data.tokenizer, o.length, pairs_of(o, *data.tokenizer),
+                                o.seed + 1);
         data.held_out = model_source(
-            on, *data.model, watched, [&](std::size_t i) { return data.other_text->sequence(i); }, o.target);
-    } else if (std::filesystem::exists(std::filesystem::path(folder) / "eval.bin")) {
-        data.eval = examples::read_held_out(folder);
-        watched = std::min(watched, data.eval->tokens.size());
+            on, config, data.observe, watched, [&](std::size_t i) { return data.other_text->sequence(i); },
+            o.target);
+        return;
+    }
+    open_held_out(folder, data);
+    if (data.eval) {
         data.held_out = model_source(
-            on, *data.model, watched, [&](std::size_t i) { return data.eval->tokens[i]; }, o.target);
+            on, config, data.observe, std::min(watched, data.eval->tokens.size()),
+            [&](std::size_t i) { return data.eval->tokens[i]; }, o.target);
     }
 }
 
@@ -132,8 +182,7 @@ std::unique_ptr<Trainer<S>> make_trainer(const kvpolicy::host& on, const Options
 #if KVPOLICY_TRAIN_ON_CUDA
     return std::make_unique<DeviceTrainer<S>>(on, o, *data.training, data.held_out.get());
 #else
-    llama::fail(
-        "--backend cuda: this train_scorer was built without CUDA; configure with -DKVPOLICY_ENABLE_CUDA=ON");
+    llama::fail("{}", no_cuda);
 #endif
 }
 
@@ -262,25 +311,39 @@ void run_training(const kvpolicy::host& on, const Options& o, Data& data) {
 }
 
 void dump(const kvpolicy::host& on, const Options& o, const std::string& folder, Data& data) {
+    open_model(o, folder, on, data);
     std::function<std::vector<std::int32_t>(std::size_t)> tokens;
     auto count = static_cast<std::size_t>(o.sequences);
-    std::int32_t length = o.length;
     if (o.dump_eval) {
-        data.model = llama::load_model(folder);
-        data.eval = examples::read_held_out(folder);
+        open_held_out(folder, data);
+        if (!data.eval) {
+            llama::fail("--dump-eval: {} has no eval.bin", folder);
+        }
         count = std::min(count, data.eval->tokens.size());
-        length = data.eval->length;
         tokens = [&](std::size_t i) { return data.eval->tokens[i]; };
     } else {
-        open_model(o, folder, on, data);
-        tokens = [&](std::size_t i) { return data.text->sequence(i); };
+        tokens = open_sequences(o, data, count);
     }
+    const auto length = static_cast<std::int32_t>(tokens(0).size());
     examples::Progress progress;
-    write_dump(on, *data.model, count, tokens, length, o.target, o.dump_targets, o.dump,
+    write_dump(on, data.model->config, data.observe, count, tokens, length, o.target, o.dump_targets, o.dump,
                [&](std::size_t i) { progress.show(fmt::format("sequence {} of {}", i + 1, count)); });
     progress.done();
     fmt::print("{}: {} sequences of {} tokens, {:.0f} MiB\n", o.dump, count, length,
                static_cast<double>(std::filesystem::file_size(o.dump)) / (1 << 20));
+}
+
+void dump_tokens(const Options& o, const std::string& folder, Data& data) {
+    data.model = llama::load_model(folder);
+    data.tokenizer = llama::read_tokenizer(folder, data.model->config.vocab_size);
+    std::size_t count = 0;
+    const auto tokens = open_sequences(o, data, count);
+    std::vector<std::vector<std::int32_t>> all;
+    for (std::size_t i = 0; i < count; ++i) {
+        all.push_back(tokens(i));
+    }
+    write_tokens(o.dump_tokens, all);
+    fmt::print("{}: {} sequences of {} tokens\n", o.dump_tokens, count, all.front().size());
 }
 
 int run(int argc, char** argv) {
@@ -292,8 +355,12 @@ int run(int argc, char** argv) {
         dump(on, o, folder, data);
         return 0;
     }
+    if (!o.dump_tokens.empty()) {
+        dump_tokens(o, folder, data);
+        return 0;
+    }
     if (o.qkv.empty()) {
-        open_model(o, folder, on, data);
+        open_sources(o, folder, on, data);
     } else {
         data.training = file_source(on, o.qkv, o.target);
         if (!o.held_out.empty()) {

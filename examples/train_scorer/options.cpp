@@ -12,7 +12,7 @@
 namespace train {
 
 const char* const usage =
-    R"(usage: train_scorer (--text FILE [--model FOLDER] | --qkv FILE) [OPTION...]
+    R"(usage: train_scorer ((--text FILE | --tokens FILE) [--model FOLDER] | --qkv FILE) [OPTION...]
 
 q, k, v of a frozen model:
   --model FOLDER          a model to run (default: the byte model of this repository), with
@@ -21,12 +21,15 @@ q, k, v of a frozen model:
   --length S              tokens a sequence (4096)
   --sequences N           sequences of the text, visited again and again (48)
   --pairs N               look-ups "@AB:1234" woven into each (32 for models that read bytes, else 0)
-  --qkv FILE              instead of these: a file of q, k and v (docs/training.md)
-  --held-out FILE         sequences to watch, never trained on: text, or q, k, v (default: the model's eval.bin)
+  --tokens FILE           instead of a text: token ids, a sequence a line, with spaces between
+  --qkv FILE              instead of a model: a file of q, k and v (docs/training.md)
+  --held-out FILE         sequences to watch, never trained on: text, or q, k, v (default: the model's eval.bin,
+                          for models without one the byte model's in their own tokens, two of its sequences as one)
   --held-out-sequences N  (2; 0: none)
   --dump FILE             write q, k, v of the sequences to FILE instead of training
-  --dump-eval             with --dump: the sequences of the model's eval.bin, to hold out, instead of the text's
+  --dump-eval             with --dump: the default sequences to hold out instead of the text's
   --dump-targets LIST     with --dump: targets for these betas instead of q, as in 1,2,4,inf
+  --dump-tokens FILE      write the tokens of the sequences to FILE instead, for --tokens
 
 the scorer (one a layer and KV head) and its policy:
   --scorer mlp|mlstm      (mlp)   --hidden N (128)   --d-qk N (64)   --d-v N (32)   --softcap C (15; 0: none)
@@ -34,6 +37,7 @@ the scorer (one a layer and KV head) and its policy:
   --immediate             mlstm: scores on arrival, not when a key leaves the window
   --sinks N (4)  --window N (64)  --budgets LIST of rows a head, taken in turn (1024,512,256)
   --beta B (2)            of the target, 1 (the paper's) to inf   --aggregate max|mean (max)
+  --look-ahead L          only that many queries after the window count for the target (all)
   --no-decay              no learned decay   --gamma-min G (0.999)   --gamma-max G (1)
 
 the loss and the optimiser:
@@ -107,6 +111,7 @@ Options parse(int argc, char** argv) {
     const std::map<std::string, std::function<void()>, std::less<>> with_value{
         {"--model", text(o.model)},
         {"--text", text(o.text)},
+        {"--tokens", text(o.tokens)},
         {"--qkv", text(o.qkv)},
         {"--held-out", text(o.held_out)},
         {"--length", count(o.length, 2, 1 << 24)},
@@ -127,6 +132,7 @@ Options parse(int argc, char** argv) {
              o.target.aggregate =
                  one_of("max", "mean") ? kvpolicy::group_aggregate::max : kvpolicy::group_aggregate::mean;
          }},
+        {"--look-ahead", count(o.target.look_ahead, 0, many)},
         {"--gamma-min", count(o.spec.gamma_min, 1e-6, 1.0)},
         {"--gamma-max", count(o.spec.gamma_max, 1e-6, 1.0)},
         {"--temperature", count(o.temperature, 1e-6, 1e6)},
@@ -150,6 +156,7 @@ Options parse(int argc, char** argv) {
         {"--metrics", text(o.metrics)},
         {"--evaluate-every", count(o.evaluate_every, 1, forever)},
         {"--dump", text(o.dump)},
+        {"--dump-tokens", text(o.dump_tokens)},
         {"--dump-targets", [&] { o.dump_targets = list<float>(value, beta_of); }},
         {"--threads", count(o.threads, 0, 4096)},
         {"--backend", [&] { o.on_device = !one_of("host", "cuda"); }},
@@ -182,18 +189,23 @@ Options parse(int argc, char** argv) {
         value = argv[++i];
         option->second();
     }
-    if (o.dump_eval && (o.dump.empty() || !o.text.empty() || !o.qkv.empty())) {
-        llama::fail("--dump-eval: goes with --dump, and without --text and --qkv");
+    const int sources = (o.text.empty() ? 0 : 1) + (o.tokens.empty() ? 0 : 1) + (o.qkv.empty() ? 0 : 1);
+    if (o.dump_eval && (o.dump.empty() || sources > 0)) {
+        llama::fail("--dump-eval: goes with --dump, and without --text, --tokens and --qkv");
     }
-    if (!o.dump_eval && o.text.empty() == o.qkv.empty()) {
+    if (!o.dump_eval && sources != 1) {
         llama::fail(
-            "--text FILE or --qkv FILE is needed, one of them. Any text will do; the byte model's own "
+            "--text FILE, --tokens FILE or --qkv FILE is needed, one of them. Any text will do; the byte "
+            "model's own "
             "training "
             "text comes from\n  tools/make_corpus && tar -xJf build/corpus/corpus.tar.xz -C build/corpus "
             "train.txt");
     }
     if (!o.dump.empty() && !o.qkv.empty()) {
-        llama::fail("--dump: needs --text, since a file of q, k, v is there already");
+        llama::fail("--dump: needs --text or --tokens, since a file of q, k, v is there already");
+    }
+    if (!o.dump_tokens.empty() && (o.text.empty() || !o.dump.empty())) {
+        llama::fail("--dump-tokens: goes with --text, and without --dump");
     }
     if (o.spec.gamma_min > o.spec.gamma_max) {
         llama::fail("--gamma-min: {} is not allowed; it must be at most --gamma-max, {}", o.spec.gamma_min,

@@ -13,11 +13,12 @@ namespace train {
 struct Options {
     // where q, k, v come from
     std::string model;           ///< a model's folder, with --text
-    std::string text;            ///< a text file
+    std::string text;            ///< a text file,
+    std::string tokens;          ///< or a file of token ids
     std::string qkv;             ///< or a file of q, k, v
     std::string held_out;        ///< a second file of q, k, v, or for a model another text
     std::int32_t length = 4096;  ///< tokens a sequence, of text
-    std::int32_t pairs = -1;     ///< look-ups a sequence; -1: 32 for models that read bytes, else 0
+    std::int32_t pairs = -1;     ///< look-ups a sequence of text; -1: 32 for models that read bytes, else 0
     std::int32_t sequences = 48;
     std::int32_t held_out_sequences = 2;
 
@@ -57,6 +58,7 @@ struct Options {
     std::string dump;
     bool dump_eval = false;  ///< the sequences of the model's eval.bin instead of the text's
     std::vector<float> dump_targets;
+    std::string dump_tokens;
     std::int32_t threads = 0;
 
     // where

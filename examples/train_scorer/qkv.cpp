@@ -1,10 +1,10 @@
 #include "qkv.hpp"
 
 #include "support/oracle.hpp"
+#include "support/policies.hpp"
 #include "support/safetensors_writer.hpp"
 #include "support/scorers.hpp"
 
-#include <llama/dense_attention.hpp>
 #include <llama/error.hpp>
 #include <llama/model.hpp>
 
@@ -21,36 +21,14 @@ QkvShape shape_of(const llama::Config& config) {
     return {config.layers, config.heads, config.kv_heads, config.head_dim, config.head_dim};
 }
 
-kvpolicy::FutureMassOptions mass_options(const TargetOptions& target) {
-    kvpolicy::FutureMassOptions mass;
-    mass.window = target.window;
-    mass.beta = target.beta;
-    mass.aggregate = target.aggregate;
-    return mass;
-}
-
-/// A dense pass that shows q, k and v of every layer to `oracle`.
-void observe(const llama::Model& model, const std::vector<std::int32_t>& tokens, examples::Oracle& oracle) {
-    constexpr std::size_t chunk = 512;
-    llama::Engine engine(model);
-    llama::DenseAttention attention(model.config);
-    auto watched = llama::observed(attention, oracle);
-    std::vector<std::int64_t> positions(tokens.size());
-    std::iota(positions.begin(), positions.end(), 0);
-    for (std::size_t at = 0; at < tokens.size(); at += chunk) {
-        const std::size_t n = std::min(chunk, tokens.size() - at);
-        engine.forward(std::span(tokens).subspan(at, n), std::span(positions).subspan(at, n), watched,
-                       llama::Logits::none);
-    }
-}
-
 class ModelSource final : public QkvSource {
   public:
-    ModelSource(const kvpolicy::host& on, const llama::Model& model, std::size_t count,
+    ModelSource(const kvpolicy::host& on, const llama::Config& config, Observer observe, std::size_t count,
                 std::function<std::vector<std::int32_t>(std::size_t)> tokens, const TargetOptions& target)
         : on_(on),
-          model_(model),
-          shape_(shape_of(model.config)),
+          config_(config),
+          observe_(std::move(observe)),
+          shape_(shape_of(config)),
           tokens_(std::move(tokens)),
           target_(target),
           kept_(count) {}
@@ -60,9 +38,13 @@ class ModelSource final : public QkvSource {
     const Example& get(std::size_t index) override {
         std::optional<Example>& example = kept_.at(index);
         if (!example) {
-            examples::Oracle oracle(model_.config);
+            if (target_.leave_out) {
+                kept_[last_].reset();
+                last_ = index;
+            }
+            examples::Oracle oracle(config_);
             const std::vector<std::int32_t> tokens = tokens_(index);
-            observe(model_, tokens, oracle);
+            observe_(tokens, oracle);
             example.emplace();
             example->length = static_cast<std::int32_t>(tokens.size());
             const std::vector<float> target =
@@ -90,11 +72,13 @@ class ModelSource final : public QkvSource {
 
   private:
     const kvpolicy::host& on_;
-    const llama::Model& model_;
+    const llama::Config& config_;
+    Observer observe_;
     QkvShape shape_;
     std::function<std::vector<std::int32_t>(std::size_t)> tokens_;
     TargetOptions target_;
     std::vector<std::optional<Example>> kept_;
+    std::size_t last_ = 0;
 };
 
 class FileSource final : public QkvSource {
@@ -123,9 +107,12 @@ class FileSource final : public QkvSource {
             const auto found = file_.metadata().find(key);
             return found == file_.metadata().end() || found->second == wanted;
         };
-        use_stored_ = said("window", std::to_string(target.window)) &&
-                      said("aggregate", aggregate_name(target.aggregate)) &&
-                      file_.metadata().contains("window");
+        use_stored_ =
+            said("window", std::to_string(target.window)) &&
+            said("aggregate", aggregate_name(target.aggregate)) &&
+            (file_.metadata().contains("look_ahead") ? said("look_ahead", look_ahead_name(target.look_ahead))
+                                                     : target.look_ahead == kvpolicy::unlimited) &&
+            file_.metadata().contains("window");
     }
 
     const QkvShape& shape() const override { return shape_; }
@@ -225,8 +212,11 @@ class FileSource final : public QkvSource {
         const std::string name_q = name(index, l, "q");
         if (file_.find(name_q) == nullptr) {
             llama::fail(
-                "{}: has neither {} (for window {}, aggregate {}) nor {}; with q any target can be computed",
-                file_.path(), stored, target_.window, aggregate_name(target_.aggregate), name_q);
+                "{}: has neither {} (for window {}, aggregate {}, look-ahead {}) nor {}; with q any target "
+                "can be "
+                "computed",
+                file_.path(), stored, target_.window, aggregate_name(target_.aggregate),
+                look_ahead_name(target_.look_ahead), name_q);
         }
         const std::int64_t heads = need(name_q, 3).shape[1], length = example_.length;
         if (heads % shape_.kv_heads != 0) {
@@ -274,15 +264,45 @@ std::string QkvShape::text() const {
                        query_heads, kv_heads, dim_k, dim_v);
 }
 
+kvpolicy::FutureMassOptions mass_options(const TargetOptions& target) {
+    kvpolicy::FutureMassOptions mass;
+    mass.window = target.window;
+    mass.look_ahead = target.look_ahead;
+    mass.beta = target.beta;
+    mass.aggregate = target.aggregate;
+    return mass;
+}
+
+std::string look_ahead_name(std::int32_t look_ahead) {
+    return look_ahead == kvpolicy::unlimited ? "all" : std::to_string(look_ahead);
+}
+
 const char* aggregate_name(kvpolicy::group_aggregate aggregate) {
     return aggregate == kvpolicy::group_aggregate::max ? "max" : "mean";
 }
 
-std::unique_ptr<QkvSource> model_source(const kvpolicy::host& on, const llama::Model& model,
-                                        std::size_t count,
+Observer host_observer(const kvpolicy::host& on, const llama::Model& model) {
+    return [&on, &model](const std::vector<std::int32_t>& tokens, examples::Oracle& oracle) {
+        constexpr std::size_t chunk = 512;
+        llama::Engine engine(model);
+        const auto longest = static_cast<std::int32_t>(tokens.size());
+        const auto attention = examples::make_attention<float>(on, model.config, {.name = "dense"}, longest);
+        auto watched = llama::observed(*attention, oracle);
+        std::vector<std::int64_t> positions(tokens.size());
+        std::iota(positions.begin(), positions.end(), 0);
+        for (std::size_t at = 0; at < tokens.size(); at += chunk) {
+            const std::size_t n = std::min(chunk, tokens.size() - at);
+            engine.forward(std::span(tokens).subspan(at, n), std::span(positions).subspan(at, n), watched,
+                           llama::Logits::none);
+        }
+    };
+}
+
+std::unique_ptr<QkvSource> model_source(const kvpolicy::host& on, const llama::Config& config,
+                                        Observer observe, std::size_t count,
                                         std::function<std::vector<std::int32_t>(std::size_t)> tokens,
                                         const TargetOptions& target) {
-    return std::make_unique<ModelSource>(on, model, count, std::move(tokens), target);
+    return std::make_unique<ModelSource>(on, config, std::move(observe), count, std::move(tokens), target);
 }
 
 std::unique_ptr<QkvSource> file_source(const kvpolicy::host& on, const std::filesystem::path& file,
@@ -290,11 +310,10 @@ std::unique_ptr<QkvSource> file_source(const kvpolicy::host& on, const std::file
     return std::make_unique<FileSource>(on, file, target);
 }
 
-void write_dump(const kvpolicy::host& on, const llama::Model& model, std::size_t count,
+void write_dump(const kvpolicy::host& on, const llama::Config& c, const Observer& observe, std::size_t count,
                 const std::function<std::vector<std::int32_t>(std::size_t)>& tokens, std::int32_t length,
                 const TargetOptions& target, std::span<const float> betas, const std::filesystem::path& file,
                 const std::function<void(std::size_t)>& progress) {
-    const llama::Config& c = model.config;
     std::vector<examples::TensorPlan> plan;
     for (std::size_t i = 0; i < count; ++i) {
         for (int l = 0; l < c.layers; ++l) {
@@ -317,12 +336,13 @@ void write_dump(const kvpolicy::host& on, const llama::Model& model, std::size_t
     if (!betas.empty()) {
         metadata["window"] = std::to_string(target.window);
         metadata["aggregate"] = aggregate_name(target.aggregate);
+        metadata["look_ahead"] = look_ahead_name(target.look_ahead);
     }
     examples::SafetensorsWriter writer(file, std::move(plan), metadata);
     for (std::size_t i = 0; i < count; ++i) {
         progress(i);
         examples::Oracle oracle(c);
-        observe(model, tokens(i), oracle);
+        observe(tokens(i), oracle);
         std::vector<std::vector<float>> targets;
         for (const float beta : betas) {
             TargetOptions with = target;

@@ -8,7 +8,8 @@
 //     sequences.{i}.layers.{l}.v          [S, Hkv, Dv]
 //     sequences.{i}.layers.{l}.target.{B} [Hkv, S]       optional: the target with beta B ("1", "2", "inf"), fp32
 //
-// q is needed only where a target is not there. Metadata of files with targets: "window" and "aggregate" (max, mean).
+// q is needed only where a target is not there. Metadata of files with targets: "window", "aggregate" (max, mean)
+// and "look_ahead" (a number, or all; a file without it means all).
 #pragma once
 
 #include <kvpolicy/attention/future_mass.hpp>
@@ -28,6 +29,10 @@
 #include <string>
 #include <vector>
 
+namespace examples {
+class Oracle;
+}
+
 namespace train {
 
 struct QkvShape {
@@ -41,11 +46,15 @@ struct TargetOptions {
     std::int32_t window = 64;
     float beta = 2.0f;
     kvpolicy::group_aggregate aggregate = kvpolicy::group_aggregate::max;
+    std::int32_t look_ahead = kvpolicy::unlimited;  ///< queries after the window that count
     /// Where a target would have to be computed, examples have q instead: a device computes it.
     bool leave_out = false;
 };
 
+/// As the library's call takes them.
+kvpolicy::FutureMassOptions mass_options(const TargetOptions& target);
 const char* aggregate_name(kvpolicy::group_aggregate aggregate);
+std::string look_ahead_name(std::int32_t look_ahead);
 
 /// One sequence: k and v of each layer, and its targets; or, where TargetOptions::leave_out says so, q and no targets.
 struct Example {
@@ -77,10 +86,16 @@ class QkvSource {
     virtual const Example& get(std::size_t index) = 0;
 };
 
-/// Runs a model densely on the sequences that `tokens(index)` gives. What was run stays in memory: count times
-/// bytes_per_sequence. Keys and values are rounded to bf16, which is what a cache stores.
-std::unique_ptr<QkvSource> model_source(const kvpolicy::host& on, const llama::Model& model,
-                                        std::size_t count,
+/// Shows q, k and v of a dense pass over a sequence to an oracle.
+using Observer = std::function<void(const std::vector<std::int32_t>& tokens, examples::Oracle& oracle)>;
+
+/// Passes on the host, in fp32; device_model.hpp has those of a card.
+Observer host_observer(const kvpolicy::host& on, const llama::Model& model);
+
+/// Runs a model densely on the sequences that `tokens(index)` gives. What was run stays in memory, unless TargetOptions::leave_out
+/// says that a device will keep it: then the last one does. Keys and values are rounded to bf16, which is what a cache stores.
+std::unique_ptr<QkvSource> model_source(const kvpolicy::host& on, const llama::Config& config,
+                                        Observer observe, std::size_t count,
                                         std::function<std::vector<std::int32_t>(std::size_t)> tokens,
                                         const TargetOptions& target);
 
@@ -92,9 +107,9 @@ std::unique_ptr<QkvSource> file_source(const kvpolicy::host& on, const std::file
 
 /// Writes `count` sequences of a model in that form: q, k, v in bf16; or, with betas, the targets instead of q, which is
 /// much smaller. progress(index) is called before each.
-void write_dump(const kvpolicy::host& on, const llama::Model& model, std::size_t count,
-                const std::function<std::vector<std::int32_t>(std::size_t)>& tokens, std::int32_t length,
-                const TargetOptions& target, std::span<const float> betas, const std::filesystem::path& file,
-                const std::function<void(std::size_t)>& progress);
+void write_dump(const kvpolicy::host& on, const llama::Config& config, const Observer& observe,
+                std::size_t count, const std::function<std::vector<std::int32_t>(std::size_t)>& tokens,
+                std::int32_t length, const TargetOptions& target, std::span<const float> betas,
+                const std::filesystem::path& file, const std::function<void(std::size_t)>& progress);
 
 }  // namespace train

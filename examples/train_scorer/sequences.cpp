@@ -5,6 +5,7 @@
 #include <llama/error.hpp>
 
 #include <algorithm>
+#include <charconv>
 #include <fstream>
 #include <iterator>
 #include <numeric>
@@ -128,11 +129,6 @@ TrainingText::TrainingText(const std::filesystem::path& file, const llama::Token
       seed_(seed) {
     if (tokenizer.size() == 256) {
         std::erase_if(text_, [](char c) { return c != '\n' && (c < ' ' || c > '~'); });
-    } else if (pairs != 0) {
-        llama::fail(
-            "pairs: {} is not allowed; look-ups are woven into bytes, and this model has a vocabulary "
-            "of {}, so it must be 0",
-            pairs, tokenizer.size());
     }
     if (text_.size() < static_cast<std::size_t>(length)) {
         llama::fail("{}: {} bytes of text are too short; a sequence takes {} tokens", file.string(),
@@ -154,6 +150,9 @@ std::vector<std::int32_t> TrainingText::sequence(std::uint64_t index) const {
     if (bytes) {
         return tokenizer_.encode(weave_recall(text_, start, length_, pairs_, seed_, index).bytes);
     }
+    if (pairs_ > 0) {
+        return woven_tokens(start, window, index);
+    }
     std::vector<std::int32_t> tokens = tokenizer_.encode(std::string_view(text_).substr(start, window));
     if (tokens.size() < length) {
         llama::fail("{}: {} bytes from {} on are {} tokens; a sequence takes {}", file_.string(), window,
@@ -161,6 +160,83 @@ std::vector<std::int32_t> TrainingText::sequence(std::uint64_t index) const {
     }
     tokens.resize(length);
     return tokens;
+}
+
+/// Bytes with look-ups, as few as give enough tokens, in steps of a sixteenth. What is asked for stands at the end, so tokens that are
+/// too many are taken off the front.
+std::vector<std::int32_t> TrainingText::woven_tokens(std::size_t start, std::size_t window,
+                                                     std::uint64_t index) const {
+    const auto length = static_cast<std::size_t>(length_),
+               least = static_cast<std::size_t>(std::int64_t{4} * recall_line_bytes * pairs_);
+    const auto woven = [&](std::size_t bytes) {
+        return tokenizer_.encode(
+            weave_recall(text_, start, static_cast<std::int32_t>(bytes), pairs_, seed_, index).bytes);
+    };
+    std::size_t size = std::clamp(2 * length, std::min(least, window), window);
+    std::vector<std::int32_t> tokens = woven(size);
+    while (tokens.size() < length && size + size / 16 <= window) {
+        size += size / 16;
+        tokens = woven(size);
+    }
+    if (tokens.size() < length) {
+        llama::fail("{}: {} bytes from {} on are {} tokens; a sequence takes {}", file_.string(), size, start,
+                    tokens.size(), length);
+    }
+    for (size -= size / 16; size >= least; size -= size / 16) {
+        std::vector<std::int32_t> fewer = woven(size);
+        if (fewer.size() < length) {
+            break;
+        }
+        tokens = std::move(fewer);
+    }
+    tokens.erase(tokens.begin(), tokens.end() - static_cast<std::ptrdiff_t>(length));
+    return tokens;
+}
+
+std::vector<std::vector<std::int32_t>> read_tokens(const std::filesystem::path& file, std::int32_t vocab) {
+    std::ifstream stream(file);
+    if (!stream) {
+        llama::fail("{}: cannot be opened; a file of token ids is needed, one sequence a line",
+                    file.string());
+    }
+    std::vector<std::vector<std::int32_t>> sequences;
+    for (std::string line; std::getline(stream, line);) {
+        std::vector<std::int32_t>& tokens = sequences.emplace_back();
+        const char* at = line.data();
+        const char* const end = at + line.size();
+        while (at != end) {
+            std::int32_t id = -1;
+            const auto [after, error] = std::from_chars(at, end, id);
+            if (error != std::errc{} || id < 0 || id >= vocab || (after != end && *after != ' ')) {
+                llama::fail(
+                    "{}: line {} has {} as number {}; ids must be 0 to {}, with single spaces between",
+                    file.string(), sequences.size(),
+                    llama::clipped(std::string_view(at, static_cast<std::size_t>(end - at)).substr(0, 16)),
+                    tokens.size() + 1, vocab - 1);
+            }
+            tokens.push_back(id);
+            at = after == end ? end : after + 1;
+        }
+        if (tokens.size() < 2 || tokens.size() != sequences.front().size()) {
+            llama::fail(
+                "{}: line {} has {} ids; every line must have as many as the first, {}, and 2 or more",
+                file.string(), sequences.size(), tokens.size(), sequences.front().size());
+        }
+    }
+    if (sequences.empty()) {
+        llama::fail("{}: is empty; a line of token ids is a sequence", file.string());
+    }
+    return sequences;
+}
+
+void write_tokens(const std::filesystem::path& file, std::span<const std::vector<std::int32_t>> sequences) {
+    std::ofstream stream(file);
+    for (const std::vector<std::int32_t>& tokens : sequences) {
+        stream << fmt::format("{}\n", fmt::join(tokens, " "));
+    }
+    if (!stream.flush()) {
+        llama::fail("{}: cannot be written", file.string());
+    }
 }
 
 }  // namespace train

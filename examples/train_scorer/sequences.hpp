@@ -1,10 +1,11 @@
-// Token sequences to run a frozen model on: cut from any text, with look-ups woven in for models that read bytes.
+// Token sequences to run a frozen model on: cut from any text, with look-ups woven in, or read from a file.
 #pragma once
 
 #include <llama/tokenizer.hpp>
 
 #include <cstdint>
 #include <filesystem>
+#include <span>
 #include <string>
 #include <utility>
 #include <vector>
@@ -30,20 +31,27 @@ RecallSequence weave_recall(const std::string& text, std::size_t start, std::int
 /// Sequences of `length` tokens from a text file.
 class TrainingText {
   public:
-    /// For models that read bytes (a vocabulary of 256), other bytes than printable ASCII and newlines are left out, and
-    /// every sequence carries `pairs` look-ups; for others pairs must be 0. Throws llama::Error for a file that is missing,
-    /// compressed or too short for one sequence.
+    /// Every sequence carries `pairs` look-ups. For models that read bytes (a vocabulary of 256), other bytes than printable ASCII
+    /// and newlines are left out; for others the look-ups are woven in before the text is cut into tokens, and tokens that are too many
+    /// are taken off the front. Throws llama::Error for a file that is missing, compressed or too short for one sequence.
     TrainingText(const std::filesystem::path& file, const llama::Tokenizer& tokenizer, std::int32_t length,
                  std::int32_t pairs, std::uint64_t seed);
 
     std::vector<std::int32_t> sequence(std::uint64_t index) const;
 
   private:
+    std::vector<std::int32_t> woven_tokens(std::size_t start, std::size_t window, std::uint64_t index) const;
+
     std::filesystem::path file_;
     const llama::Tokenizer& tokenizer_;
     std::string text_;
     std::int32_t length_, pairs_;
     std::uint64_t seed_;
 };
+
+/// Sequences of token ids, one a line, with spaces between the ids: what any tokenizer can write. Throws llama::Error for a file that is
+/// missing or empty, ids that are no numbers from 0 to vocab - 1 (named by line), and lines of different lengths.
+std::vector<std::vector<std::int32_t>> read_tokens(const std::filesystem::path& file, std::int32_t vocab);
+void write_tokens(const std::filesystem::path& file, std::span<const std::vector<std::int32_t>> sequences);
 
 }  // namespace train

@@ -1,5 +1,5 @@
 # cmake -D TRAIN_SCORER=<program> -D TEXT=<file> -D FOLDER=<folder> [-D EVALUATE=<program>] -P test_workflow.cmake
-# The page docs/training.md in small: q, k, v from a text, scorers from a file and from the model itself, a run that is
+# The page docs/training.md in small: q, k, v from a text, or from token ids, scorers from a file and from the model itself, a run that is
 # left off and resumed, and what bad options are told.
 
 cmake_minimum_required(VERSION 3.25)
@@ -44,6 +44,9 @@ run(${TRAIN_SCORER} --qkv qkv.safetensors ${train} --scorer mlstm --norm --skip 
     --beta inf --metrics m.jsonl --out c.safetensors)
 run(${TRAIN_SCORER} --text ${TEXT} ${small} ${train} --held-out ${TEXT} --held-out-sequences 1 --scorer mlstm
     --immediate --d-qk 16 --d-v 8 --out d.safetensors)
+run(${TRAIN_SCORER} --text ${TEXT} ${small} --dump-tokens tokens.txt)
+run(${TRAIN_SCORER} --tokens tokens.txt --sequences 2 ${train} --look-ahead 100 --held-out-sequences 0 --out f.safetensors)
+run(${TRAIN_SCORER} --tokens tokens.txt --look-ahead 100 --dump ahead.safetensors --dump-targets 2)
 if(EVALUATE)
     run(${EVALUATE} --sequences 1 --budgets 94% --policies dense,streaming,a,a-gated,c-matched,d --scorers a.safetensors
         --scorers c.safetensors --scorers d.safetensors --out e)
@@ -68,6 +71,13 @@ refused("one of them. Any text will do" --steps 3)
 refused("tools/make_corpus" --text ${FOLDER}/none)
 refused("--budgets: 68 is not allowed; it must be more than sinks and window, 68" --qkv qkv.safetensors --budgets 68)
 refused("--beta: 0.5 is not allowed" --qkv qkv.safetensors --beta 0.5)
+file(WRITE ${FOLDER}/bad.txt "1 2 3\n4 5 256\n")
+refused("bad.txt: line 2 has 256 as number 3; ids must be 0 to 255" --tokens bad.txt)
+file(WRITE ${FOLDER}/bad.txt "1 2 3\n4 5\n")
+refused("bad.txt: line 2 has 2 ids" --tokens bad.txt)
+refused("one of them" --tokens tokens.txt --text ${TEXT})
+refused("--dump-tokens: goes with --text" --tokens tokens.txt --dump-tokens again.txt)
+refused("look-ahead 50. nor" --qkv ahead.safetensors --budgets 128 --look-ahead 50)
 refused("has neither sequences.0.layers.0.target.1" --qkv targets.safetensors --beta 1 --budgets 128)
 refused("no query has a decision to learn from" --qkv qkv.safetensors)
 refused("checkpoint of another architecture" --qkv targets.safetensors ${train} --hidden 7 --resume half)

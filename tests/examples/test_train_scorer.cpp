@@ -128,6 +128,52 @@ TEST_CASE("training text") {
     CHECK(contains(message_of([&] { TrainingText(packed, bytes, 8, 0, 1); }), "unpack it"));
 }
 
+TEST_CASE("token ids in a file") {
+    const test::Folder folder;
+    const std::vector<std::vector<std::int32_t>> sequences{{0, 7, 255}, {3, 3, 3}};
+    const auto file = folder.path() / "tokens";
+    write_tokens(file, sequences);
+    CHECK(read_tokens(file, 256) == sequences);
+    CHECK(contains(message_of([&] { read_tokens(file, 255); }),
+                   "line 1 has 255 as number 3; ids must be 0 to 254"));
+    const auto of = [&](const char* text) {
+        return message_of([&] { read_tokens(folder.write("t", text), 256); });
+    };
+    CHECK(contains(of("1 2\n3  4\n"), "line 2 has  4 as number 2"));
+    CHECK(contains(of("1 -2\n"), "has -2 as number 2"));
+    CHECK(contains(of("1 x\n"), "has x as number 2"));
+    CHECK(contains(of("1 2\n3 4 5\n"), "line 2 has 3 ids; every line must have as many as the first, 2"));
+    CHECK(contains(of("7\n"), "line 1 has 1 ids"));
+    CHECK(contains(of(""), "is empty"));
+    CHECK(contains(message_of([&] { read_tokens(folder.path() / "no", 256); }), "cannot be opened"));
+}
+
+TEST_CASE("look-ups in the tokens of another model") {
+    const test::Folder folder;
+    const std::filesystem::path vectors = TEST_VECTORS;
+    const llama::Tokenizer tokenizer = llama::Tokenizer::read(vectors / "tokenizer_small.json");
+    std::string text;
+    for (int i = 0; i < 600; ++i) {
+        text += fmt::format("line {} of an ordinary text\n", i);
+    }
+    const TrainingText training(folder.write("t", text), tokenizer, 512, 6, 1);
+    for (std::uint64_t i = 0; i < 5; ++i) {
+        const auto tokens = training.sequence(i);
+        CHECK(tokens.size() == 512);
+        const std::string read = tokenizer.decode(tokens);
+        std::multiset<std::string> lines;
+        for (std::size_t at = read.find('@'); at != std::string::npos; at = read.find('@', at + 1)) {
+            lines.insert(read.substr(at, 9));
+        }
+        std::size_t twice = 0;
+        for (const std::string& line : lines) {
+            twice += lines.count(line) == 2 ? 1 : 0;
+        }
+        CHECK(lines.size() >= 9);  // all that is asked for, and most of what it was
+        CHECK(twice >= 6);
+    }
+}
+
 TEST_CASE("2n steps are n steps and a resumed n, bit for bit, on any number of threads") {
     resumes<examples::Mlp>("mlp");
     resumes<examples::Mlstm>("mlstm");

@@ -16,6 +16,15 @@ namespace test {
 /// Every byte 0xff: NaN in every floating-point type, -1 in every integer.
 inline constexpr unsigned char poison = 0xff;
 
+/// For tests that bring scores for every policy: without them where the policy has a scorer of its own, which refuses them.
+template <class P>
+kvpolicy::CacheExtras wanted_by(kvpolicy::CacheExtras extras) {
+    if constexpr (P::scorer_type::when != kvpolicy::score_time::given) {
+        extras.scores = {};
+    }
+    return extras;
+}
+
 template <class P, class T>
 struct BoundCache {
     kvpolicy::FixedBudgetCache<P, T> cache;
@@ -88,11 +97,10 @@ struct BoundCache {
 };
 
 /// One call of one layer; `steps` through step, else through prefill. Does not advance.
-template <class P, class T>
-void call(const kvpolicy::host& on, const BoundCache<P, T>& under_test, std::int32_t layer,
-          const kvpolicy::Batch& batch, kvpolicy::rows_view<const T> q, kvpolicy::rows_view<const T> k,
-          kvpolicy::rows_view<const T> v, kvpolicy::rows_view<T> out, const kvpolicy::CacheExtras& extras,
-          bool steps) {
+template <class P, class T, class Bound>
+void call(const kvpolicy::host& on, const Bound& under_test, std::int32_t layer, const kvpolicy::Batch& batch,
+          kvpolicy::rows_view<const T> q, kvpolicy::rows_view<const T> k, kvpolicy::rows_view<const T> v,
+          kvpolicy::rows_view<T> out, const kvpolicy::CacheExtras& extras, bool steps) {
     const auto ref = under_test.cache.ref(layer);
     std::int32_t longest = 1;
     for (std::int32_t i = 0; i < batch.count; ++i) {
@@ -100,9 +108,9 @@ void call(const kvpolicy::host& on, const BoundCache<P, T>& under_test, std::int
     }
     Workspace workspace(kvpolicy::cache_workspace_bytes(on, ref, batch.count, longest));
     if (steps) {
-        kvpolicy::step(on, ref, batch, q, k, v, out, workspace, nullptr, extras);
+        kvpolicy::step(on, ref, batch, q, k, v, out, workspace, nullptr, wanted_by<P>(extras));
     } else {
-        kvpolicy::prefill(on, ref, batch, q, k, v, out, workspace, nullptr, extras);
+        kvpolicy::prefill(on, ref, batch, q, k, v, out, workspace, nullptr, wanted_by<P>(extras));
     }
 }
 

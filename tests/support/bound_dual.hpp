@@ -92,9 +92,9 @@ void call_ref(const kvpolicy::host& on, const Ref& ref, const kvpolicy::Batch& b
     }
     Workspace workspace(kvpolicy::cache_workspace_bytes(on, ref, batch.count, longest));
     if (steps) {
-        kvpolicy::step<P, T>(on, ref, batch, q, k, v, out, workspace, status, extras);
+        kvpolicy::step<P, T>(on, ref, batch, q, k, v, out, workspace, status, wanted_by<P>(extras));
     } else {
-        kvpolicy::prefill<P, T>(on, ref, batch, q, k, v, out, workspace, status, extras);
+        kvpolicy::prefill<P, T>(on, ref, batch, q, k, v, out, workspace, status, wanted_by<P>(extras));
     }
 }
 

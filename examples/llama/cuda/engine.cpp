@@ -159,6 +159,26 @@ void DeviceEngine::logits(int first, int count) {
                        logits_.data());
 }
 
+template <class Done>
+void DeviceEngine::chunks(std::span<const std::int32_t> tokens, DeviceAttention& attention,
+                          const Done& done) {
+    for (std::size_t at = 0; at < tokens.size(); at += chunk) {
+        const std::size_t count = std::min<std::size_t>(chunk, tokens.size() - at);
+        ok(cudaMemcpyAsync(tokens_.data(), tokens.data() + at, count * sizeof(std::int32_t),
+                           cudaMemcpyHostToDevice, stream_.get()),
+           "cudaMemcpyAsync");
+        layers(tokens_.data(), static_cast<int>(count), attention);
+        done(at, count);
+    }
+}
+
+void DeviceEngine::read(std::span<const std::int32_t> tokens, DeviceAttention& attention) {
+    check_tokens(tokens, "tokens");
+    chunks(tokens, attention, [](std::size_t, std::size_t) {});
+    stream_.wait();
+    attention.check();
+}
+
 void DeviceEngine::forward(std::span<const std::int32_t> tokens, DeviceAttention& attention,
                            std::span<float> logits_out) {
     check_tokens(tokens, "tokens");
@@ -166,19 +186,14 @@ void DeviceEngine::forward(std::span<const std::int32_t> tokens, DeviceAttention
     if (logits_out.size() != tokens.size() * vocab)
         fail("logits: {} numbers are not allowed; there must be {} x {}", logits_out.size(), tokens.size(),
              vocab);
-    for (std::size_t at = 0; at < tokens.size(); at += chunk) {
-        const std::size_t count = std::min<std::size_t>(chunk, tokens.size() - at);
+    chunks(tokens, attention, [&](std::size_t at, std::size_t count) {
         if (logits_.size() < count * vocab) logits_ = DeviceArray<float>(count * vocab);
-        ok(cudaMemcpyAsync(tokens_.data(), tokens.data() + at, count * sizeof(std::int32_t),
-                           cudaMemcpyHostToDevice, stream_.get()),
-           "cudaMemcpyAsync");
-        layers(tokens_.data(), static_cast<int>(count), attention);
         logits(0, static_cast<int>(count));
         ok(cudaMemcpyAsync(logits_out.data() + at * vocab, logits_.data(), count * vocab * sizeof(float),
                            cudaMemcpyDeviceToHost, stream_.get()),
            "cudaMemcpyAsync");
         stream_.wait();
-    }
+    });
     attention.check();
 }
 
@@ -213,13 +228,7 @@ int DeviceEngine::write(std::span<const std::int32_t> prompt, DeviceAttention& a
 
     const auto begin = Clock::now();
     const auto before = prompt.first(prompt.size() - 1);
-    for (std::size_t at = 0; at < before.size(); at += chunk) {
-        const std::size_t some = std::min<std::size_t>(chunk, before.size() - at);
-        ok(cudaMemcpyAsync(tokens_.data(), before.data() + at, some * sizeof(std::int32_t),
-                           cudaMemcpyHostToDevice, on),
-           "cudaMemcpyAsync");
-        layers(tokens_.data(), static_cast<int>(some), attention);
-    }
+    chunks(before, attention, [](std::size_t, std::size_t) {});
     const auto next = [&] {
         layers(token.data(), 1, attention);
         logits(0, 1);

@@ -40,6 +40,9 @@ class DeviceEngine {
     int write(std::span<const std::int32_t> prompt, DeviceAttention& attention, const SamplerOptions& sampler,
               int count, const std::function<bool(std::int32_t)>& take, Replay how = Replay::graph);
 
+    /// Tokens through all layers, for what `attention` sees of them: no logits. Waits.
+    void read(std::span<const std::int32_t> tokens, DeviceAttention& attention);
+
     /// Tokens through all layers; overwrites logits [tokens, vocab], host memory. Waits.
     void forward(std::span<const std::int32_t> tokens, DeviceAttention& attention, std::span<float> logits);
 
@@ -56,6 +59,9 @@ class DeviceEngine {
 
     void check_tokens(std::span<const std::int32_t> tokens, const char* name) const;
     void make_room();
+    /// Prompt tokens through all layers, a chunk at a time; done(first, count) after each.
+    template <class Done>
+    void chunks(std::span<const std::int32_t> tokens, DeviceAttention& attention, const Done& done);
     void layers(const std::int32_t* tokens, int count, DeviceAttention& attention);
     void logits(int first, int count);
 

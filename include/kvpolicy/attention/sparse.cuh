@@ -24,7 +24,10 @@ enum class attend_path : std::uint8_t {
 /// What a caller may change about a call. Results agree to rounding whatever it says.
 struct AttendOptions {
     attend_path path = attend_path::automatic;
-    bool portable = false;            ///< the kernels of compute capability 8.0 on any card
+    bool portable = false;  ///< the kernels of compute capability 8.0 on any card
+    /// On Hopper, head_dim up to 128, no softcap and biases: of the rows that all queries of a tile see, eight that follow one
+    /// another come as one block by TMA, others singly. False: all singly.
+    bool boxes = true;
     std::uint32_t* status = nullptr;  ///< [B], device memory, OR-ed into: status_bad_length
 };
 

@@ -30,8 +30,9 @@ inline namespace KVPOLICY_CUDA_NAMESPACE KVPOLICY_HIDDEN {
 // of 16 bytes. float and double: plain kernels, to check others with.
 //
 // What a host would refuse but a device finds too late: a NaN score ranks last and sets status_nan_score; a token count that
-// the call does not take, or a slot that the cache does not have, counts as no token and sets status_bad_length. Slots named
-// twice are not detected. `status` [count], where given, is OR-ed into.
+// the call does not take, or a slot that the cache does not have, counts as no token and sets status_bad_length. Not detected: slots named
+// twice; a second call of a layer before advance(), which keeps its tokens twice; a layer that was left out, which has rows of nobody.
+// `status` [count], where given, is OR-ed into.
 //
 // A DualCache takes the same calls, for policies without keep and eviction parts. Where its pool has no pages for an entry, the entry is left as it is, its out is 0, its lse -inf, and status_pool_exhausted is set:
 // the same entries as on the host. Pages may have other ids.
@@ -68,6 +69,14 @@ template <class Dims = all_head_dims, class P, Storage T>
 void propose(const cuda& on, const FixedBudgetRef<P, T>& cache, const Batch& batch, input_rows<T> q,
              input_rows<T> k, input_rows<T> v, output_rows<T> out, workspace_view workspace,
              std::uint32_t* status = nullptr, const CacheExtras& extras = {});
+
+/// The host's form of it, for code that is compiled for both.
+template <class Dims = all_head_dims, class P, Storage T>
+void propose(const cuda& on, const FixedBudgetRef<P, T>& cache, const Batch& batch, input_rows<T> q,
+             input_rows<T> k, input_rows<T> v, output_rows<T> out, workspace_view workspace,
+             const CacheExtras& extras) {
+    propose<Dims>(on, cache, batch, q, k, v, out, workspace, static_cast<std::uint32_t*>(nullptr), extras);
+}
 
 /// As the host's commit. An entry of more tokens than were proposed, or proposed at another length, counts as one of no token
 /// (which forgets what was proposed) and sets status_bad_length.
@@ -112,6 +121,12 @@ template <class Dims = all_head_dims, class P, Storage T>
 void propose(const cuda& on, const DualRef<P, T>& cache, const Batch& batch, input_rows<T> q, input_rows<T> k,
              input_rows<T> v, output_rows<T> out, workspace_view workspace, std::uint32_t* status = nullptr,
              const CacheExtras& extras = {});
+
+template <class Dims = all_head_dims, class P, Storage T>
+void propose(const cuda& on, const DualRef<P, T>& cache, const Batch& batch, input_rows<T> q, input_rows<T> k,
+             input_rows<T> v, output_rows<T> out, workspace_view workspace, const CacheExtras& extras) {
+    propose<Dims>(on, cache, batch, q, k, v, out, workspace, static_cast<std::uint32_t*>(nullptr), extras);
+}
 
 template <class Dims = all_head_dims, class P, Storage T>
 void commit(const cuda& on, const DualRef<P, T>& cache, const Batch& batch, workspace_view workspace,

@@ -26,7 +26,7 @@ requires CacheRef<Ref<P, T>> std::size_t cache_workspace_bytes(const host& on, c
 ///   and competes for the long-range places, 4. the query heads attend to sinks, window (q - w + 1 .. q) and long-range keys.
 /// A key that loses at 3 is invisible to q already. Synchronous, no allocation. Refuses before anything is written: shapes
 /// that disagree, more than one token, slots out of range or named twice, a NaN score (given or computed), too little
-/// workspace. Not detected: a second step of the same layer before advance(), which keeps the token twice.
+/// workspace, a second call of the same layer before advance(), which would keep the token twice.
 ///
 /// A policy that ranks keys by the attention they receive (H2O, TOVA, SnapKV; scorers/observed.hpp) decides in 3 by the masses
 /// up to q - 1, and adds the query's own after 4. Its q and k must be finite: a number that is not is refused.

@@ -168,7 +168,7 @@ class DualCache : public CacheOwner<DualCache<P, T>, P, T> {
 
 #if defined(__CUDACC__)
     // The same on a device (kvpolicy/cuda.cuh has the bodies); FixedBudgetCache says what holds for all of them. Tables, states and
-    // slabs are device memory. page_rows must be a multiple of 16.
+    // slabs are device memory. page_rows must be a multiple of 16, and the rows of a selection's page, too.
     using base::advance;
     using base::fork;
     using base::reorder;
@@ -191,6 +191,15 @@ class DualCache : public CacheOwner<DualCache<P, T>, P, T> {
     [[nodiscard]] std::int64_t reserve(const cuda& on, const Batch& batch);
     template <class Build = cuda_build>
     void clear(const cuda& on, std::int32_t slot);
+    /// Bytes of workspace that evict needs. Depends on the slabs that were lent.
+    template <class Build = cuda_build>
+    [[nodiscard]] std::size_t evict_workspace_bytes(const cuda& on) const requires P::has_eviction;
+    /// As the host's, to rounding of the masses; the batch's arrays, `reports` [count] and `status` [count] are device memory. One launch,
+    /// which waits for nothing and may be captured; a graph that captured it knows the workspace of the slabs lent until then, so lend
+    /// them before.
+    template <class Build = cuda_build>
+    void evict(const cuda& on, const Batch& batch, workspace_view workspace,
+               EvictionReport* reports = nullptr, std::uint32_t* status = nullptr) requires P::has_eviction;
     /// A slot one of whose layers has not taken the tokens, since the pool was exhausted, stays where it is and sets
     /// status_pool_exhausted: lend a slab, call that layer again, then advance again.
     template <class Build = cuda_build>

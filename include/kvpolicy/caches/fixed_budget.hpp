@@ -4,6 +4,7 @@
 
 #include <kvpolicy/caches/calls.hpp>
 #include <kvpolicy/caches/owner.hpp>
+#include <kvpolicy/caches/page_pool.hpp>
 #include <kvpolicy/caches/ref.hpp>
 #include <kvpolicy/core/host_buffer.hpp>
 #if defined(__CUDACC__)
@@ -86,7 +87,8 @@ class FixedBudgetCache : public CacheOwner<FixedBudgetCache<P, T>, P, T> {
     using base::snapshot;
     using base::snapshot_bytes;
 
-    /// Takes device memory, at least bytes().total() long, and empties every slot. Waits for the stream; not to be captured.
+    /// Takes device memory, at least bytes().total() long, and empties every slot. Waits for the stream; not to be captured. Refuses a
+    /// selection whose pages are no multiple of 16 rows.
     template <class Build = cuda_build>
     void bind(const cuda& on, void* buffer, std::size_t buffer_bytes);
     template <class Build = cuda_build>
@@ -130,6 +132,7 @@ class FixedBudgetCache : public CacheOwner<FixedBudgetCache<P, T>, P, T> {
     /// Byte offsets of one layer's arrays in the buffer.
     struct layer_plan {
         std::size_t k, v, position, score, bounds, arrivals, tile_victims;
+        std::size_t slab, table, held, free_count, table_offset, tile_offset;  // with a selection
         typename base::common_plan common;
     };
 

@@ -47,8 +47,7 @@ class CacheOwner {
     [[nodiscard]] const CacheBytes& bytes() const { return bytes_; }
 
     /// Moves the named slots on by their tokens: once a step or chunk, after the last layer. Refuses slots out of range or
-    /// named twice, negative counts, and, in a DualCache, a slot one of whose layers lacks the pages for what it would hold: that
-    /// layer's call found no page, or was not made.
+    /// named twice, tokens that a layer has not taken (its call was not made, or found no page) or has taken more of.
     void advance(const host& on, const Batch& batch);
 
     /// Tokens seen by a slot; the position of its next token.
@@ -71,6 +70,9 @@ class CacheOwner {
 
     /// Bytes of the snapshot of a slot as it is now.
     [[nodiscard]] std::size_t snapshot_bytes(std::int32_t slot) const;
+    [[nodiscard]] std::size_t snapshot_bytes(const host& /*on*/, std::int32_t slot) const {
+        return snapshot_bytes(slot);
+    }
     /// Writes a slot to `buffer`: rows, positions, scores, scorer states, of all layers. The blob says which policy, shape
     /// and version it is of, and carries a checksum. Scorer weights are not in it. Returns snapshot_bytes(slot).
     std::size_t snapshot(const host& on, std::int32_t slot, void* buffer, std::size_t buffer_bytes) const;
@@ -120,7 +122,7 @@ class CacheOwner {
 
     /// Byte offsets of the arrays of one layer that both kinds have.
     struct common_plan {
-        std::size_t kept, pinned, victim, proposed, state, queries, spare_queries;
+        std::size_t kept, pinned, victim, proposed, taken, state, queries, spare_queries;
     };
     /// Hands out parts of the buffer: an offset for so many bytes. Refuses what no address space holds.
     struct layout {
@@ -144,9 +146,11 @@ class CacheOwner {
     const scorer_type* scorers_;
     Attention attention_;
     position_t rebase_limit_ = kvpolicy::rebase_limit;
-    bool on_device_ = false;       // what memory_ is
-    std::vector<HeadRule> rules_;  // [layers, kv_heads]
+    bool on_device_ = false;                // what memory_ is
+    std::vector<HeadRule> rules_;           // [layers, kv_heads]
+    std::vector<std::int32_t> read_pages_;  // [layers, kv_heads], with a selection
     std::size_t rules_at_ = 0;
+    std::size_t read_pages_at_ = 0;
     std::size_t length_at_ = 0;
     CacheBytes bytes_;
     detail::owned_pointer<std::byte> memory_;

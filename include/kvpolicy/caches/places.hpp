@@ -22,6 +22,32 @@ struct ranked_place {
     std::int32_t place = -1;
 };
 
+/// A gate with a keep part beside it, whose keys have places outside of gate and budget.
+template <class Gate, class Keep>
+struct held_gate {
+    Gate gate;
+    Keep keep;
+
+    KVPOLICY_HOST_DEVICE constexpr bool open(float score, const HeadRule& rule) const {
+        return gate.open(score, rule);
+    }
+    KVPOLICY_HOST_DEVICE constexpr bool keeps(position_t t) const { return keep.keeps(t); }
+};
+template <class Gate>
+inline constexpr bool holds_keys = requires(const Gate& gate, position_t t) {
+    gate.keeps(t);
+};
+
+/// Whether key t has a place for its position alone.
+template <class Gate>
+KVPOLICY_HOST_DEVICE constexpr bool holds([[maybe_unused]] const Gate& gate, [[maybe_unused]] position_t t) {
+    if constexpr (holds_keys<Gate>) {
+        return gate.keeps(t);
+    } else {
+        return false;
+    }
+}
+
 /// Whether a makes room before b; nobody never does.
 KVPOLICY_HOST_DEVICE inline bool gives_way(const ranked_place& a, const ranked_place& b) {
     if (a.place < 0 || b.place < 0) {
@@ -44,6 +70,27 @@ struct head_places {
         return rank(score[place], position[place], place, q);
     }
 };
+
+/// Places some of whose keys do not compete; nobody stands in place -1, the record of a tile without competitors.
+template <class Places, class Gate>
+struct contested_places : Places {
+    Gate gate;
+    KVPOLICY_HOST_DEVICE ranked_place at(std::int32_t place, position_t q) const {
+        if (place < 0) {
+            return {};
+        }
+        const ranked_place one = Places::at(place, q);
+        return gate.keeps(one.position) ? ranked_place{} : one;
+    }
+};
+template <class Places, class Gate>
+KVPOLICY_HOST_DEVICE auto contested(const Places& places, [[maybe_unused]] const Gate& gate) {
+    if constexpr (holds_keys<Gate>) {
+        return contested_places<Places, Gate>{places, gate};
+    } else {
+        return places;
+    }
+}
 
 /// The worst of a tile of `kept` places at query q. `changed` stands for what its place holds.
 template <class Group, class Places>
@@ -108,6 +155,7 @@ struct step_decision {
     std::int32_t known = -1;     ///< the worst place, or -1 where it must be searched
     bool full = false;           ///< u contests the worst place: settle_step() has the last word
     bool replaced = false;
+    bool pinned = false;     ///< u has its place for its position
     position_t leaving = 0;  ///< u
 };
 
@@ -119,12 +167,12 @@ KVPOLICY_HOST_DEVICE inline std::int32_t known_worst(const HeadRule& rule, posit
                : -1;
 }
 
-/// Query `q`, the slot's length, brings a key. `victim` is what the step before left as the worst place; `score` is u's. All of the
-/// decision but the contest for the worst place, if there is one.
+/// Query `q`, the slot's length, brings a key. `victim` is what the step before left as the worst place; `score` is u's; `pinned` of
+/// the `kept` places do not compete. All of the decision but the contest for the worst place, if there is one.
 template <class Gate>
 KVPOLICY_HOST_DEVICE step_decision begin_step(const HeadRule& rule, const Gate& gate, position_t rebase_limit,
                                               position_t q, std::int32_t kept, std::int32_t victim,
-                                              float score) {
+                                              float score, std::int32_t pinned = 0) {
     const HeadRows layout{rule.sinks, rule.window};
     step_decision step;
     step.used = layout.used(q, kept);
@@ -134,11 +182,17 @@ KVPOLICY_HOST_DEVICE step_decision begin_step(const HeadRule& rule, const Gate& 
     if (step.leaving < rule.sinks) {
         return step;
     }
+    if (holds(gate, step.leaving)) {
+        step.promoted =
+            layout.place(step.kept++);  // perhaps in a tile that has no record yet: `known` stays -1
+        step.pinned = true;
+        return step;
+    }
     step.known = known_worst(rule, rebase_limit, q, victim);
     if (rule.budget == 0 || !gate.open(score, rule)) {
         return step;
     }
-    step.full = kept >= rule.budget;
+    step.full = kept - pinned >= rule.budget;
     if (!step.full) {
         step.promoted = layout.place(step.kept++);
         step.known = -1;
@@ -182,7 +236,7 @@ struct chunk_places {
 
 /// Runs the contests of a chunk of `tokens` tokens from position `base` on. score(j) is that of the key that leaves the window
 /// at token j; name(u) of key u. Expiries, relative to `base`, have been filled in for keys that leave with their window.
-/// Returns the places in use.
+/// Returns the places in use; `pinned`: those of keys that do not compete, before and after.
 ///
 /// With decay step 1 the worst key only gets better, so a group looks at as many newcomers at once as it has threads, and only
 /// those that beat the worst take their turn.
@@ -190,15 +244,17 @@ template <class Group, class Gate, class Score, class Name>
 KVPOLICY_HOST_DEVICE std::int32_t contest_chunk(const Group& group, const chunk_places& chunk,
                                                 const Gate& gate, position_t base, std::int32_t tokens,
                                                 std::int32_t kept, Score&& score, Name&& name,
-                                                std::int32_t rows) {
+                                                std::int32_t rows, std::int32_t* pinned = nullptr) {
     const HeadRule& rule = chunk.of.rule;
     const position_t limit = chunk.of.rebase_limit;
     const bool still = rule.decay_step == 1;
     const position_t first =
         position_t{rule.sinks} + rule.window - base;  // the first token at which a key leaves
-    if (rule.budget == 0 || first >= tokens) {
+    if ((rule.budget == 0 && !holds_keys<Gate>) || first >= tokens) {
         return kept;
     }
+    const auto places = contested(chunk.of, gate);
+    [[maybe_unused]] std::int32_t outside = pinned != nullptr ? *pinned : 0;
     ranked_place worst;
     position_t known_for = -1;  // the base of priorities that `worst` and the records belong to
     for (std::int32_t j = first > 0 ? static_cast<std::int32_t>(first) : 0; j < tokens;) {
@@ -210,10 +266,13 @@ KVPOLICY_HOST_DEVICE std::int32_t contest_chunk(const Group& group, const chunk_
         ranked_place mine;
         float my_score = 0.0f;
         bool waits = group.rank() < count;
+        [[maybe_unused]] bool stays = false;
         if (waits) {
+            const position_t u = q + group.rank() - rule.window;
             my_score = score(j + group.rank());
-            mine = chunk.of.rank(my_score, q + group.rank() - rule.window, -1, q + group.rank());
-            waits = gate.open(my_score, rule);
+            mine = chunk.of.rank(my_score, u, -1, q + group.rank());
+            stays = holds(gate, u);
+            waits = !stays && rule.budget != 0 && gate.open(my_score, rule);
         }
         const auto put = [&](std::int32_t place, position_t u, float s) {
             const std::int32_t key = name(u);
@@ -222,21 +281,36 @@ KVPOLICY_HOST_DEVICE std::int32_t contest_chunk(const Group& group, const chunk_
             chunk.of.score[place] = s;
             chunk.of.position[place] = u;
         };
-        if (kept < rule.budget) {
+        if (holds_keys<Gate> || kept < rule.budget) {
             // The first of those that wait take the free places, all at once.
-            const std::int32_t before = group.before(waits), waiting = group.count(waits);
-            const std::int32_t free = rule.budget - kept;
+            std::int32_t before = group.before(waits), waiting = group.count(waits);
+            std::int32_t free = rule.budget - kept;
+            if constexpr (holds_keys<Gate>) {
+                free += outside;
+            }
             const bool takes = waits && before < free;
-            if (takes) {
+            std::int32_t taken = waiting < free ? waiting : free;
+            if constexpr (holds_keys<Gate>) {
+                before = group.before(takes || stays);
+                const std::int32_t staying = group.count(stays), tiles = tiles_of_places(kept);
+                outside += staying;
+                taken += staying;
+                if (group.rank() == 0) {  // tiles of keys that do not compete
+                    for (std::int32_t tile = tiles; tile < tiles_of_places(kept + taken); ++tile) {
+                        chunk.record[tile] = -1;
+                    }
+                }
+            }
+            if (takes || stays) {
                 put(kept + before, q + group.rank() - rule.window, my_score);
             }
             group.sync();
-            kept += waiting < free ? waiting : free;
+            kept += taken;
             waits = waits && !takes;
         }
         while (group.count(waits) != 0) {
             if (!still || known_for != priority_base(q, limit)) {
-                worst = worst_of_tiles(group, chunk.of, chunk.record, 0, 1, kept, q);
+                worst = worst_of_tiles(group, places, chunk.record, 0, 1, kept, q);
                 group.sync();
                 known_for = priority_base(q, limit);
             }
@@ -254,12 +328,17 @@ KVPOLICY_HOST_DEVICE std::int32_t contest_chunk(const Group& group, const chunk_
             }
             group.sync();
             if (still) {
-                worst = worst_after(group, chunk.of, chunk.record, kept, q, chunk.of.at(place, q));
+                worst = worst_after(group, places, chunk.record, kept, q, chunk.of.at(place, q));
                 group.sync();
             }
             waits = waits && group.rank() > winner;
         }
         j += static_cast<std::int32_t>(count);
+    }
+    if constexpr (holds_keys<Gate>) {
+        if (pinned != nullptr) {
+            *pinned = outside;
+        }
     }
     return kept;
 }

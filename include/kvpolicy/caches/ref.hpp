@@ -109,6 +109,7 @@ struct LayerRef {
         nullptr;  // [slots, kv_heads]: of these, keys that a keep part holds; null without one
     std::int32_t* victim = nullptr;    // [slots, kv_heads]: the worst place, or -1 where not known
     std::int32_t* proposed = nullptr;  // [slots]: tokens that wait in the spare rows
+    std::int32_t* taken = nullptr;     // [slots]: tokens that advance() has not counted; on the host alone
     float* state = nullptr;            // [slots, kv_heads, state_size]
     std::int64_t state_size = 0;
     scorer_type scorer;
@@ -116,6 +117,8 @@ struct LayerRef {
     typename P::keep_type keep;
     typename P::selection_type selection;
     typename P::eviction_type eviction;
+    const std::int32_t* read_pages =
+        nullptr;  // [kv_heads], for selection: selection.pages where a device can read it
     // For an eviction part: the last queries of every head, that of position t in row t mod observing, and those of proposed tokens.
     T* queries = nullptr;        // [slots, kv_heads, observing, group, dim_k]
     T* spare_queries = nullptr;  // [slots, kv_heads, proposals, group, dim_k]
@@ -140,6 +143,20 @@ struct LayerRef {
     }
 };
 
+template <Storage T>
+struct Slab;
+
+/// The rows of a FixedBudgetCache as pages of one slab, each in its place, for calls on a device that read chosen pages.
+template <Storage T>
+struct PlacedPages {
+    Slab<T>* slab = nullptr;               // [1]
+    std::int32_t* table = nullptr;         // [slots, rows / page_rows]
+    std::int32_t* held = nullptr;          // [slots, kv_heads]
+    std::int32_t* free_count = nullptr;    // [1]: 0, nothing is ever taken
+    std::int64_t* table_offset = nullptr;  // [kv_heads + 1]
+    std::int64_t* tile_offset = nullptr;   // [kv_heads + 1]
+};
+
 /// One layer of a FixedBudgetCache. Rows are [slots, row_offset[kv_heads], D]: head h of slot b has the rows
 /// b * rows + row_offset[h] ... row_offset[h + 1], [sinks | ring | long-range | spare]. Every row has its logical position
 /// and its score; rows that are not in use may hold anything.
@@ -160,6 +177,7 @@ struct FixedBudgetRef : LayerRef<P, T> {
     // each tile of places, true where `victim` is known.
     std::uint32_t* arrivals = nullptr;     // [slots, kv_heads]
     std::int32_t* tile_victims = nullptr;  // [slots, tiles(rows, kv_heads)]
+    PlacedPages<T> placed;                 // with a selection
 
     /// Tiles of one slot, with one more for every head, since its rows begin anywhere in a tile.
     KVPOLICY_HOST_DEVICE static constexpr std::int64_t tiles(std::int64_t rows, std::int64_t heads) {

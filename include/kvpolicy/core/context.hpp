@@ -39,6 +39,7 @@ class host {
     /// more threads than the system gives; without exceptions the standard library ends the process in that case.
     explicit host(int threads = 0, isa set = detected_isa()) : set_(set) {
         detail::require(threads >= 0 && threads <= 4096, "host threads", threads, "0 (all) to 4096");
+        detail::require(set <= isa::avx2, "host isa", static_cast<int>(set), "isa::portable or isa::avx2");
         detail::require(set <= detected_isa(), "host isa", "avx2", "one that this processor has (portable)");
         if (threads == 0) {
             const unsigned all = std::thread::hardware_concurrency();

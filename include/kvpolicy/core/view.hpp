@@ -7,6 +7,7 @@
 
 #include <cstddef>
 #include <cstdint>
+#include <limits>
 #include <type_traits>
 
 namespace kvpolicy {
@@ -118,18 +119,24 @@ struct Sequences {
 };
 
 /// The active sequences of one call on a cache. Entry i of q, k, v and out belongs to cache slot slots[i] (default: i)
-/// and brings q_len[i] tokens (default: `length`); 0 leaves that slot untouched. Slots that no entry names are untouched.
+/// and brings q_len[i] tokens (default: `length`); 0 leaves that slot untouched. Slots that no entry names are untouched. Where
+/// neither is set an entry brings one token; a call that takes chunks then refuses tensors of more.
 struct Batch {
+    static constexpr std::int32_t not_set = std::numeric_limits<std::int32_t>::min();
+
     std::int32_t count = 0;
     const std::int32_t* slots = nullptr;  // [count], all different
     const std::int32_t* q_len = nullptr;  // [count], 0 to the views' length
-    std::int32_t length = 1;
+    std::int32_t length = not_set;
 
     KVPOLICY_HOST_DEVICE constexpr std::int32_t slot(std::int64_t i) const {
         return slots ? slots[i] : static_cast<std::int32_t>(i);
     }
     KVPOLICY_HOST_DEVICE constexpr std::int32_t tokens(std::int64_t i) const {
-        return q_len ? q_len[i] : length;
+        return q_len ? q_len[i] : length_or_one();
+    }
+    KVPOLICY_HOST_DEVICE constexpr std::int32_t length_or_one() const {
+        return length == not_set ? 1 : length;
     }
 };
 

@@ -11,6 +11,7 @@
 #include <kvpolicy/cuda/kernels/attend.cuh>
 #include <kvpolicy/cuda/kernels/attention_plan.cuh>
 #include <kvpolicy/cuda/launch.cuh>
+#include <kvpolicy/cuda/tensor_map.cuh>
 
 #include <algorithm>
 #include <cstddef>
@@ -143,6 +144,16 @@ class attend_call {
         call_.tile_q = rows / call_.heads;
     }
 
+    /// Maps of the first segment, where a call may use them and TMA can read it.
+    [[nodiscard]] attend_boxes boxes() const {
+        attend_boxes maps;
+        const key_rows<T>& rows = call_.problem.rows;
+        maps.there = options_.boxes && rows.first_row == nullptr &&
+                     make_tensor_map(rows.k, attend_boxes::box_rows, maps.k) &&
+                     make_tensor_map(rows.v, attend_boxes::box_rows, maps.v);
+        return maps;
+    }
+
     template <int Dim, bool General>
     void run_rounds() {
         const std::int32_t tiles = (call_.problem.length + call_.tile_q - 1) / call_.tile_q;
@@ -172,7 +183,8 @@ class attend_call {
         if (hopper_) {
             const std::int64_t processors = device_.attribute(cudaDevAttrMultiProcessorCount);
             launch("attend_hopper_kernel", attend_hopper_kernel<Hopper>, std::min(count, processors),
-                   Hopper::threads, attend_hopper_shared_bytes<Hopper>(), on_, call_, counters_ + round);
+                   Hopper::threads, attend_hopper_shared_bytes<Hopper>(), on_, call_, boxes(),
+                   counters_ + round);
         } else {
             launch("attend_kernel", attend_kernel<Portable>, count, Portable::threads,
                    attend_block_shared_bytes<Portable>(), on_, call_);

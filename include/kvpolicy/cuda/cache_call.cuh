@@ -50,10 +50,22 @@ constexpr void require_device_policy() {
                   "kvpolicy: on CUDA a cache takes a policy whose scores do not come from attention (H2O, "
                   "TOVA and SnapKV "
                   "run on the host)");
-    static_assert(!P::has_selection, "kvpolicy: on CUDA a cache takes a policy without a selection part");
     static_assert(
         has_device_scorer<asked_scorer<P>>,
         "kvpolicy: on CUDA a cache takes given scores, a LinearScorer, an MlpScorer or an mLSTMScorer");
+}
+
+/// Refuses pages that kernels cannot read, of a pool of at most `pages` pages.
+template <class P>
+void check_selection([[maybe_unused]] const P& policy, [[maybe_unused]] std::int32_t page_rows,
+                     [[maybe_unused]] std::int64_t pages) {
+    if constexpr (P::has_selection) {
+        const std::int32_t rows = policy.selection().page_rows();
+        detail::require(rows % stream_tile == 0, "rows of a selection's page", rows,
+                        [] { return detail::text("a multiple of ", stream_tile, " on CUDA"); });
+        const std::int64_t all = pages * (page_rows / rows);
+        detail::require(all <= 0x7fffffff, "pages of the selection in a layer", all, "below 2^31");
+    }
 }
 
 /// What the host refuses, as far as no device memory must be read. `tokens` is the most of an entry.
@@ -64,8 +76,9 @@ void check_cache_call(const Cache& cache, const Batch& batch, std::int32_t token
     check_on_device(cache);
     detail::require(batch.count >= 0 && batch.count <= cache.slots, "batch.count", batch.count,
                     [&] { return detail::text("0 to the cache's slots, ", cache.slots); });
-    detail::require(batch.q_len != nullptr || (batch.length >= 0 && batch.length <= tokens), "batch.length",
-                    batch.length, [&] { return detail::text("0 to ", tokens); });
+    const std::int32_t length = batch.length_or_one();
+    detail::require(batch.q_len != nullptr || (length >= 0 && length <= tokens), "batch.length", length,
+                    [&] { return detail::text("0 to ", tokens); });
     host_backend::check_rows("q", q, batch.count, query_heads, tokens, cache.dim_k);
     host_backend::check_rows("out", out, batch.count, query_heads, tokens, cache.dim_v);
     host_backend::check_lse(lse, batch.count, query_heads, tokens);
@@ -87,7 +100,10 @@ void check_cache_call(const Cache& cache, const Batch& batch, std::int32_t token
     check_aligned("v", v);
     detail::require(extras.cu_seqlens == nullptr, "extras.cu_seqlens", "given",
                     "null on CUDA: entries of different lengths have batch.q_len");
+    host_backend::check_scores_wanted<P>(extras);
     if constexpr (scores_given<P>) {
+        detail::require(static_cast<bool>(extras.scores) || tokens == 0, "extras.scores", "null",
+                        "fp32 scores, since this policy's scores are given");
         host_backend::check_plane("extras.scores", extras.scores, batch.count, cache.kv_heads, tokens);
     }
 }

@@ -28,16 +28,6 @@ template <class P, class T>
 dual_view<T> view_of(const DualRef<P, T>& cache) {
     return dual_view<T>(cache);
 }
-/// The most rows of a head.
-template <class P, class T>
-std::int64_t most_rows_of(const FixedBudgetRef<P, T>& cache) {
-    return cache.longest;
-}
-template <class P, class T>
-std::int64_t most_rows_of(const DualRef<P, T>& cache) {
-    return cache.most_rows;
-}
-
 /// A chunk of at most `tokens` tokens an entry.
 template <class Cache, class Dims>
 class cache_chunk_call {
@@ -47,6 +37,7 @@ class cache_chunk_call {
     using Scorer = asked_scorer<P>;
     static constexpr bool scored = scored_before<Scorer> || scores_by_warp<Scorer>;
     static constexpr bool paged = Cache::pooled;
+    static constexpr bool retains = P::ranked || P::has_keep;  // keys may live on after their window
 
   public:
     cache_chunk_call(const cuda& on, const Cache& cache, std::int32_t count, std::int32_t tokens)
@@ -54,20 +45,16 @@ class cache_chunk_call {
           device_(on),
           ref_(cache),
           call_{.cache = view_of(cache)},
-          gate_(cache.gate),
+          gate_(gate_in<P>(cache)),
           scorer_(scorer_of<P>(cache.scorer)) {
-        if constexpr (paged) {
-            require_device_dual<P>();
-        } else {
-            require_device_policy<P>();
-        }
+        require_device_policy<P>();
         call_.batch.count = count;
         call_.tokens.most = tokens;
         call_.on_leaving = Scorer::when == score_time::on_leaving;
         call_.longest = static_cast<std::int32_t>(most_rows_of(cache));
         call_.tiles = detail::tiles_of_places(call_.longest);
         constexpr std::size_t most_shared = 96 * 1024;  // what every card has
-        call_.contest_in_shared = P::ranked && contest_bytes(call_.longest, call_.tiles) <= most_shared;
+        call_.contest_in_shared = retains && contest_bytes(call_.longest, call_.tiles) <= most_shared;
         detail::require(heads() * std::max<std::int64_t>(tokens, 1) <= 0x7fffffff, "entries x heads x tokens",
                         heads() * tokens, "below 2^31: split the batch");
     }
@@ -81,11 +68,17 @@ class cache_chunk_call {
         call_.position = parts.take<std::int32_t>(rows);
         call_.past_expiry = parts.take<expiry_t>(rows);
         call_.chunk_expiry = parts.take<expiry_t>(tokens);
-        call_.place_score = parts.take<float>(P::ranked ? rows : 0);
-        call_.place_position = parts.take<position_t>(P::ranked ? rows : 0);
-        call_.holder = parts.take<std::int32_t>(P::ranked ? rows : 0);
-        call_.record = parts.take<std::int32_t>(P::ranked ? heads() * call_.tiles : 0);
+        call_.place_score = parts.take<float>(retains ? rows : 0);
+        call_.place_position = parts.take<position_t>(retains ? rows : 0);
+        call_.holder = parts.take<std::int32_t>(retains ? rows : 0);
+        call_.record = parts.take<std::int32_t>(retains ? heads() * call_.tiles : 0);
         call_.kept = parts.take<std::int32_t>(heads());
+        if constexpr (P::has_keep) {
+            call_.pinned = parts.take<std::int32_t>(heads());
+        }
+        if constexpr (P::has_selection) {
+            call_.kept_before = parts.take<std::int32_t>(heads());
+        }
         computed_ = parts.take<float>(scored ? tokens : 0);
         state_ = parts.take<float>(heads() * call_.cache.state_size);
         if constexpr (paged) {
@@ -115,6 +108,7 @@ class cache_chunk_call {
         }
         attend(q, out, extras.lse);
         write();
+        remember(q, false);
     }
 
     void propose(const Batch& batch, const rows_view<const T>& q, const rows_view<const T>& k,
@@ -126,6 +120,7 @@ class cache_chunk_call {
         attend(q, out, extras.lse);
         launch("chunk_propose_kernel", chunk_propose_kernel<View>, heads() * chunk_pieces, chunk_threads, 0,
                on_, call_);
+        remember(q, true);
     }
 
     void commit(const Batch& batch, workspace_view workspace, std::uint32_t* status) {
@@ -133,6 +128,7 @@ class cache_chunk_call {
         call_.tokens.spare = true;
         decide(true);
         write();
+        remember({}, false);
     }
 
   private:
@@ -174,8 +170,8 @@ class cache_chunk_call {
                                                           .scorer = scorer_});
         }
         const std::size_t shared = call_.contest_in_shared ? contest_bytes(call_.longest, call_.tiles) : 0;
-        launch("chunk_decide_kernel", chunk_decide_kernel<View, typename P::gate_type>, heads(),
-               chunk_threads, shared, on_, call_, gate_);
+        launch("chunk_decide_kernel", chunk_decide_kernel<View, gate_of<P>>, heads(), chunk_threads, shared,
+               on_, call_, gate_);
         if constexpr (paged) {
             launch("dual_chunk_plan_kernel", dual_chunk_plan_kernel<T>, call_.batch.count == 0 ? 0 : 1,
                    admit_threads, 0, on_, call_, missing_, writes);
@@ -183,12 +179,23 @@ class cache_chunk_call {
     }
 
     void write() {
-        if constexpr (P::ranked) {
+        if constexpr (retains) {
             launch("chunk_places_kernel", chunk_places_kernel<View>, heads() * chunk_pieces, chunk_threads, 0,
                    on_, call_);
         }
         launch("chunk_recent_kernel", chunk_recent_kernel<View>, heads() * chunk_pieces, chunk_threads, 0,
                on_, call_);
+        if constexpr (P::has_selection) {
+            launch("chunk_bounds_kernel", chunk_bounds_kernel<View>, heads() * chunk_pieces, chunk_threads, 0,
+                   on_, call_);
+        }
+    }
+    /// Keeps the tokens' queries for an eviction part: those of a call, or without any the proposed ones.
+    void remember([[maybe_unused]] const rows_view<const T>& q, [[maybe_unused]] bool proposed) {
+        if constexpr (P::has_eviction) {
+            launch("chunk_queries_kernel", chunk_queries_kernel<View>, heads() * chunk_pieces, chunk_threads,
+                   0, on_, call_, q, proposed);
+        }
     }
 
     /// Calls body(attend_call) for attention of the chunk over the cache's rows and itself; with null queries for its sizes only.
@@ -252,7 +259,7 @@ class cache_chunk_call {
     device_scope device_;
     const Cache& ref_;
     chunk_launch<View> call_;
-    typename P::gate_type gate_;
+    gate_of<P> gate_;
     Scorer scorer_;
     float* computed_ = nullptr;
     float* state_ = nullptr;
@@ -265,7 +272,7 @@ class cache_chunk_call {
 
 /// The most tokens that an entry of a call may bring.
 inline std::int32_t most_tokens(const Batch& batch, std::int32_t length) {
-    return batch.q_len != nullptr ? length : std::min(length, std::max(batch.length, 0));
+    return batch.q_len != nullptr ? length : std::min(length, std::max(batch.length_or_one(), 0));
 }
 
 }  // namespace cuda_backend
@@ -286,6 +293,7 @@ template <class Dims, class Cache, class T>
 void prefill_chunk(const cuda& on, const Cache& cache, const Batch& batch, const rows_view<const T>& q,
                    const rows_view<const T>& k, const rows_view<const T>& v, const rows_view<T>& out,
                    workspace_view workspace, std::uint32_t* status, const CacheExtras& extras) {
+    host_backend::check_chunk_length(batch, q.length);
     const std::int32_t tokens = most_tokens(batch, q.length);
     check_cache_call(cache, batch, tokens, q, k, v, out, extras);
     cache_chunk_call<Cache, Dims>(on, cache, batch.count, tokens)
@@ -296,6 +304,7 @@ template <class Dims, class Cache, class T>
 void propose_chunk(const cuda& on, const Cache& cache, const Batch& batch, const rows_view<const T>& q,
                    const rows_view<const T>& k, const rows_view<const T>& v, const rows_view<T>& out,
                    workspace_view workspace, std::uint32_t* status, const CacheExtras& extras) {
+    host_backend::check_chunk_length(batch, q.length);
     const std::int32_t tokens = most_tokens(batch, q.length);
     detail::require(tokens <= cache.proposals, "q.length", tokens, [&] {
         return detail::text("at most the cache's proposals, ", cache.proposals, " (CacheShape::proposals)");
@@ -311,9 +320,10 @@ void commit_chunk(const cuda& on, const Cache& cache, const Batch& batch, worksp
     check_on_device(cache);
     detail::require(batch.count >= 0 && batch.count <= cache.slots, "batch.count", batch.count,
                     [&] { return detail::text("0 to the cache's slots, ", cache.slots); });
-    detail::require(batch.q_len != nullptr || (batch.length >= 0 && batch.length <= cache.proposals),
-                    "batch.length", batch.length,
-                    [&] { return detail::text("0 to the cache's proposals, ", cache.proposals); });
+    detail::require(
+        batch.q_len != nullptr || (batch.length_or_one() >= 0 && batch.length_or_one() <= cache.proposals),
+        "batch.length", batch.length_or_one(),
+        [&] { return detail::text("0 to the cache's proposals, ", cache.proposals); });
     cache_chunk_call<Cache, Dims>(on, cache, batch.count, most_tokens(batch, cache.proposals))
         .commit(batch, workspace, status);
 }

@@ -29,6 +29,10 @@ void FixedBudgetCache<P, T>::bind(const cuda& on, void* buffer, std::size_t buff
     namespace cb = cuda_backend;
     cb::require_device_policy<P>();
     detail::require(!this->rules_.empty(), "cache", "moved from", "one that still has its policy");
+    for (std::int32_t layer = 0; layer < this->shape_.layers; ++layer) {
+        cb::check_selection(this->policy_, this->shape_.page_rows,
+                            this->shape_.slots * (rows(layer) / this->shape_.page_rows));
+    }
     detail::require(buffer != nullptr, "buffer", "null", "device memory of bytes().total()");
     detail::require(buffer_bytes >= this->bytes_.total(), "buffer_bytes", buffer_bytes,
                     [&] { return detail::text("at least bytes().total() = ", this->bytes_.total()); });
@@ -46,6 +50,11 @@ void FixedBudgetCache<P, T>::bind(const cuda& on, void* buffer, std::size_t buff
     copy(this->rules_at_, this->rules_.data(), this->rules_.size() * sizeof(HeadRule));
     copy(offsets_at_, row_offset_.data(), row_offset_.size() * sizeof(std::int64_t));
     copy(refs_at_, refs.data(), refs.size() * sizeof(ref_type));
+    if constexpr (P::has_selection) {
+        copy(this->read_pages_at_, this->read_pages_.data(), this->read_pages_.size() * sizeof(std::int32_t));
+        cb::launch("place_pages_kernel", cb::place_pages_kernel<P, T>, this->shape_.layers, cb::slot_threads,
+                   0, on, this->template at<const ref_type>(refs_at_));
+    }
     const std::int64_t heads = std::int64_t{this->shape_.layers} * this->shape_.slots * this->shape_.kv_heads;
     cb::launch("clear_slots_kernel", cb::clear_slots_kernel<ref_type>, heads, cb::slot_threads, 0, on,
                this->template at<const ref_type>(refs_at_), this->shape_.kv_heads, 0, this->shape_.slots,
@@ -160,6 +169,9 @@ void FixedBudgetCache<P, T>::for_each_slice(const FixedBudgetCache& other, std::
         slice(a.v, b.v, a.rows * a.dim_v);
         slice(a.position, b.position, a.rows);
         slice(a.score, b.score, a.rows);
+        if constexpr (P::has_selection) {
+            slice(a.bounds, b.bounds, a.rows / a.selection.page_rows() * 2 * a.dim_k);
+        }
         slice(a.kept, b.kept, a.kv_heads);
         slice(a.victim, b.victim, a.kv_heads);
         slice(a.state, b.state, a.kv_heads * a.state_size);

@@ -3,6 +3,7 @@
 
 #include <kvpolicy/cuda/cache_call.cuh>
 #include <kvpolicy/cuda/config.cuh>
+#include <kvpolicy/cuda/dual_step.cuh>
 #include <kvpolicy/cuda/kernels/cache_score.cuh>
 #include <kvpolicy/cuda/kernels/cache_step.cuh>
 #include <kvpolicy/cuda/launch.cuh>
@@ -124,7 +125,9 @@ template <class Dims, class P, class T, class Body>
 void with_step_call(const cuda& on, const FixedBudgetRef<P, T>& cache, std::int32_t count, const Body& body) {
     require_device_policy<P>();
     const device_scope device(on);
-    if constexpr (is_half<T>) {
+    if constexpr (P::has_selection) {
+        with_dual_step_call<Dims>(on, cache, count, body);  // chosen pages are read as a DualCache's
+    } else if constexpr (is_half<T>) {
         const std::int32_t dim = std::max(cache.dim_k, cache.dim_v);
         const int tile = fitting_tile(Dims{}, dim);
         detail::require(tile != 0, "head_dim", dim, "at most the largest of the call's head_dims, and 256");

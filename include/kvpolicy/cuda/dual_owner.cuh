@@ -5,6 +5,7 @@
 #include <kvpolicy/cuda/config.cuh>
 #include <kvpolicy/cuda/dual_step.cuh>
 #include <kvpolicy/cuda/kernels/cache_slots.cuh>
+#include <kvpolicy/cuda/kernels/dual_evict.cuh>
 #include <kvpolicy/cuda/kernels/dual_moves.cuh>
 #include <kvpolicy/cuda/kernels/dual_slots.cuh>
 #include <kvpolicy/cuda/kernels/dual_snapshot.cuh>
@@ -29,10 +30,12 @@ template <AnyPolicy P, Storage T>
 template <class Build>
 void DualCache<P, T>::bind(const cuda& on, void* buffer, std::size_t buffer_bytes) {
     namespace cb = cuda_backend;
-    cb::require_device_dual<P>();
+    cb::require_device_policy<P>();
     detail::require(!this->rules_.empty(), "cache", "moved from", "one that still has its policy");
     detail::require(this->shape_.page_rows % cb::stream_tile == 0, "page_rows", this->shape_.page_rows,
                     [&] { return detail::text("a multiple of ", cb::stream_tile, " on CUDA"); });
+    cb::check_selection(this->policy_, this->shape_.page_rows,
+                        std::int64_t{pool_.slab_pages} * pool_.most_slabs);
     detail::require(buffer != nullptr, "buffer", "null", "device memory of bytes().total()");
     detail::require(buffer_bytes >= this->bytes_.total(), "buffer_bytes", buffer_bytes,
                     [&] { return detail::text("at least bytes().total() = ", this->bytes_.total()); });
@@ -50,6 +53,9 @@ void DualCache<P, T>::bind(const cuda& on, void* buffer, std::size_t buffer_byte
                   "cudaMemcpyAsync");
     };
     copy(this->rules_at_, this->rules_);
+    if constexpr (P::has_selection) {
+        copy(this->read_pages_at_, this->read_pages_);
+    }
     copy(offsets_at_, table_offset_);
     copy(tiles_at_, tile_offset_);
     copy(refs_at_, refs);
@@ -121,6 +127,64 @@ void DualCache<P, T>::clear(const cuda& on, std::int32_t slot) {
                this->template at<const ref_type>(refs_at_), this->shape_.kv_heads, slot, 1, false);
 }
 
+inline namespace KVPOLICY_CUDA_NAMESPACE KVPOLICY_HIDDEN {
+namespace cuda_backend {
+
+/// Takes the parts of evict's workspace; with null only measures.
+template <class T>
+std::size_t lay_out_eviction(evict_memory<T>& memory, void* data, std::int64_t kv_heads,
+                             std::int64_t queries) {
+    workspace_parts parts(data);
+    memory.order = parts.take<std::int32_t>(kv_heads * memory.rows);
+    memory.mass = parts.take<double>(kv_heads * memory.rows);
+    memory.keys = parts.take<std::uint64_t>(kv_heads * memory.rows);
+    memory.top = parts.take<typename evict_memory<T>::Real>(kv_heads * queries);
+    memory.weight = parts.take<double>(kv_heads * queries);
+    memory.dropped = parts.take<unsigned long long>(3);
+    return parts.bytes();
+}
+
+}  // namespace cuda_backend
+}  // namespace KVPOLICY_HIDDEN
+
+template <AnyPolicy P, Storage T>
+template <class Build>
+std::size_t DualCache<P, T>::evict_workspace_bytes(const cuda& /*on*/) const requires P::has_eviction {
+    this->require_memory(true);
+    cuda_backend::evict_memory<T> memory{.rows = most_rows()};
+    return cuda_backend::lay_out_eviction(memory, nullptr, this->shape_.kv_heads,
+                                          std::int64_t{this->policy_.eviction().observing} *
+                                              (this->shape_.query_heads / this->shape_.kv_heads));
+}
+
+template <AnyPolicy P, Storage T>
+template <class Build>
+void DualCache<P, T>::evict(const cuda& on, const Batch& batch, workspace_view workspace,
+                            EvictionReport* reports, std::uint32_t* status) requires P::has_eviction {
+    namespace cb = cuda_backend;
+    this->require_memory(true);
+    detail::require(batch.count >= 0 && batch.count <= this->shape_.slots, "batch.count", batch.count,
+                    [&] { return detail::text("0 to the cache's slots, ", this->shape_.slots); });
+    cb::check_workspace(workspace, this->template evict_workspace_bytes<Build>(on));
+    if (batch.count == 0) {
+        return;
+    }
+    const cb::device_scope device(on);
+    const std::int32_t group = this->shape_.query_heads / this->shape_.kv_heads;
+    const std::size_t row = static_cast<std::size_t>(this->shape_.dim_k + this->shape_.dim_v) * sizeof(T);
+    cb::evict_memory<T> memory{.rows = most_rows()};
+    memory.staged = static_cast<std::int32_t>(std::clamp<std::size_t>(16384 / row, 4, 32));
+    cb::lay_out_eviction(memory, workspace.data, this->shape_.kv_heads,
+                         std::int64_t{this->policy_.eviction().observing} * group);
+    const std::size_t shared =
+        std::max(static_cast<std::size_t>(memory.staged) * row,
+                 static_cast<std::size_t>(cb::evict_tile) * static_cast<std::size_t>(this->shape_.dim_k) *
+                     sizeof(compute_t<T>));
+    cb::launch_cooperative("dual_evict_kernel", cb::dual_evict_kernel<P, T>, 4, device, cb::admit_threads,
+                           shared, on, this->template at<const ref_type>(refs_at_), this->shape_.layers,
+                           batch, memory, reports, status);
+}
+
 template <AnyPolicy P, Storage T>
 template <class Build>
 void DualCache<P, T>::advance(const cuda& on, const Batch& batch, std::uint32_t* status) {
@@ -153,6 +217,10 @@ void move_dual_slots(const cuda& on, const DualRef<P, T>* refs, const DualRef<P,
            status);
     launch("dual_inherit_kernel", dual_inherit_kernel<P, T>, heads, threads, 2 * moves_bytes + scratch, on,
            refs, moves, refused);
+    if constexpr (P::has_eviction) {
+        launch("dual_queries_kernel", dual_queries_kernel<P, T>, heads * pieces, threads,
+               moves_bytes + scratch, on, refs, moves, pieces, refused);
+    }
     launch("dual_share_kernel", dual_share_kernel<P, T>, 1, admit_threads, 0, on, refs, layers, moves,
            refused);
     launch("dual_copy_kernel", dual_copy_kernel<P, T>, heads * pieces, slot_threads, 0, on, refs, moves,
@@ -351,6 +419,10 @@ std::size_t DualCache<P, T>::snapshot(const cuda& on, std::int32_t slot, void* b
         const ref_type a = ref(layer), b = copy.cache.ref(layer);
         staged.copy(b.state, a.state + std::int64_t{slot} * a.kv_heads * a.state_size,
                     static_cast<std::size_t>(a.kv_heads * a.state_size));
+        if constexpr (P::has_eviction) {
+            const std::int64_t queries = std::int64_t{a.kv_heads} * a.eviction.observing * a.group * a.dim_k;
+            staged.copy(b.queries, a.queries + slot * queries, static_cast<std::size_t>(queries));
+        }
     }
     cb::check(cudaStreamSynchronize(on.stream), "cudaStreamSynchronize");
     for_each_row(copy, [&](const auto& rows, std::int32_t r, std::int64_t at) {
@@ -405,6 +477,10 @@ void DualCache<P, T>::restore(const cuda& on, std::int32_t slot, const void* blo
     const std::int64_t heads = std::int64_t{this->shape_.layers} * this->shape_.kv_heads;
     cb::launch("dual_slot_rows_kernel", cb::dual_slot_rows_kernel<P, T>, heads * pieces, cb::slot_threads, 0,
                on, refs, slot, staged.rows, pieces, true);
+    if constexpr (P::has_selection) {
+        cb::launch("dual_slot_bounds_kernel", cb::dual_slot_bounds_kernel<P, T>, heads * pieces,
+                   cb::slot_threads, 0, on, refs, slot, staged.rows.first, pieces);
+    }
     for (std::int32_t layer = 0; layer < this->shape_.layers; ++layer) {
         const ref_type a = ref(layer), b = copy.cache.ref(layer);
         const std::int64_t at = std::int64_t{slot} * a.kv_heads;
@@ -413,6 +489,13 @@ void DualCache<P, T>::restore(const cuda& on, std::int32_t slot, const void* blo
         staged.copy(a.kept + at, b.kept, count);
         staged.copy(a.victim + at, b.victim, count);
         staged.copy(a.proposed + slot, b.proposed, 1);
+        if constexpr (P::has_keep) {
+            staged.copy(a.pinned + at, b.pinned, count);
+        }
+        if constexpr (P::has_eviction) {
+            const std::int64_t queries = std::int64_t{a.kv_heads} * a.eviction.observing * a.group * a.dim_k;
+            staged.copy(a.queries + slot * queries, b.queries, static_cast<std::size_t>(queries));
+        }
     }
     staged.copy(ref(0).length + slot, copy.cache.ref(0).length, 1);
     cb::check(cudaStreamSynchronize(on.stream), "cudaStreamSynchronize");  // host memory may go

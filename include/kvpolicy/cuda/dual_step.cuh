@@ -2,41 +2,73 @@
 #pragma once
 
 #include <kvpolicy/caches/dual.hpp>
+#include <kvpolicy/caches/fixed_budget.hpp>
 #include <kvpolicy/cuda/cache_call.cuh>
 #include <kvpolicy/cuda/config.cuh>
 #include <kvpolicy/cuda/kernels/cache_score.cuh>
+#include <kvpolicy/cuda/kernels/choose_pages.cuh>
 #include <kvpolicy/cuda/kernels/dual_step.cuh>
 #include <kvpolicy/cuda/launch.cuh>
 
 #include <algorithm>
+#include <cmath>
 #include <cstddef>
 #include <cstdint>
+#include <type_traits>
 
 namespace kvpolicy {
 inline namespace KVPOLICY_CUDA_NAMESPACE KVPOLICY_HIDDEN {
 namespace cuda_backend {
 
+/// A policy's gate as kernels take it: with its keep part, if it has one.
 template <class P>
-constexpr void require_device_dual() {
-    require_device_policy<P>();
-    static_assert(!P::has_keep, "kvpolicy: on CUDA a DualCache takes a policy without a keep part");
-    static_assert(!P::has_eviction, "kvpolicy: on CUDA a DualCache takes a policy without an eviction part");
+using gate_of =
+    std::conditional_t<P::has_keep, detail::held_gate<typename P::gate_type, typename P::keep_type>,
+                       typename P::gate_type>;
+template <class P, class Cache>
+gate_of<P> gate_in(const Cache& cache) {
+    if constexpr (P::has_keep) {
+        return {cache.gate, cache.keep};
+    } else {
+        return cache.gate;
+    }
 }
 
-/// A step, or attention alone, with kernels of these sizes.
-template <class Rows, class P>
+/// Pages of a selection that `rows` rows take.
+template <class Cache>
+std::int64_t bound_pages_of(const Cache& cache, std::int64_t rows) {
+    const std::int64_t size = cache.selection.page_rows();
+    return (rows + size - 1) / size;
+}
+
+/// The most rows of a head.
+template <class P, class T>
+std::int64_t most_rows_of(const FixedBudgetRef<P, T>& cache) {
+    return cache.longest;
+}
+template <class P, class T>
+std::int64_t most_rows_of(const DualRef<P, T>& cache) {
+    return cache.most_rows;
+}
+
+/// A step, or attention alone, with kernels of these sizes; of a FixedBudgetCache with a selection, too.
+template <class Rows, class Cache>
 class dual_step_call {
     using T = typename Rows::T;
-    using Gate = typename P::gate_type;
+    using P = typename Cache::policy_type;
+    using Gate = gate_of<P>;
     using Scorer = asked_scorer<P>;
-    using Launch = dual_step_launch<Rows, Gate, Scorer>;
-    static constexpr auto kernel = dual_step_kernel<Rows, Gate, Scorer>;
+    using View = std::conditional_t<P::has_selection, chosen_view<T>, dual_view<T>>;
+    using Launch = dual_step_launch<Rows, Gate, Scorer, View>;
+    static constexpr auto kernel = dual_step_kernel<Rows, Gate, Scorer, View>;
     static constexpr bool on_leaving = Scorer::when == score_time::on_leaving;
 
   public:
-    dual_step_call(const cuda& on, const device_scope& device, const DualRef<P, T>& cache, std::int32_t count)
+    dual_step_call(const cuda& on, const device_scope& device, const Cache& cache, std::int32_t count)
         : on_(on),
-          call_{.cache = dual_view<T>(cache), .gate = cache.gate, .scorer = scorer_of<P>(cache.scorer)} {
+          device_(device),
+          call_{.cache = View(cache), .gate = gate_in<P>(cache), .scorer = scorer_of<P>(cache.scorer)},
+          choose_{choice_in(cache)} {
         call_.batch.count = count;
         call_.width = Rows::width(cache.dim_v);
         call_.logits = logits_of<typename Rows::Compute>(cache.attention, cache.dim_k);
@@ -50,11 +82,16 @@ class dual_step_call {
         const std::int64_t resident =
             std::int64_t{std::max(fit, 1)} * device.attribute(cudaDevAttrMultiProcessorCount);
         // As many as the fullest cache has work for.
-        const std::int64_t tiles = (cache.most_rows + stream_tile) / stream_tile * heads() * call_.parts;
+        const std::int64_t tiles = (most_rows_of(cache) + stream_tile) / stream_tile * heads() * call_.parts;
         detail::require(tiles <= 0x7fffffff, "rows of the batch's heads, in tiles of 16", tiles,
                         "below 2^31: split the batch");
         call_.work.blocks = static_cast<std::int32_t>(
             std::clamp<std::int64_t>((tiles + dual_work::least - 1) / dual_work::least, 1, resident));
+        if constexpr (P::has_selection) {
+            choose_.most_pages = choose_.most_chosen = bound_pages_of(cache, most_rows_of(cache));
+            const float scale = cache.attention.scale;
+            choose_.scale = scale != 0.0f ? scale : 1.0f / std::sqrt(static_cast<float>(cache.dim_k));
+        }
     }
 
     /// Takes the parts of the workspace; with null only measures.
@@ -70,6 +107,15 @@ class dual_step_call {
         advanced_ = parts.take<float>(on_leaving ? heads() * call_.cache.state_size : 0);
         call_.states = parts.take<typename Rows::Compute>((call_.work.blocks + heads() * call_.parts) *
                                                           stream_state<Rows::heads>::size(call_.width));
+        if constexpr (P::has_selection) {
+            choose_.keys = parts.take<typename choose_launch<T>::Key>(heads() * choose_.most_pages);
+            choose_.chosen = parts.take<std::int32_t>(heads() * choose_.most_chosen);
+            choose_.chosen_rows = parts.take<std::int32_t>(heads());
+            choose_.taken = call_.work.taken;
+            call_.cache.chosen = choose_.chosen;
+            call_.cache.chosen_rows = choose_.chosen_rows;
+            call_.cache.most = choose_.most_chosen;
+        }
         return parts.bytes();
     }
 
@@ -116,25 +162,68 @@ class dual_step_call {
         call_.lse = lse;
         call_.status = status;
     }
-    void run() const {
+    void run() {
         if (call_.batch.count == 0) {
             return;
         }
-        launch("dual_plan_kernel", dual_plan_kernel<Rows, Gate, Scorer>, 1, admit_threads, 0, on_, call_);
-        launch("dual_step_kernel", kernel, call_.work.blocks, Rows::threads, shared_, on_, call_);
+        if constexpr (P::has_selection) {
+            launch("dual_admit_kernel", dual_admit_kernel<Rows, Gate, Scorer, View>, 1, admit_threads, 0, on_,
+                   call_);
+            if (call_.writes) {
+                launch("dual_write_kernel", dual_write_kernel<Rows, Gate, Scorer, View>, heads(),
+                       Rows::threads, 0, on_, call_);
+            }
+            choose();
+            call_.writes = false;  // what is left to do is attention
+            launch("dual_share_rows_kernel", dual_share_rows_kernel<Rows, Gate, Scorer, View>, 1,
+                   admit_threads, 0, on_, call_);
+        } else {
+            launch("dual_plan_kernel", dual_plan_kernel<Rows, Gate, Scorer, View>, 1, admit_threads, 0, on_,
+                   call_);
+        }
+        launch_early("dual_step_kernel", kernel, call_.work.blocks, Rows::threads, shared_, device_, on_,
+                     call_);
+    }
+    /// Enough blocks for the bounds of all pages to be read at the memory's rate.
+    void choose() {
+        choose_.batch = call_.batch;
+        choose_.q = call_.q;
+        choose_.added = call_.writes ? 1 : 0;
+        const std::int64_t pages = (choose_.most_pages + bound_threads - 1) / bound_threads,
+                           wanted = 8 * std::int64_t{device_.attribute(cudaDevAttrMultiProcessorCount)};
+        const auto pieces =
+            static_cast<std::int32_t>(std::clamp<std::int64_t>((wanted + heads() - 1) / heads(), 1, pages));
+        const std::size_t shared = sizeof(typename choose_launch<T>::Real) *
+                                   static_cast<std::size_t>(call_.cache.group) *
+                                   static_cast<std::size_t>(call_.cache.dim_k);
+        launch("bound_pages_kernel", bound_pages_kernel<T>, heads() * pieces, bound_threads, shared, on_,
+               choose_, pieces);
+        launch("choose_pages_kernel", choose_pages_kernel<T>, heads(), admit_threads, 0, on_, choose_);
     }
 
+    struct nothing {};
+    using Choose = std::conditional_t<P::has_selection, choose_launch<T>, nothing>;
+    static Choose choice_in([[maybe_unused]] const Cache& cache) {
+        if constexpr (P::has_selection) {
+            return {.cache = dual_view<T>(cache)};
+        } else {
+            return {};
+        }
+    }
     const cuda& on_;
+    const device_scope& device_;
     Launch call_;
+    Choose choose_;
     float* computed_ = nullptr;
     float* advanced_ = nullptr;
     std::size_t shared_ = 0;
 };
 
 /// Calls body(call) with the dual_step_call that serves the cache.
-template <class Dims, class P, class T, class Body>
-void with_step_call(const cuda& on, const DualRef<P, T>& cache, std::int32_t count, const Body& body) {
-    require_device_dual<P>();
+template <class Dims, class Cache, class Body>
+void with_dual_step_call(const cuda& on, const Cache& cache, std::int32_t count, const Body& body) {
+    using T = typename Cache::value_type;
+    require_device_policy<typename Cache::policy_type>();
     check_on_device(cache);
     const device_scope device(on);
     if constexpr (is_half<T>) {
@@ -142,13 +231,18 @@ void with_step_call(const cuda& on, const DualRef<P, T>& cache, std::int32_t cou
         const int tile = fitting_tile(Dims{}, dim);
         detail::require(tile != 0, "head_dim", dim, "at most the largest of the call's head_dims, and 256");
         with_tile(Dims{}, tile, [&](auto of) {
-            dual_step_call<ragged::tensor_rows<T, decltype(of)::value>, P> call(on, device, cache, count);
+            dual_step_call<ragged::tensor_rows<T, decltype(of)::value>, Cache> call(on, device, cache, count);
             body(call);
         });
     } else {
-        dual_step_call<ragged::plain_rows<T>, P> call(on, device, cache, count);
+        dual_step_call<ragged::plain_rows<T>, Cache> call(on, device, cache, count);
         body(call);
     }
+}
+
+template <class Dims, class P, class T, class Body>
+void with_step_call(const cuda& on, const DualRef<P, T>& cache, std::int32_t count, const Body& body) {
+    with_dual_step_call<Dims>(on, cache, count, body);
 }
 
 }  // namespace cuda_backend
@@ -166,7 +260,7 @@ template <class Dims, class P, Storage T>
 void step(const cuda& on, const DualRef<P, T>& cache, const Batch& batch, input_rows<T> q, input_rows<T> k,
           input_rows<T> v, output_rows<T> out, workspace_view workspace, std::uint32_t* status,
           const CacheExtras& extras) {
-    cuda_backend::require_device_dual<P>();
+    cuda_backend::require_device_policy<P>();
     cuda_backend::check_cache_call(cache, batch, 1, q, k, v, out, extras);
     cuda_backend::with_step_call<Dims>(on, cache, batch.count, [&](auto& call) {
         call.step(batch, q, k, v, out, workspace, status, extras);

@@ -41,7 +41,8 @@ __global__ void write_head_numbers_kernel(const head_numbers batch, Number* cons
     }
 }
 
-/// The workspace's parts: a flag for every block of the mass's grid (the fewest rows a block are 128), windows, and biases.
+/// The workspace's parts: a flag for every block of the longer grid, causal_lse's (the fewest rows a block are 128), windows,
+/// and biases.
 struct band_workspace {
     std::int32_t* flags;
     std::int32_t* windows;
@@ -53,8 +54,8 @@ struct band_workspace {
     template <class T>
     static band_workspace take(workspace_parts& parts, const rows_view<const T>& q,
                                const rows_view<const T>& k) {
-        const std::int64_t tiles = (std::int64_t{k.length} + 127) / 128;
-        return {parts.take<std::int32_t>(tiles * k.batch * k.heads), parts.take<std::int32_t>(k.heads),
+        const std::int64_t tiles = (std::int64_t{q.length} + 127) / 128;
+        return {parts.take<std::int32_t>(tiles * q.batch * q.heads), parts.take<std::int32_t>(k.heads),
                 parts.take<float>(bias_stride(q.length) * q.batch * q.heads)};
     }
 };
@@ -128,17 +129,20 @@ template <class Pass, int Dim, class T>
 void launch_tiles(const cuda& on, const device_scope& device, band_path path,
                   const band_problem<T>& problem) {
     const std::int64_t heads = std::int64_t{problem.batch} * problem.row_heads;
-    CUtensorMap columns;
+    CUtensorMap rows, columns;
     if (path == band_path::hopper && has_hopper_code(device, band_hopper_kernel<T, Dim, Pass>) &&
+        make_tensor_map(problem.rows, 64, rows) &&
         make_tensor_map(problem.columns, band_hopper_sizes<Dim>::columns, columns)) {
         using sizes = band_hopper_sizes<Dim>;
         if constexpr (Pass::mass) {
             launch("band_bias_kernel", band_bias_kernel<T>,
-                   std::int64_t{problem.batch} * problem.columns.heads, 256, 0, on, problem);
+                   std::int64_t{problem.batch} * problem.columns.heads *
+                       ((problem.bias_stride + bias_columns - 1) / bias_columns),
+                   256, 0, on, problem);
         }
         launch("band_hopper_kernel", band_hopper_kernel<T, Dim, Pass>,
                (std::int64_t{problem.length} + sizes::rows - 1) / sizes::rows * heads, sizes::threads,
-               sizes::shared, on, problem, columns);
+               sizes::shared, on, problem, rows, columns);
     } else {
         using sizes = band_portable_sizes<Dim>;
         launch("band_portable_kernel", band_portable_kernel<T, Dim, Pass>,
@@ -164,9 +168,11 @@ bool takes_tiles(band_path path, const rows_view<const T>& q, const rows_view<co
 /// causal_lse by a path of one's choice.
 template <class T, class Dims = all_head_dims>
 void causal_lse_by(const cuda& on, band_path path, const Attention& attention, rows_view<const T> q,
-                   rows_view<const T> k, const Sequences& sequences, plane_view<float> lse) {
+                   rows_view<const T> k, const Sequences& sequences, plane_view<float> lse,
+                   workspace_view workspace) {
     using C = compute_t<T>;
     const device_scope device(on);
+    workspace_parts parts(workspace.data);
     band_problem<T, C> problem;
     problem.rows = q;
     problem.columns = k;
@@ -179,11 +185,13 @@ void causal_lse_by(const cuda& on, band_path path, const Attention& attention, r
     problem.exponents = exponents_of<C>(attention, q.dim, 1.0);
     if constexpr (has_tiles<T>) {
         if (takes_tiles<Dims>(path, q, k)) {
+            problem.flags = band_workspace::take(parts, q, k).flags;
             launch_band<lse_pass, Dims>(on, device, path, problem);
+            launch_band<careful_lse_pass, Dims>(on, device, path, problem);
             return;
         }
     }
-    launch_plain<lse_pass>(on, problem);
+    launch_plain<careful_lse_pass>(on, problem);
 }
 
 /// Windows of all heads: one number, or a table that is written here.
@@ -284,7 +292,7 @@ void causal_lse(const cuda& on, const Attention& attention, rows_view<const T> q
     namespace cb = cuda_backend;
     cb::check_mass_call(attention, q, k, plane_view<const float>(lse), sequences);
     cb::check_workspace(workspace, future_mass_workspace_bytes<T>(on, q, k));
-    cb::causal_lse_by<T, Dims>(on, cb::band_path::hopper, attention, q, k, sequences, lse);
+    cb::causal_lse_by<T, Dims>(on, cb::band_path::hopper, attention, q, k, sequences, lse, workspace);
 }
 
 template <Storage T, class Dims>

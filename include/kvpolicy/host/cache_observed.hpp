@@ -322,6 +322,7 @@ void observed_tokens(const host& on, const Cache& cache, const Batch& all, std::
         return pass.rows_after(all, prompt, i, h);
     });
     pass.run(batch, prompt, call);
+    mark_taken(cache, batch);
     clear_refused(cache, all, batch, call.out, call.lse);
 }
 

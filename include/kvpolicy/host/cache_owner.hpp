@@ -47,14 +47,19 @@ CacheOwner<Derived, P, T>::CacheOwner(const CacheShape& shape, const P& policy, 
     policy.check(shape.layers, shape.kv_heads);
     if constexpr (P::has_selection) {
         const std::int32_t page = policy.selection().page_rows();
-        detail::require(page >= 1 && shape.page_rows % page == 0, "rows of a selection's page", page, [&] {
-            return detail::text("a divisor of the cache's page_rows, ", shape.page_rows);
+        detail::require(page >= 1, "rows of a selection's page", page, "1 or more");
+        detail::require(shape.page_rows % page == 0, "page_rows", shape.page_rows, [&] {
+            return detail::text("a multiple of the ", page,
+                                " rows of a page that the policy's selection reads");
         });
     }
     scratch_.resize(3 * static_cast<std::size_t>(shape.slots));
     for (std::int32_t layer = 0; layer < shape.layers; ++layer) {
         for (std::int32_t head = 0; head < shape.kv_heads; ++head) {
             rules_.push_back(policy.rule(layer, head));
+            if constexpr (P::has_selection) {
+                read_pages_.push_back(policy.selection().pages.at(layer, head));
+            }
         }
         if constexpr (P::ranked && CheckedScorer<scorer_type>) {
             scorer_of(layer).check(shape.kv_heads, shape.dim_k, shape.dim_v);
@@ -74,6 +79,7 @@ std::size_t CacheOwner<Derived, P, T>::layout::take(std::size_t bytes) {
 template <class Derived, AnyPolicy P, Storage T>
 void CacheOwner<Derived, P, T>::plan_common(layout& memory) {
     rules_at_ = memory.take(rules_.size() * sizeof(HeadRule));
+    read_pages_at_ = memory.take(read_pages_.size() * sizeof(std::int32_t));
     length_at_ = memory.take(static_cast<std::size_t>(shape_.slots) * sizeof(position_t));
 }
 
@@ -90,6 +96,7 @@ typename CacheOwner<Derived, P, T>::common_plan CacheOwner<Derived, P, T>::plan_
     plan.pinned = memory.take(P::has_keep ? heads * sizeof(std::int32_t) : 0);
     plan.victim = memory.take(heads * sizeof(std::int32_t));
     plan.proposed = memory.take(slots * sizeof(std::int32_t));
+    plan.taken = memory.take(slots * sizeof(std::int32_t));
     if constexpr (P::has_eviction) {
         const std::size_t query =
             host_backend::product_of(shape_.query_heads / shape_.kv_heads, shape_.dim_k, sizeof(T));
@@ -119,12 +126,16 @@ void CacheOwner<Derived, P, T>::fill(LayerRef<P, T>& ref, std::int32_t layer, co
     ref.pinned = P::has_keep ? at<std::int32_t>(plan.pinned) : nullptr;
     ref.victim = at<std::int32_t>(plan.victim);
     ref.proposed = at<std::int32_t>(plan.proposed);
+    ref.taken = at<std::int32_t>(plan.taken);
     ref.state = at<float>(plan.state);
     ref.scorer = scorer_of(layer);
     ref.state_size = host_backend::state_floats<P>(ref.scorer);
     ref.gate = policy_.gate();
     ref.keep = policy_.keep();
     ref.selection = policy_.selection();
+    ref.read_pages = P::has_selection
+                         ? at<const std::int32_t>(read_pages_at_) + std::int64_t{layer} * shape_.kv_heads
+                         : nullptr;
     ref.eviction = policy_.eviction();
     if constexpr (P::has_eviction) {
         ref.queries = at<T>(plan.queries);
@@ -141,12 +152,16 @@ void CacheOwner<Derived, P, T>::bind_common(void* buffer, std::size_t buffer_byt
     memory_ = host_backend::aligned(buffer);
     on_device_ = false;
     std::memcpy(memory_ + rules_at_, rules_.data(), rules_.size() * sizeof(HeadRule));
+    if (!read_pages_.empty()) {
+        std::memcpy(memory_ + read_pages_at_, read_pages_.data(), read_pages_.size() * sizeof(std::int32_t));
+    }
 }
 
 template <class Derived, AnyPolicy P, Storage T>
 void CacheOwner<Derived, P, T>::reset(const LayerRef<P, T>& ref, std::int32_t slot) {
     ref.length[slot] = 0;
     ref.proposed[slot] = 0;
+    ref.taken[slot] = 0;
     for (std::int32_t head = 0; head < ref.kv_heads; ++head) {
         const std::int64_t index = ref.head_index(slot, head);
         ref.kept[index] = 0;
@@ -217,6 +232,22 @@ void CacheOwner<Derived, P, T>::advance(const host&, const Batch& batch) {
                         });
                 }
             }
+        }
+    }
+    for (std::int32_t layer = 0; layer < shape_.layers; ++layer) {
+        const std::int32_t* const taken = self().ref(layer).taken;
+        for (std::int32_t i = 0; i < batch.count; ++i) {
+            if (taken[batch.slot(i)] != batch.tokens(i)) [[unlikely]] {
+                detail::refuse(detail::text("tokens of entry ", i).c_str(), batch.tokens(i),
+                               detail::text("the ", taken[batch.slot(i)], " that layer ", layer,
+                                            " has taken: every layer takes a token once"));
+            }
+        }
+    }
+    for (std::int32_t layer = 0; layer < shape_.layers; ++layer) {
+        std::int32_t* const taken = self().ref(layer).taken;
+        for (std::int32_t i = 0; i < batch.count; ++i) {
+            taken[batch.slot(i)] = 0;
         }
     }
     for (std::int32_t i = 0; i < batch.count; ++i) {

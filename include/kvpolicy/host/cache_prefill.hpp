@@ -451,6 +451,7 @@ void prefill_scored(const host& on, const Cache& cache, const Batch& batch, std:
                              entry_rows(q, extras.cu_seqlens, i), i);
         });
     }
+    mark_taken(cache, admitted);
     clear_refused(cache, batch, admitted, out, extras.lse, extras.cu_seqlens);
 }
 
@@ -463,8 +464,10 @@ void prefill(const host& on, const Ref<P, T>& cache, const Batch& batch, input_r
              const CacheExtras& extras) {
     namespace hb = host_backend;
     hb::check_on_host(cache);
+    hb::check_chunk_length(batch, q.length);
     const std::int32_t longest = hb::check_batch(batch, cache.slots, q.length, "the length of q");
     hb::check_cache_call(cache, batch, longest, q, k, v, out, extras);
+    hb::check_taken(cache, batch);
     hb::check_longest(cache, batch);
     hb::check_workspace(workspace, cache_workspace_bytes<P, T>(on, cache, batch.count, longest));
     std::byte* const begin = hb::aligned(workspace.data);

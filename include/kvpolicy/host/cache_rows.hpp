@@ -65,10 +65,42 @@ inline std::int32_t check_packed(const Batch& batch, const std::int32_t* cu_seql
         }
         if (tokens != batch.tokens(i)) {
             detail::refuse(detail::text("extras.cu_seqlens[", i + 1, "]").c_str(), cu_seqlens[i + 1],
-                           detail::text("the edge before it and the entry's ", batch.tokens(i), " tokens"));
+                           detail::text("the edge before it, ", cu_seqlens[i], ", and the entry's ",
+                                        batch.tokens(i), " tokens (batch.q_len or batch.length)"));
         }
     }
     return batch.count == 0 ? 0 : cu_seqlens[batch.count];
+}
+
+/// Scores that nobody would read.
+template <class P>
+void check_scores_wanted(const CacheExtras& extras) {
+    if constexpr (P::scorer_type::when != score_time::given) {
+        detail::require(!extras.scores, "extras.scores", "given",
+                        "nothing, since this policy has a scorer of its own");
+    }
+}
+
+/// Refuses tokens for a layer that has taken some which advance() has not counted.
+template <class Cache>
+void check_taken(const Cache& cache, const Batch& batch) {
+    for (std::int32_t i = 0; i < batch.count; ++i) {
+        if (batch.tokens(i) != 0 && cache.taken[batch.slot(i)] != 0) [[unlikely]] {
+            detail::refuse(detail::text("tokens of entry ", i).c_str(), batch.tokens(i),
+                           detail::text("0, since layer ", cache.layer, " has taken ",
+                                        cache.taken[batch.slot(i)], " of slot ", batch.slot(i),
+                                        " already: advance(batch) once, after the last layer"));
+        }
+    }
+}
+/// Remembers the tokens of a call that is done.
+template <class Cache>
+void mark_taken(const Cache& cache, const Batch& batch) {
+    for (std::int32_t i = 0; i < batch.count; ++i) {
+        if (batch.tokens(i) != 0) {
+            cache.taken[batch.slot(i)] = batch.tokens(i);
+        }
+    }
 }
 
 /// The arguments that step, prefill and propose share.
@@ -87,6 +119,7 @@ void check_cache_call(const Cache& cache, const Batch& batch, std::int32_t longe
     check_rows("v", v, count, cache.kv_heads, rows, cache.dim_v);
     check_rows("out", out, count, cache.kv_heads * cache.group, rows, cache.dim_v);
     check_lse(extras.lse, count, cache.kv_heads * cache.group, rows);
+    check_scores_wanted<P>(extras);
     if constexpr (P::ranked && P::scorer_type::when == score_time::from_hidden) {
         if (longest != 0) {
             check_hidden("extras.hidden", extras.hidden, count, rows, cache.scorer.hidden_width());

@@ -96,6 +96,7 @@ void copy_slot(const Cache& cache, std::int32_t from, std::int32_t to) {
         const std::int64_t count = cache.kv_heads * each;
         std::copy_n(array + from * count, count, array + to * count);
     });
+    cache.taken[to] = cache.taken[from];
 }
 
 /// One layer of two slots, exchanged. Lengths are the caller's.
@@ -124,6 +125,7 @@ void swap_slots(const Cache& cache, std::int32_t a, std::int32_t b) {
         const std::int64_t count = cache.kv_heads * each;
         std::swap_ranges(array + a * count, array + (a + 1) * count, array + b * count);
     });
+    std::swap(cache.taken[a], cache.taken[b]);
 }
 
 }  // namespace host_backend

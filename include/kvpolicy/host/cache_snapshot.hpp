@@ -217,6 +217,7 @@ void read_layer(const Cache& cache, std::int32_t slot, position_t length, blob_r
     for_each_query_ring(cache, slot, length,
                         [&](auto* queries, std::int64_t count) { blob.get(queries, count); });
     cache.proposed[slot] = 0;
+    cache.taken[slot] = 0;
 }
 
 /// The checksum of a blob: of all its bytes, with 0 for the checksum itself.

@@ -55,8 +55,10 @@ void propose(const host& on, const Ref<P, T>& cache, const Batch& batch, input_r
     static_assert(!P::observed,
                   "kvpolicy: propose takes a policy whose scores do not change with every query");
     hb::check_on_host(cache);
+    hb::check_chunk_length(batch, q.length);
     const std::int32_t longest =
         hb::check_batch(batch, cache.slots, cache.proposals, "the cache's proposals, CacheShape::proposals");
+    hb::check_taken(cache, batch);
     hb::check_cache_call(cache, batch, longest, q, k, v, out, extras);
     hb::check_longest(cache, batch);
     hb::check_workspace(workspace, cache_workspace_bytes<P, T>(on, cache, batch.count, longest));
@@ -102,6 +104,7 @@ void commit(const host& on, const Ref<P, T>& cache, const Batch& batch, workspac
     const std::int32_t longest =
         hb::check_batch(batch, cache.slots, cache.proposals, "the cache's proposals, CacheShape::proposals");
     hb::check_proposed(cache, batch);
+    hb::check_taken(cache, batch);
     hb::check_workspace(workspace, cache_workspace_bytes<P, T>(on, cache, batch.count, longest));
     std::byte* const start = hb::aligned(workspace.data);
     const hb::chunk_pass<Ref<P, T>> pass(on, cache, longest, start + hb::admission_bytes(cache, batch.count));
@@ -111,6 +114,7 @@ void commit(const host& on, const Ref<P, T>& cache, const Batch& batch, workspac
         return pass.rows_after(batch, i, h);
     });
     pass.commit(admitted, source);
+    hb::mark_taken(cache, admitted);
     if constexpr (P::has_eviction) {
         pass.for_each_head(admitted, [&](std::int32_t i, std::int32_t h) {
             const std::int32_t slot = batch.slot(i);

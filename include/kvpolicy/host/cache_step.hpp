@@ -108,6 +108,7 @@ void step_scored(const host& on, const Cache& cache, const Batch& batch, rows_vi
         }
     });
     attend_rows(on, cache, admitted, q, out, extras.lse, 1, rest);
+    mark_taken(cache, admitted);
     clear_refused(cache, batch, admitted, out, extras.lse);
 }
 
@@ -125,6 +126,7 @@ void step(const host& on, const Ref<P, T>& cache, const Batch& batch, input_rows
     detail::require(extras.cu_seqlens == nullptr, "extras.cu_seqlens", "given",
                     "null in a step, whose entries have one token");
     hb::check_cache_call(cache, batch, longest, q, k, v, out, extras);
+    hb::check_taken(cache, batch);
     hb::check_longest(cache, batch);
     hb::check_workspace(workspace, cache_workspace_bytes<P, T>(on, cache, batch.count, 1));
     std::byte* const begin = hb::aligned(workspace.data);

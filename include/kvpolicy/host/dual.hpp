@@ -39,10 +39,12 @@ DualCache<P, T>::DualCache(const CacheShape& shape, const PoolShape& pool, const
             table_offset_.push_back(table);
             table += (rows + shape.page_rows - 1) / shape.page_rows;
             tile_offset_.push_back(tiles);
-            const std::int64_t places =
-                std::min<std::int64_t>(rule.budget, std::max<std::int64_t>(rows - recent, 0));
-            tiles +=
-                rule.budget == unlimited ? 0 : detail::tiles_of_places(static_cast<std::int32_t>(places));
+            // Keys that a keep part holds stand between those that compete.
+            const std::int64_t places = std::min<std::int64_t>(P::has_keep ? rows : rule.budget,
+                                                               std::max<std::int64_t>(rows - recent, 0));
+            tiles += rule.budget == unlimited || rule.budget == 0
+                         ? 0
+                         : detail::tiles_of_places(static_cast<std::int32_t>(places));
             most_rows = std::max(most_rows, rows);
         }
         table_offset_.push_back(table);

@@ -59,6 +59,16 @@ void FixedBudgetCache<P, T>::plan() {
             memory.take(slots * static_cast<std::size_t>(this->shape_.kv_heads) * sizeof(std::uint32_t));
         plan.tile_victims = memory.take(host_backend::product_of(
             slots, ref_type::tiles(this->rows(layer), this->shape_.kv_heads), sizeof(std::int32_t)));
+        if constexpr (P::has_selection) {
+            const std::size_t heads = static_cast<std::size_t>(this->shape_.kv_heads);
+            plan.slab = memory.take(sizeof(Slab<T>));
+            plan.table =
+                memory.take(rows / static_cast<std::size_t>(this->shape_.page_rows) * sizeof(std::int32_t));
+            plan.held = memory.take(slots * heads * sizeof(std::int32_t));
+            plan.free_count = memory.take(sizeof(std::int32_t));
+            plan.table_offset = memory.take((heads + 1) * sizeof(std::int64_t));
+            plan.tile_offset = memory.take((heads + 1) * sizeof(std::int64_t));
+        }
         plan.common = this->plan_layer(memory, layer);
         plan_.push_back(plan);
         this->bytes_.keys_and_values += k_bytes + v_bytes;
@@ -98,6 +108,14 @@ FixedBudgetRef<P, T> FixedBudgetCache<P, T>::ref(std::int32_t layer) const {
     }
     ref.arrivals = this->template at<std::uint32_t>(plan.arrivals);
     ref.tile_victims = this->template at<std::int32_t>(plan.tile_victims);
+    if constexpr (P::has_selection) {
+        ref.placed = {this->template at<Slab<T>>(plan.slab),
+                      this->template at<std::int32_t>(plan.table),
+                      this->template at<std::int32_t>(plan.held),
+                      this->template at<std::int32_t>(plan.free_count),
+                      this->template at<std::int64_t>(plan.table_offset),
+                      this->template at<std::int64_t>(plan.tile_offset)};
+    }
     return ref;
 }
 

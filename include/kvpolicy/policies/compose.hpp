@@ -59,6 +59,73 @@ struct no_eviction {
     static constexpr part_kind kind = part_kind::eviction;
 };
 
+/// Says which member a scorer lacks; the concepts of scorers/concept.hpp only say that one does.
+template <class S>
+constexpr bool has_scorer_members() {
+    constexpr auto when = S::when;
+    if constexpr (when == score_time::on_arrival) {
+        static_assert(
+            requires(const S& scorer, const float* in, float* scratch) {
+                { scorer.score(0, in, in, scratch) } -> std::convertible_to<float>;
+            },
+            "kvpolicy: a scorer on arrival needs `float score(int head, const float* key, const float* "
+            "value, float* scratch) const`");
+    }
+    if constexpr (when == score_time::on_arrival || when == score_time::on_leaving) {
+        static_assert(
+            requires(const S& scorer) {
+                { scorer.scratch_size() } -> std::convertible_to<std::size_t>;
+            },
+            "kvpolicy: a scorer on arrival or on leaving needs `size_t scratch_size() const`");
+    }
+    if constexpr (when == score_time::on_leaving) {
+        static_assert(
+            requires(const S& scorer) {
+                { scorer.state_size() } -> std::convertible_to<std::size_t>;
+            },
+            "kvpolicy: a scorer on leaving needs `size_t state_size() const`");
+        static_assert(
+            requires(const S& scorer, float* state) { scorer.reset(state); },
+            "kvpolicy: a scorer on leaving needs `void reset(float* state) const`");
+        static_assert(
+            requires(const S& scorer, const float* in, float* state) {
+                scorer.absorb(0, state, in, in, state);
+            },
+            "kvpolicy: a scorer on leaving needs `void absorb(int head, float* state, const float* key, "
+            "const float* value, float* scratch) const`");
+        static_assert(
+            requires(const S& scorer, const float* in, float* scratch) {
+                { scorer.read(0, in, in, in, scratch) } -> std::convertible_to<float>;
+            },
+            "kvpolicy: a scorer on leaving needs `float read(int head, const float* state, const float* "
+            "key, const float* value, float* scratch) const`");
+    }
+    if constexpr (when == score_time::in_window) {
+        static_assert(
+            requires {
+                { S::reach } -> std::convertible_to<std::int32_t>;
+            },
+            "kvpolicy: a scorer in the window needs `static constexpr int reach`, at least 1");
+        static_assert(
+            requires(const S& scorer) {
+                scorer.tokens_at_once(1);
+                scorer.span_scratch_size();
+            },
+            "kvpolicy: a scorer in the window needs `int tokens_at_once(int window) const` and `size_t "
+            "span_scratch_size() const`");
+    }
+    if constexpr (when == score_time::from_hidden) {
+        static_assert(
+            requires(const S& scorer) {
+                scorer.hidden_width();
+                scorer.block_scratch_size();
+            },
+            "kvpolicy: a scorer of hidden states needs `int hidden_width() const` and `size_t "
+            "block_scratch_size() const`");
+    }
+    return true;
+}
+
 /// Keep parts as one plain value, for kernels and the refs of caches.
 template <class... Parts>
 struct keep_set {
@@ -113,6 +180,11 @@ class Policy {
                   "kvpolicy: a Policy has at most one eviction part");
     static_assert(detail::count_of<part_kind::selection, Parts...> <= 1,
                   "kvpolicy: a Policy has at most one selection part");
+    static_assert(detail::count_of<part_kind::scorer, Parts...> == 0 ||
+                      detail::count_of<part_kind::budget, Parts...> +
+                              detail::count_of<part_kind::gate, Parts...> >
+                          0,
+                  "kvpolicy: a scorer ranks keys for a TopKBudget or a gate, and this Policy has neither");
 
   public:
     static constexpr bool has_gate = detail::count_of<part_kind::gate, Parts...> == 1;
@@ -158,6 +230,7 @@ class Policy {
                   "eviction and no selection part");
     static_assert(((Parts::kind != part_kind::keep || KeepPart<Parts>)&&...),
                   "kvpolicy: a keep part needs `bool keeps(position_t) const`");
+    static_assert(detail::has_scorer_members<scorer_type>());
     static_assert(
         Scorer<scorer_type>,
         "kvpolicy: a scorer needs `kind = part_kind::scorer`, `when`, and either `score(head, key, "

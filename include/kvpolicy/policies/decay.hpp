@@ -34,7 +34,7 @@ template <>
 struct Decay<dynamic> {
     static constexpr part_kind kind = part_kind::decay;
     HeadValues<float> log_gamma;
-    HeadValues<std::int32_t> step{1};
+    HeadValues<std::int32_t> step{dynamic};
 
     constexpr Decay() = default;
     constexpr Decay(HeadValues<float> log_gamma_values, HeadValues<std::int32_t> steps)
@@ -45,6 +45,8 @@ struct Decay<dynamic> {
         rule.log_gamma = log_gamma.at(layer, head);
     }
     void check_values(std::int32_t layers, std::int32_t heads) const {
+        step.check_set("decay step n",
+                       "a number or an array by layer and head: Decay<dynamic>{log_gamma, n}");
         log_gamma.check("array of log gammas", layers, heads);
         step.check("array of decay steps", layers, heads);
     }

@@ -35,6 +35,13 @@ struct HeadValues {
         return array[l * heads + h];
     }
 
+    /// Refuses a value that nobody has set: `dynamic`, the default of run-time parts.
+    void check_set(const char* name, const char* allowed) const {
+        if (array == nullptr && value == static_cast<T>(dynamic)) [[unlikely]] {
+            detail::refuse(name, "not set", allowed);
+        }
+    }
+
     /// Refuses an array that at() would leave for some of `layer_count` layers and `head_count` heads.
     void check(const char* name, std::int32_t layer_count, std::int32_t head_count) const {
         if (array == nullptr) {

@@ -19,8 +19,8 @@ namespace kvpolicy {
 /// of the row space [sinks | ring | long-range] (docs/architecture.md); a head with no more pages in use reads all.
 /// `unlimited` pages, by layer and head where the paper reads everything (its first two layers), read all too.
 ///
-/// A page of rows must lie in a page of the cache: `rows` divides CacheShape::page_rows. Only step and attend select; prefill
-/// and propose read everything, and so do masks.
+/// A page of rows must lie in a page of the cache: `rows` divides CacheShape::page_rows; on a device it is a multiple of 16. Only step and
+/// attend select; prefill and propose read everything, and so do masks.
 template <std::int32_t Rows = dynamic>
 struct QuestPages {
     static_assert(Rows >= 1, "kvpolicy: QuestPages<r> needs r >= 1");

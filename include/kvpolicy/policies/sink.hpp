@@ -20,7 +20,7 @@ struct Sink {
 template <>
 struct Sink<dynamic> {
     static constexpr part_kind kind = part_kind::sink;
-    HeadValues<std::int32_t> count;
+    HeadValues<std::int32_t> count{dynamic};
 
     constexpr Sink() = default;
     constexpr explicit Sink(HeadValues<std::int32_t> sinks) : count(sinks) {}
@@ -29,6 +29,7 @@ struct Sink<dynamic> {
         rule.sinks = count.at(layer, head);
     }
     void check_values(std::int32_t layers, std::int32_t heads) const {
+        count.check_set("sinks", "a number or an array by layer and head: Sink<>{s}");
         count.check("array of sinks", layers, heads);
     }
 };

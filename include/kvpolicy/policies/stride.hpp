@@ -18,11 +18,15 @@ struct Stride {
 template <>
 struct Stride<dynamic> {
     static constexpr part_kind kind = part_kind::keep;
-    std::int32_t step = 1;
+    std::int32_t step = dynamic;
 
     constexpr Stride() = default;
     /// Refuses n < 1.
     explicit Stride(std::int32_t n) : step(n) { detail::require(n >= 1, "stride n", n, "1 or more"); }
+
+    void check_values(std::int32_t, std::int32_t) const {
+        detail::require(step != dynamic, "stride n", "not set", "a number: Stride<>{n}");
+    }
 
     KVPOLICY_HOST_DEVICE constexpr bool keeps(position_t t) const { return t % step == 0; }
 };

@@ -21,7 +21,7 @@ struct TopKBudget {
 template <>
 struct TopKBudget<dynamic> {
     static constexpr part_kind kind = part_kind::budget;
-    HeadValues<std::int32_t> keys;
+    HeadValues<std::int32_t> keys{dynamic};
 
     constexpr TopKBudget() = default;
     constexpr explicit TopKBudget(HeadValues<std::int32_t> k) : keys(k) {}
@@ -30,6 +30,7 @@ struct TopKBudget<dynamic> {
         rule.budget = keys.at(layer, head);
     }
     void check_values(std::int32_t layers, std::int32_t heads) const {
+        keys.check_set("budget k", "a number or an array by layer and head: TopKBudget<>{k}");
         keys.check("array of budgets", layers, heads);
     }
 };

@@ -20,7 +20,7 @@ struct Window {
 template <>
 struct Window<dynamic> {
     static constexpr part_kind kind = part_kind::window;
-    HeadValues<std::int32_t> width{1};
+    HeadValues<std::int32_t> width{dynamic};
 
     constexpr Window() = default;
     constexpr explicit Window(HeadValues<std::int32_t> window) : width(window) {}
@@ -29,6 +29,7 @@ struct Window<dynamic> {
         rule.window = width.at(layer, head);
     }
     void check_values(std::int32_t layers, std::int32_t heads) const {
+        width.check_set("window", "a number or an array by layer and head: Window<>{w}");
         width.check("array of windows", layers, heads);
     }
 };

@@ -19,8 +19,8 @@ FutureMassOptions options_of(std::int32_t window, float beta = 1.0f, std::int32_
 
 constexpr float betas[] = {1.0f, 2.0f, 7.5f, infinity};
 
-/// Every kernel of a head_dim once, at sizes for compute-sanitizer.
-void check_small(std::int32_t dim) {
+/// Every kernel of a head_dim once.
+void check_kernels(std::int32_t dim) {
     for (const float beta : betas) {
         MassCase c{.length = 300, .kv_heads = 1, .group = 2, .dim = dim, .options = options_of(9, beta)};
         check_mass<bf16>(c);
@@ -29,11 +29,19 @@ void check_small(std::int32_t dim) {
     }
 }
 
+/// A quick pass that overflows, the careful one after it, and the largest exponents alone, at a size for compute-sanitizer:
+/// tiles in whose pairs all count, and others.
+void check_small(band_path path) {
+    MassCase c{.length = 300, .dim = 64, .options = options_of(9), .lse = Lse::far_below, .spread = 1.5f};
+    MassTest<bf16>(c).check(path);
+    c.options = options_of(9, infinity);
+    MassTest<bf16>(c).check(path);
+}
+
 }  // namespace
 
-TEST_CASE("small future masses of head_dim 64") { check_small(64); }
-TEST_CASE("small future masses of head_dim 128") { check_small(128); }
-TEST_CASE("small future masses of head_dim 256") { check_small(256); }
+TEST_CASE("small future masses by Hopper's kernel") { check_small(band_path::hopper); }
+TEST_CASE("small future masses by the portable kernel") { check_small(band_path::portable); }
 TEST_CASE("small future masses by the plain kernels") {
     const std::vector<std::int32_t> windows = {3, 300};
     FutureMassOptions by_head;
@@ -41,6 +49,10 @@ TEST_CASE("small future masses by the plain kernels") {
     check_mass<float>({.length = 70, .kv_heads = 2, .dim = 24, .options = by_head});
     check_mass<float>({.length = 70, .kv_heads = 2, .dim = 24, .options = options_of(2, infinity)});
 }
+
+TEST_CASE("future masses of head_dim 64") { check_kernels(64); }
+TEST_CASE("future masses of head_dim 128") { check_kernels(128); }
+TEST_CASE("future masses of head_dim 256") { check_kernels(256); }
 
 TEST_CASE("future mass at sequence lengths around tiles") {
     for (const std::int32_t length : {1, 2, 63, 64, 65, 127, 128, 129, 255, 256, 257, 511, 640, 1000}) {
@@ -117,6 +129,18 @@ TEST_CASE("future mass where exponentials leave fp32") {
     }
     check_mass<fp16>(
         {.length = 290, .group = 2, .dim = 128, .options = options_of(9), .logits = Logits::huge});
+}
+
+TEST_CASE("normalisers of logits that grow along the sequence, and of some that fall") {
+    for (const std::int32_t dim : {64, 128, 256}) {
+        for (const float most : {30.0f, 60.0f, 90.0f, 400.0f, -90.0f, -400.0f}) {
+            MassCase c{.length = 700, .group = 2, .dim = dim, .options = options_of(9), .slope = most};
+            MassTest<bf16> test(c);
+            for (const band_path path : {band_path::portable, band_path::hopper}) {
+                test.check(path);
+            }
+        }
+    }
 }
 
 TEST_CASE("future mass of sequences of different lengths, of strided views, and NaN beyond them") {

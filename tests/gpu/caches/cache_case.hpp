@@ -61,11 +61,13 @@ template <class T>
 struct OutputCheck {
     double largest = 0.0;  // of all values so far: those of earlier calls are attended to as well
 
+    static double number(const T& x) { return static_cast<double>(static_cast<kvpolicy::compute_t<T>>(x)); }
+
     /// Outputs of tokens that count are near, the others untouched.
     void compare(const std::vector<T>& out, const Tensor<T>& wanted, const std::vector<float>& lse,
                  const Plane<float>& wanted_lse, const std::vector<std::int32_t>& q_len, const Tensor<T>& v) {
         for (const T& x : v.data) {
-            largest = std::max(largest, std::abs(static_cast<double>(static_cast<float>(x))));
+            largest = std::max(largest, std::abs(number(x)));
         }
         const double limit = tolerance<T>(largest);
         double worst = 0.0, worst_lse = 0.0;
@@ -79,8 +81,8 @@ struct OutputCheck {
                     const double off = l == m ? 0.0 : std::abs(l - m);
                     worst_lse = off <= worst_lse ? worst_lse : counts ? off : 1e30;  // NaN is the worst
                     for (std::int32_t d = 0; d < wanted.dim; ++d, ++at) {
-                        const double a = static_cast<double>(static_cast<float>(out[at]));
-                        const double b = static_cast<double>(static_cast<float>(wanted.data[at]));
+                        const double a = number(out[at]);
+                        const double b = number(wanted.data[at]);
                         const double gap = a == b ? 0.0 : std::abs(a - b);
                         worst = gap <= worst ? worst : counts ? gap : 1e30;
                     }

@@ -177,8 +177,36 @@ class BothDuals {
         const Device<std::uint32_t> status(std::vector<std::uint32_t>(slots.size(), 0));
         cache.advance(device, {count, device_slots.data(), device_moved.data(), length}, status.data());
         CHECK(status.read() == std::vector<std::uint32_t>(slots.size(), 0));
+        if constexpr (P::has_eviction) {
+            evict(slots, moved);
+        }
         return refused;
     }
+
+    /// Looks at the slots that took tokens, in both; rounds and rows agree.
+    void evict(const std::vector<std::int32_t>& slots, const std::vector<std::int32_t>& tokens) {
+        const auto count = static_cast<std::int32_t>(slots.size());
+        const Device<std::int32_t> device_slots(slots), device_tokens(tokens);
+        std::vector<kvpolicy::EvictionReport> wanted(slots.size());
+        const Device<kvpolicy::EvictionReport> reports(wanted);
+        const Device<std::uint32_t> status(std::vector<std::uint32_t>(slots.size(), 0));
+        Workspace host_workspace(oracle.cache.evict_workspace_bytes(on));
+        const Device<unsigned char> workspace(cache.evict_workspace_bytes(device));
+        ok(cudaMemset(workspace.data(), 0xff, workspace.bytes()));
+        oracle.cache.evict(on, {count, slots.data(), tokens.data()}, host_workspace, wanted.data());
+        cache.evict(device, {count, device_slots.data(), device_tokens.data()}, workspace, reports.data(),
+                    status.data());
+        const auto found = reports.read();
+        for (std::size_t i = 0; i < slots.size(); ++i) {
+            CHECK(found[i].rounds == wanted[i].rounds);
+            CHECK(found[i].dropped == wanted[i].dropped);
+            CHECK(found[i].rows == wanted[i].rows);
+            rounds += wanted[i].rounds;
+        }
+        CHECK(status.read() == std::vector<std::uint32_t>(slots.size(), 0));
+        CHECK(cache.free_pages(device) == oracle.cache.free_pages());
+    }
+    std::int32_t rounds = 0;  // of evictions so far
 
     /// Slot i becomes what sources[i] was; with two slots, `to` what `from` was. Status words agree.
     void reorder(const std::vector<std::int32_t>& sources) {
@@ -344,12 +372,19 @@ class BothDuals {
             CHECK(held[h] == host_ref.held[host_ref.head_index(slot, head)]);
             const auto table = table_of(layer, slot, head);
             const kvpolicy::PagedRows<T> rows{
-                table.data(), arrays.data(), ref.pool.slab_pages, shape.page_rows, ref.dim_k, ref.dim_v, 1};
+                table.data(), arrays.data(), ref.pool.slab_pages,      shape.page_rows,
+                ref.dim_k,    ref.dim_v,     ref.selection.page_rows()};
             for (std::int32_t r = 0; r < used && std::int64_t{held[h]} * shape.page_rows >= used; ++r) {
                 add_rows(rows.k(r), ref.dim_k);
                 add_rows(rows.v(r), ref.dim_v);
                 add_rows(&rows.position(r), 1);
                 add_rows(&rows.score(r), 1);
+            }
+            if constexpr (P::has_selection) {
+                const std::int32_t size = ref.selection.page_rows();
+                for (std::int32_t page = 0; page * size < used; ++page) {
+                    add_rows(rows.bounds(page), 2 * std::int64_t{ref.dim_k});
+                }
             }
         }
         add(kept.data(), shape.kv_heads);
@@ -392,9 +427,40 @@ class BothDuals {
         }
         CHECK(right);
     }
+    /// What content_of gives, with the bounds of a head's pages behind its rows.
+    template <class Ref>
+    static std::vector<unsigned char> content_with_bounds(const Ref& ref, std::int32_t slot) {
+        std::vector<unsigned char> bytes;
+        const auto add = [&](const auto* data, std::int64_t count) {
+            const auto* from = reinterpret_cast<const unsigned char*>(data);
+            bytes.insert(bytes.end(), from, from + static_cast<std::size_t>(count) * sizeof *data);
+        };
+        const std::int32_t size = ref.selection.page_rows();
+        for (std::int32_t head = 0; head < ref.kv_heads; ++head) {
+            const auto rows = ref.head_rows(slot, head);
+            for (std::int32_t r = 0; r < ref.used(slot, head); ++r) {
+                add(rows.k(r), ref.dim_k);
+                add(rows.v(r), ref.dim_v);
+                add(&rows.position(r), 1);
+                add(&rows.score(r), 1);
+            }
+            for (std::int32_t page = 0; page * size < ref.used(slot, head); ++page) {
+                add(rows.bounds(page), 2 * std::int64_t{ref.dim_k});
+            }
+        }
+        add(ref.kept + std::int64_t{slot} * ref.kv_heads, ref.kv_heads);
+        add(ref.state + std::int64_t{slot} * ref.kv_heads * ref.state_size, ref.kv_heads * ref.state_size);
+        add(ref.length + slot, 1);
+        return bytes;
+    }
     [[nodiscard]] std::vector<unsigned char> without_state(std::int32_t layer, std::int32_t slot) const {
         const auto ref = oracle.cache.ref(layer);
-        std::vector<unsigned char> bytes = content_of(ref, slot);
+        std::vector<unsigned char> bytes;
+        if constexpr (P::has_selection) {
+            bytes = content_with_bounds(ref, slot);
+        } else {
+            bytes = content_of(ref, slot);
+        }
         const auto end = bytes.end() - static_cast<std::ptrdiff_t>(sizeof(kvpolicy::position_t));
         bytes.erase(
             end - static_cast<std::ptrdiff_t>(ref.kv_heads * ref.state_size * std::int64_t{sizeof(float)}),

@@ -284,7 +284,7 @@ TEST_CASE("pages of heads as sequences, and what a device finds too late") {
     }
     const auto capacity = static_cast<std::size_t>(16 * 32);
     const Device<std::int32_t> indptr(std::size_t{Call::slots} * Call::kv_heads + 1),
-        last(std::size_t{Call::slots} * Call::kv_heads), indices(capacity);
+        last(std::size_t{Call::slots} * Call::kv_heads), indices(std::vector<std::int32_t>(capacity, -1));
     export_heads(call.on, call.cache.ref(0), {Call::slots},
                  {indptr.data(), indices.data(), last.data(), static_cast<std::int64_t>(capacity)});
     // 70 rows of a head are 5 pages, the last of 6 rows.

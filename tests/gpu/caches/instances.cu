@@ -4,6 +4,9 @@
 #include <kvpolicy/cuda/dual_owner.cuh>
 #include <kvpolicy/cuda/dual_step.cuh>
 #include <kvpolicy/kvpop.hpp>
+#include <kvpolicy/policies/eviction.hpp>
+#include <kvpolicy/policies/selection.hpp>
+#include <kvpolicy/policies/stride.hpp>
 #include <kvpolicy/wgkv.hpp>
 
 namespace kvpolicy {
@@ -54,4 +57,11 @@ template std::size_t DualCache<Gated, bf16>::snapshot<cuda_build>(const cuda&, s
                                                                   std::size_t) const;
 template void DualCache<Gated, bf16>::restore<cuda_build>(const cuda&, std::int32_t, const void*, std::size_t,
                                                           std::uint32_t*);
+
+using Parts = Policy<Sink<>, Window<>, TopKBudget<>, Stride<>, QuestPages<16>, SnapKVEviction>;
+template void step<head_dims<64>>(const cuda&, const DualRef<Parts, bf16>&, const Batch&,
+                                  rows_view<const bf16>, rows_view<const bf16>, rows_view<const bf16>,
+                                  rows_view<bf16>, workspace_view, std::uint32_t*, const CacheExtras&);
+template void DualCache<Parts, bf16>::evict<cuda_build>(const cuda&, const Batch&, workspace_view,
+                                                        EvictionReport*, std::uint32_t*);
 }  // namespace kvpolicy

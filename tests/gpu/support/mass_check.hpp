@@ -41,6 +41,8 @@ struct MassCase {
     std::vector<std::int32_t> lengths = {};  // empty: all of `length`
     std::int32_t extra = 0;                  // elements between rows, and tokens beyond the sequence
     float spread = 1.0f;                     // of q and k
+    float slope =
+        0.0f;  // added to the logits of the last key, and its share of all others: of a key's position
 };
 
 inline std::string text_of(const MassCase& c) {
@@ -57,7 +59,8 @@ inline std::string text_of(const MassCase& c) {
     }
     const char* const lse[] = {"", ", sparse lse", ", lse far below", ", lse partly -inf", ", lse -inf"};
     return text + lse[static_cast<int>(c.lse)] + (c.logits == Logits::huge ? ", huge logits" : "") +
-           (c.extra != 0 ? ", strided" : "") + (c.lengths.empty() ? "" : ", lengths");
+           (c.slope != 0.0f ? ", slope " + std::to_string(c.slope) : "") + (c.extra != 0 ? ", strided" : "") +
+           (c.lengths.empty() ? "" : ", lengths");
 }
 
 /// Tensors and both results of a case.
@@ -103,7 +106,7 @@ class MassTest {
         const auto qv = view(q, hq), kv = view(k, c.kv_heads);
         const Device<unsigned char> workspace(future_mass_workspace_bytes<T>(on, qv, kv));
         cuda_backend::causal_lse_by<T>(on, path, attention(), qv, kv, sequences,
-                                       view_bhs(lse_out.data(), c.batch, hq, c.length));
+                                       view_bhs(lse_out.data(), c.batch, hq, c.length), workspace);
         cuda_backend::future_mass_by<T>(
             on, path, attention(), qv, kv, view_bhs<const float>(lse_in.data(), c.batch, hq, c.length),
             sequences, c.options, view_bhs(target.data(), c.batch, c.kv_heads, c.length), workspace);
@@ -130,6 +133,14 @@ class MassTest {
     void fill(Tensor<T>& tensor, std::mt19937& generator) {
         if (c.logits == Logits::normal) {
             tensor.fill_normal(generator, c.spread);
+            if (c.slope != 0.0f) {  // the first element: 1 / scale in a query, of a key what the slope says
+                const auto dim = static_cast<std::size_t>(c.dim);
+                for (std::size_t row = 0; row < tensor.data.size() / dim; ++row) {
+                    const auto t = static_cast<float>(row % static_cast<std::size_t>(c.length));
+                    tensor.data[row * dim] = T(&tensor == &q_ ? static_cast<float>(1.0 / scale())
+                                                              : c.slope * t / static_cast<float>(c.length));
+                }
+            }
             return;
         }
         // One element: products are exact, so that a logit of 6e4 has no rounding but its own.

@@ -1,9 +1,13 @@
 // train_scorer's steps on a device beside the host's: losses, decisions, weights, held-out numbers,
 // checkpoints.
 #include "../../examples/training_case.hpp"
+#include "device_model.hpp"
 #include "device_trainer.hpp"
+#include "support/evaluation.hpp"
+#include "support/oracle.hpp"
 
 #include <doctest/doctest.h>
+#include <llama/model.hpp>
 
 #include <cmath>
 #include <string>
@@ -208,4 +212,35 @@ TEST_CASE("a sequence without a decision leaves the weights as they are; a gradi
     }
     CHECK(test::contains(test::message_of([&] { static_cast<void>(lost.take()); }),
                          "the gradient is not finite"));
+}
+
+TEST_CASE("a model shows the host's queries, keys and values on a card") {
+    const llama::Model model = llama::load_model(TEST_BYTE_MODEL);
+    const std::vector<std::int32_t> text = examples::read_held_out(TEST_BYTE_MODEL).tokens.at(0);
+    const kvpolicy::host on{2};
+    const Observer host = host_observer(on, model), card = device_observer(model);
+    for (const std::ptrdiff_t length : {700, 90, 1030}) {  // chunks, a shorter sequence, a longer one
+        CAPTURE(length);
+        const std::vector<std::int32_t> tokens(text.begin(), text.begin() + length);
+        examples::Oracle a(model.config), b(model.config);
+        host(tokens, a);
+        card(tokens, b);
+        REQUIRE(b.length() == length);
+        for (int layer = 0; layer < model.config.layers; ++layer) {
+            CAPTURE(layer);
+            const auto near = [](std::span<const float> one, std::span<const float> other) {
+                REQUIRE(one.size() == other.size());
+                double most = 0.0, squares = 0.0;
+                for (std::size_t i = 0; i < one.size(); ++i) {
+                    most = std::max(most,
+                                    std::fabs(static_cast<double>(one[i]) - static_cast<double>(other[i])));
+                    squares += static_cast<double>(one[i]) * static_cast<double>(one[i]);
+                }
+                CHECK(most <= 1e-3 * std::sqrt(squares / static_cast<double>(one.size())));
+            };
+            near(a.queries(layer), b.queries(layer));
+            near(a.keys(layer), b.keys(layer));
+            near(a.values(layer), b.values(layer));
+        }
+    }
 }

@@ -45,8 +45,8 @@ TEST_CASE("random keys are those of the reference, in masks and in caches") {
             on, {.query_heads = heads, .kv_heads = heads, .dim_k = 8, .dim_v = 8}, policy);
         for (std::int32_t q = 0; q < length; ++q) {
             CHECK(std::min(expiry.at(0, head, q), length) == expected[static_cast<std::size_t>(q)]);
-            test::call(on, steps, 0, {.count = 1}, in.tokens(q, 1), in.tokens(q, 1), in.tokens(q, 1),
-                       out.tokens(q, 1), {}, true);
+            test::call<RandomKeys<>, float>(on, steps, 0, {.count = 1}, in.tokens(q, 1), in.tokens(q, 1),
+                                            in.tokens(q, 1), out.tokens(q, 1), {}, true);
             steps.cache.advance(on, {.count = 1});
             std::vector<position_t> held;
             for (std::int32_t t = 0; t <= q; ++t) {
@@ -57,7 +57,8 @@ TEST_CASE("random keys are those of the reference, in masks and in caches") {
             CHECK(steps.sorted(0, 0, head) == held);
         }
         const Batch all{.count = 1, .length = length};
-        test::call(on, chunk, 0, all, in.view(), in.view(), in.view(), out.view(), {}, false);
+        test::call<RandomKeys<>, float>(on, chunk, 0, all, in.view(), in.view(), in.view(), out.view(), {},
+                                        false);
         chunk.cache.advance(on, all);
         CHECK(chunk.content(0, 0) == steps.content(0, 0));
     }

@@ -137,7 +137,7 @@ void feed(const kvpolicy::host& on, CacheUnderTest<P, T, Kind>& under_test, cons
     const auto ref = under_test.cache.ref(0);
     Workspace workspace(kvpolicy::cache_workspace_bytes(on, ref, in.q.batch, count));
     kvpolicy::CacheExtras extras;
-    if constexpr (P::ranked) {
+    if constexpr (P::ranked && P::scorer_type::when == kvpolicy::score_time::given) {
         extras.scores = in.scores.tokens(from, count);
     }
     std::vector<std::int32_t> tokens(static_cast<std::size_t>(in.q.batch), count);

@@ -1,9 +1,12 @@
 // Bad input of a bounded cache: one sentence that names the argument, its value and what is allowed, and nothing written.
+#include <kvpolicy/masks/build.hpp>
 #include <kvpolicy/policies/decay.hpp>
 #include <kvpolicy/policies/sink.hpp>
+#include <kvpolicy/policies/stride.hpp>
 #include <kvpolicy/policies/threshold_gate.hpp>
 #include <kvpolicy/policies/topk_budget.hpp>
 #include <kvpolicy/policies/window.hpp>
+#include <kvpolicy/scorers/linear.hpp>
 
 #include "support/bound_cache.hpp"
 #include "support/refusal.hpp"
@@ -38,19 +41,18 @@ TEST_CASE("a cache that was moved from is unbound, and the other goes on") {
     FixedBudgetCache<P, float> from(good, policy());
     std::vector<unsigned char> memory(from.bytes().total());
     from.bind(on, memory.data(), memory.size());
-    from.advance(on, {.count = 1});
     FixedBudgetCache<P, float> to(std::move(from));
-    CHECK(to.length(0) == 1);
+    CHECK(to.length(0) == 0);
     // What is left of it is what this test is about.
     CHECK_REFUSED(from.ref(0), "cache: unbound");                     // NOLINT(bugprone-use-after-move)
     CHECK_REFUSED(from.advance(on, {.count = 1}), "cache: unbound");  // NOLINT(bugprone-use-after-move)
     CHECK_REFUSED(from.length(0), "cache: unbound");                  // NOLINT(bugprone-use-after-move)
     CHECK_REFUSED(from.bind(on, memory.data(), memory.size()),        // NOLINT(bugprone-use-after-move)
                   "cache: moved from is not allowed");
-    CHECK(to.length(0) == 1);
+    CHECK(to.length(0) == 0);
     from = std::move(to);
-    from.advance(on, {.count = 1});
-    CHECK(from.length(0) == 2);
+    from.clear(on, 0);
+    CHECK(from.length(0) == 0);
     CHECK_REFUSED(to.ref(0), "cache: unbound");  // NOLINT(bugprone-use-after-move)
 }
 
@@ -210,9 +212,8 @@ TEST_CASE("slots named twice are found among any number of them, the first entry
         for (std::int32_t i = 0; i < slots; ++i) {
             named[static_cast<std::size_t>(i)] = slots - 1 - i;
         }
-        const Batch batch{.count = slots, .slots = named.data()};
+        const Batch batch{.count = slots, .slots = named.data(), .length = 0};
         under_test.cache.advance(on, batch);
-        CHECK(under_test.cache.length(slots - 1) == 1);
         named[40] = named[17];
         named[30] = named[29];
         CHECK_REFUSED(under_test.cache.advance(on, batch),
@@ -225,7 +226,7 @@ TEST_CASE("slots named twice are found among any number of them, the first entry
         named.back() = named[0];
         CHECK_REFUSED(under_test.cache.advance(on, batch),
                       "batch.slots[" + std::to_string(slots - 1) + "]: " + std::to_string(slots - 1));
-        CHECK(under_test.cache.length(slots - 1) == 1);
+        CHECK(under_test.cache.length(slots - 1) == 0);
     }
 }
 
@@ -261,8 +262,10 @@ class Refusals {
     Refusals() : on_(1), cache_(on_, good, policy()) {
         Arguments start(bytes());
         const Batch batch{.count = 3, .length = 5};
-        prefill<P, float>(on_, cache_.cache.ref(1), batch, start.q_view, start.k_view, start.v_view,
-                          start.out_view, start.workspace, nullptr, start.extras);
+        for (std::int32_t layer = 0; layer < 2; ++layer) {
+            prefill<P, float>(on_, cache_.cache.ref(layer), batch, start.q_view, start.k_view, start.v_view,
+                              start.out_view, start.workspace, nullptr, start.extras);
+        }
         cache_.cache.advance(on_, batch);
     }
     [[nodiscard]] std::size_t bytes() const { return cache_workspace_bytes(on_, cache_.cache.ref(1), 3, 5); }
@@ -326,6 +329,127 @@ TEST_CASE("batches: counts, slots and lengths") {
         [](Arguments& a) { a.batch.length = 6; }, false, true, false);
     refusals.check(
         "batch tokens[1]: 6", [](Arguments& a) { a.batch.q_len = six; }, false, true, false);
+}
+
+TEST_CASE("a chunk whose length nobody said") {
+    const host on(1);
+    test::BoundCache<P, float> under_test(on, with(&CacheShape::proposals, 5), policy());
+    const auto ref = under_test.cache.ref(0);
+    Arguments a(cache_workspace_bytes(on, ref, 3, 5));
+    const std::string text =
+        "batch.length: not set is not allowed; it must be the tokens of every entry (q has room for 5), or "
+        "q_len";
+    CHECK_REFUSED((prefill<P, float>(on, ref, {.count = 3}, a.q_view, a.k_view, a.v_view, a.out_view,
+                                     a.workspace, nullptr, a.extras)),
+                  text);
+    CHECK_REFUSED((propose<P, float>(on, ref, {.count = 3}, a.q_view, a.k_view, a.v_view, a.out_view,
+                                     a.workspace, a.extras)),
+                  text);
+    // A tensor of one token says it.
+    a.q_view.length = 1;
+    prefill<P, float>(on, ref, {.count = 3}, a.q_view, a.k_view, a.v_view, a.out_view, a.workspace, nullptr,
+                      a.extras);
+    CHECK(ref.taken[0] == 1);
+}
+
+TEST_CASE("run-time parts that nobody set") {
+    using Cache = FixedBudgetCache<P, float>;
+    CHECK_REFUSED(
+        Cache{good},
+        "sinks: not set is not allowed; it must be a number or an array by layer and head: Sink<>{s}");
+    CHECK_REFUSED(Cache(good, P{Sink<>{1}, {}, TopKBudget<>{4}}), "window: not set");
+    CHECK_REFUSED(Cache(good, P{Sink<>{1}, Window<>{3}, {}}), "budget k: not set");
+    using D = Policy<Window<3>, TopKBudget<4>, Decay<dynamic>>;
+    CHECK_REFUSED((FixedBudgetCache<D, float>{good}), "decay step n: not set");
+    const host on(1);
+    expiry_t expiry[4] = {};
+    using Kept = Policy<Window<2>, Stride<>>;
+    CHECK_REFUSED(build_mask(on, Kept{}, {}, {.batch = 1, .length = 4}, view_bhs(expiry, 1, 1, 4), {}),
+                  "stride n: not set is not allowed; it must be a number: Stride<>{n}");
+}
+
+TEST_CASE("a layer takes a token once, and every layer does") {
+    const host on(1);
+    test::BoundCache<P, float> under_test(on, with(&CacheShape::proposals, 5), policy());
+    auto& cache = under_test.cache;
+    Arguments a(cache_workspace_bytes(on, cache.ref(0), 3, 5));
+    const Batch two{.count = 2}, three{.count = 3};
+    const auto take = [&](std::int32_t layer, const Batch& batch) {
+        a.q_view.batch = a.k_view.batch = a.v_view.batch = a.out_view.batch = batch.count;
+        a.extras.scores.batch = a.extras.lse.batch = batch.count;
+        step<P, float>(on, cache.ref(layer), batch, a.q_view, a.k_view, a.v_view, a.out_view, a.workspace,
+                       nullptr, a.extras);
+    };
+    take(0, two);
+    const std::vector<unsigned char> before = under_test.memory;
+    const std::string again =
+        "tokens of entry 0: 1 is not allowed; it must be 0, since layer 0 has taken 1 of slot 0 "
+        "already: advance(batch) once, after the last layer";
+    CHECK_REFUSED(take(0, two), again);
+    CHECK_REFUSED((prefill<P, float>(on, cache.ref(0), two, a.q_view, a.k_view, a.v_view, a.out_view,
+                                     a.workspace, nullptr, a.extras)),
+                  "batch.length: not set");
+    CHECK_REFUSED((prefill<P, float>(on, cache.ref(0), {.count = 2, .length = 1}, a.q_view, a.k_view,
+                                     a.v_view, a.out_view, a.workspace, nullptr, a.extras)),
+                  again);
+    CHECK_REFUSED(
+        cache.advance(on, two),
+        "tokens of entry 0: 1 is not allowed; it must be the 0 that layer 1 has taken: every layer takes a "
+        "token once");
+    CHECK(under_test.memory == before);
+    CHECK(cache.length(0) == 0);
+    take(1, two);
+    CHECK_REFUSED(cache.advance(on, {.count = 2, .length = 2}),
+                  "tokens of entry 0: 2 is not allowed; it must be the 1 that layer 0 has taken");
+    cache.advance(on, two);
+    CHECK_REFUSED(cache.advance(on, two),
+                  "tokens of entry 0: 1 is not allowed; it must be the 0 that layer 0");
+    // Slots are apart, and a slot that is cleared begins anew.
+    take(0, three);
+    cache.clear(on, 1);
+    CHECK_REFUSED(take(0, three), "has taken 1 of slot 0");
+    const std::int32_t second[] = {1};
+    take(0, {.count = 1, .slots = second});
+    take(1, three);
+    cache.advance(on, three);
+    CHECK(cache.length(0) == 2);
+    CHECK(cache.length(1) == 1);
+    // Proposals are no tokens until they are committed.
+    a.q_view.batch = a.k_view.batch = a.v_view.batch = a.out_view.batch = 3;
+    a.extras.scores.batch = a.extras.lse.batch = 3;
+    const Batch four{.count = 3, .length = 4};
+    for (std::int32_t layer = 0; layer < 2; ++layer) {
+        for (int turn = 0; turn < 2; ++turn) {
+            propose<P, float>(on, cache.ref(layer), four, a.q_view, a.k_view, a.v_view, a.out_view,
+                              a.workspace, a.extras);
+        }
+        commit<P, float>(on, cache.ref(layer), three, a.workspace);
+        CHECK_REFUSED((commit<P, float>(on, cache.ref(layer), three, a.workspace)),
+                      "0 to the 0 that slot 0 has proposed");
+    }
+    cache.advance(on, three);
+    CHECK(cache.length(0) == 3);
+}
+
+TEST_CASE("scores beside a policy's own scorer") {
+    using Own = Policy<Window<3>, TopKBudget<4>, LinearScorer<>>;
+    const std::vector<float> weight(2 * 24, 0.5f);
+    const Own own{{}, {}, {.heads = 2, .dim_k = 16, .dim_v = 8, .weights = {.weight = weight.data()}}};
+    const host on(1);
+    test::BoundCache<Own, float> under_test(on, good, own);
+    const auto ref = under_test.cache.ref(0);
+    Arguments a(cache_workspace_bytes(on, ref, 3, 5));
+    const std::string text =
+        "extras.scores: given is not allowed; it must be nothing, since this policy has a scorer of its own";
+    CHECK_REFUSED((step<Own, float>(on, ref, {.count = 3}, a.q_view, a.k_view, a.v_view, a.out_view,
+                                    a.workspace, nullptr, a.extras)),
+                  text);
+    CHECK_REFUSED((prefill<Own, float>(on, ref, {.count = 3, .length = 5}, a.q_view, a.k_view, a.v_view,
+                                       a.out_view, a.workspace, nullptr, a.extras)),
+                  text);
+    a.extras.scores = {};
+    step<Own, float>(on, ref, {.count = 3}, a.q_view, a.k_view, a.v_view, a.out_view, a.workspace, nullptr,
+                     a.extras);
 }
 
 TEST_CASE("tensors: shapes and null pointers, each by name") {

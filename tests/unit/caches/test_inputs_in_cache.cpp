@@ -167,14 +167,14 @@ TEST_CASE("hidden states that are missing, of another shape or NaN are refused w
     test::BoundDual<Own, float> cache(on, shape, pool, Own{{}, {}, {}, scorer});
     cache.add_slab(on);
     Tokens<float> in(4);
-    const test::Plane<float> scores(1, heads, length);
     const auto before = cache.everything();
     const auto ref = cache.cache.ref(0);
+    const test::Plane<float> none(0, 0, 0);
     CHECK_REFUSED(
-        in.run(on, ref, 0, 1, true, &scores),
-        "extras.hidden: 0 x 1 x 0 x 0 is not allowed; it must be 1 x 1 x at least 1 x 12, the width that the "
-        "scorer reads");
-    CHECK_REFUSED(in.run(on, ref, 0, 9, false, &scores), "extras.hidden");
+        in.run(on, ref, 0, 1, true, &none),
+        "extras.hidden: null is not allowed; it must be the tokens' hidden states, 1 x 1 x at least 1 x "
+        "12");
+    CHECK_REFUSED(in.run(on, ref, 0, 9, false, &none), "extras.hidden: null");
     in.hidden.view().row(0, 0, 3)[1] = bf16(std::numeric_limits<float>::quiet_NaN());
     CHECK_REFUSED(in.run(on, ref, 0, 9, false), "score of entry 0, head 0, position 3: NaN");
     CHECK(cache.everything() == before);

@@ -115,7 +115,7 @@ TEST_CASE("no call of a cache with a pool allocates, growing included") {
     test::Workspace workspace(cache_workspace_bytes(on, ref, count, 4));
     constexpr std::size_t heads = std::size_t{count} * 2;
     std::vector<std::int32_t> indptr(heads + 1), pages(heads * 12), last(heads);
-    std::vector<std::uint32_t> status(count);
+    std::vector<std::uint32_t> status(count), found(count);
     const HeadPages exported{indptr.data(), pages.data(), last.data(),
                              static_cast<std::int64_t>(pages.size())};
     const Batch chunk{.count = count, .length = 4}, token{.count = count, .length = 1};
@@ -132,11 +132,12 @@ TEST_CASE("no call of a cache with a pool allocates, growing included") {
         prefill<P, float>(on, ref, chunk, q.view(), k.view(), v.view(), out.view(), workspace, nullptr,
                           extras);
         under_test.cache.advance(on, chunk);
-        step<P, float>(on, ref, token, q.view(), k.view(), v.view(), out.view(), workspace, status.data(),
+        std::fill(found.begin(), found.end(), 0u);
+        step<P, float>(on, ref, token, q.view(), k.view(), v.view(), out.view(), workspace, found.data(),
                        extras);
         for (std::int32_t i = 0; i < count; ++i) {
             const std::int32_t one = 1;
-            if (status[static_cast<std::size_t>(i)] == status_ok) {
+            if (found[static_cast<std::size_t>(i)] == status_ok) {
                 under_test.cache.advance(on, {.count = 1, .slots = &i, .q_len = &one});
             }
         }

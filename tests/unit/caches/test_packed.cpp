@@ -258,9 +258,9 @@ TEST_CASE("edges that do not fit the batch are refused") {
     };
     const std::int32_t late[] = {1, 17, 17, 40, 49}, other[] = {0, 17, 17, 39, 49}, less[] = {17, 0, 22, 9};
     CHECK_REFUSED(call(late, lengths), "extras.cu_seqlens[0]: 1 is not allowed; it must be 0");
-    CHECK_REFUSED(
-        call(other, lengths),
-        "extras.cu_seqlens[3]: 39 is not allowed; it must be the edge before it and the entry's 23 tokens");
+    CHECK_REFUSED(call(other, lengths),
+                  "extras.cu_seqlens[3]: 39 is not allowed; it must be the edge before it, 17, and the "
+                  "entry's 23 tokens");
     CHECK_REFUSED(call(edges, less), "extras.cu_seqlens[3]: 40");
     CHECK_REFUSED(call(edges, lengths, 48),
                   "q: 1 x 4 x 48 x 8 is not allowed; it must be 1 x 4 x at least 49 x 8");

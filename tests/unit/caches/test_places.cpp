@@ -3,11 +3,13 @@
 #include <kvpolicy/caches/places.hpp>
 #include <kvpolicy/policies/decay.hpp>
 #include <kvpolicy/policies/sink.hpp>
+#include <kvpolicy/policies/stride.hpp>
 #include <kvpolicy/policies/threshold_gate.hpp>
 #include <kvpolicy/policies/topk_budget.hpp>
 #include <kvpolicy/policies/window.hpp>
 
 #include "support/bound_cache.hpp"
+#include "support/bound_dual.hpp"
 
 #include <doctest/doctest.h>
 
@@ -99,39 +101,54 @@ void on_group(std::int32_t threads, const Body& body) {
     }
 }
 
-/// One head of a cache as kernels keep it, without keys and values.
+/// A policy's gate as kernels take it.
+template <class P>
+auto gate_in(const P& policy) {
+    if constexpr (P::has_keep) {
+        return detail::held_gate<typename P::gate_type, typename P::keep_type>{policy.gate(), policy.keep()};
+    } else {
+        return policy.gate();
+    }
+}
+
+/// One head of a cache as kernels keep it, without keys and values, of at most `longest` rows.
 template <class P>
 struct Emulated {
     HeadRule rule;
-    typename P::gate_type gate;
+    decltype(gate_in(std::declval<const P&>())) gate;
     position_t limit;
+    std::int32_t longest;
     position_t length = 0;
-    std::int32_t kept = 0, victim = -1;
+    std::int32_t kept = 0, pinned = 0, victim = -1;
     std::vector<float> score;
     std::vector<position_t> position;
     std::vector<std::int32_t> record;
 
-    Emulated(const P& policy, position_t rebase_limit)
+    Emulated(const P& policy, position_t rebase_limit, std::int32_t most)
         : rule(policy.rule(0, 0)),
-          gate(policy.gate()),
+          gate(gate_in(policy)),
           limit(rebase_limit),
+          longest(most),
           score(capacity(), std::numeric_limits<float>::quiet_NaN()),
           position(capacity(), -1),
-          record(static_cast<std::size_t>(detail::tiles_of_places(rule.budget)), -9) {}
+          record(static_cast<std::size_t>(detail::tiles_of_places(P::has_keep ? most : rule.budget)), -9) {}
 
     [[nodiscard]] std::size_t capacity() const {
-        return static_cast<std::size_t>(std::int64_t{rule.sinks} + rule.window + rule.budget);
+        return static_cast<std::size_t>(std::int64_t{rule.sinks} + rule.window +
+                                        (P::has_keep ? longest : rule.budget));
     }
     [[nodiscard]] HeadRows layout() const { return {rule.sinks, rule.window}; }
-    [[nodiscard]] detail::head_places places() {
-        return {rule, limit, score.data() + layout().place(0), position.data() + layout().place(0)};
+    [[nodiscard]] auto places() {
+        return detail::contested(detail::head_places{rule, limit, score.data() + layout().place(0),
+                                                     position.data() + layout().place(0)},
+                                 gate);
     }
 
     void step(std::int32_t threads, float newcomer) {
         const position_t q = length++, u = q - rule.window;
         const float of_u = u >= rule.sinks ? score[static_cast<std::size_t>(layout().recent(u))] : 0.0f;
-        detail::step_decision step = detail::begin_step(rule, gate, limit, q, kept, victim, of_u);
-        const detail::head_places all = places();
+        detail::step_decision step = detail::begin_step(rule, gate, limit, q, kept, victim, of_u, pinned);
+        const auto all = places();
         std::int32_t next = -2;
         on_group(threads, [&](const auto& group) {
             detail::step_decision mine = step;  // as every warp of a kernel does it
@@ -175,12 +192,15 @@ struct Emulated {
         std::sort(held.begin(), held.end());
         CHECK(seen == held);
         kept = step.kept;
+        pinned += step.pinned ? 1 : 0;
         victim = next;
     }
 
     /// The row of the worst long-range key at query q where a key that leaves has to contest it; -1: there is none.
     [[nodiscard]] std::int32_t worst_row(position_t q, std::int32_t places_used) {
-        if (q - rule.window < rule.sinks || rule.budget == 0 || places_used < rule.budget) {
+        const position_t u = q - rule.window;
+        if (u < rule.sinks || rule.budget == 0 || places_used - pinned < rule.budget ||
+            detail::holds(gate, u)) {
             return -1;
         }
         detail::ranked_place worst;
@@ -224,12 +244,14 @@ struct Emulated {
             return u < length ? score[static_cast<std::size_t>(layout().recent(u))]
                               : scores[static_cast<std::size_t>(u - length)];
         };
-        std::int32_t after = 0;
+        std::int32_t after = 0, pinned_after = 0;
         on_group(threads, [&](const auto& group) {
-            const std::int32_t found =
-                detail::contest_chunk(group, plan, gate, length, tokens, kept, score_at, name, rows);
+            std::int32_t outside = pinned;
+            const std::int32_t found = detail::contest_chunk(group, plan, gate, length, tokens, kept,
+                                                             score_at, name, rows, &outside);
             if (group.rank() == 0) {
                 after = found;
+                pinned_after = outside;
             }
         });
         // Visible after the chunk: whatever has not expired by then.
@@ -254,6 +276,7 @@ struct Emulated {
             }
         }
         kept = after;
+        pinned = pinned_after;
         length += tokens;
         victim = -1;
         std::sort(alive.begin(), alive.end());
@@ -270,6 +293,28 @@ struct Emulated {
     }
 };
 
+/// The host's cache of one head of at most `length` tokens, and the positions that it holds, row by row.
+template <class P>
+struct Oracle : test::BoundCache<P, float> {
+    Oracle(const host& on, const CacheShape& shape, const P& policy, position_t limit,
+           std::int32_t /*length*/)
+        : test::BoundCache<P, float>(on, shape, policy, nullptr, {}, limit) {}
+    [[nodiscard]] std::vector<position_t> held() const { return this->positions(0, 0, 0); }
+};
+template <class P>
+requires P::has_keep struct Oracle<P> : test::BoundDual<P, float> {
+    Oracle(const host& on, const CacheShape& shape, const P& policy, position_t limit, std::int32_t length)
+        : test::BoundDual<P, float>(on, shape, {.slab_pages = length, .most_slabs = 1, .longest = length},
+                                    policy, nullptr, limit) {
+        this->add_slab(on);
+    }
+    [[nodiscard]] std::vector<position_t> held() const {
+        std::vector<position_t> all(static_cast<std::size_t>(this->cache.occupancy(0, 0, 0).rows()));
+        this->cache.retained(0, 0, 0, all.data());
+        return all;
+    }
+};
+
 /// Steps and chunks in turn, beside the host's cache.
 template <class P>
 void check(const P& policy, test::Scores kind, std::int32_t length, std::int32_t threads, bool chunks,
@@ -279,10 +324,9 @@ void check(const P& policy, test::Scores kind, std::int32_t length, std::int32_t
     CAPTURE(length);
     std::mt19937 generator(static_cast<unsigned>(length + threads));
     const host on{1};
-    test::BoundCache<P, float> oracle(
-        on, {.layers = 1, .slots = 1, .query_heads = 1, .kv_heads = 1, .dim_k = 8, .dim_v = 8}, policy,
-        nullptr, {}, limit);
-    Emulated<P> emulated(policy, limit);
+    Oracle<P> oracle(on, {.layers = 1, .slots = 1, .query_heads = 1, .kv_heads = 1, .dim_k = 8, .dim_v = 8},
+                     policy, limit, length);
+    Emulated<P> emulated(policy, limit, length);
     const test::Tensor<float> rows(1, 1, length, 8);
     test::Tensor<float> out(1, 1, length, 8);
     test::Plane<float> scores(1, 1, length);
@@ -312,7 +356,7 @@ void check(const P& policy, test::Scores kind, std::int32_t length, std::int32_t
         }
         at += count;
         // Steps put every key in the row that the host gives it; so do chunks.
-        same = emulated.held() == oracle.positions(0, 0, 0);
+        same = emulated.held() == oracle.held();
         CAPTURE(at);
         CHECK(same);
     }
@@ -345,5 +389,13 @@ TEST_CASE("kernels' decisions are the host's: steps, chunks, every order of scor
     SUBCASE("a capped gate") {
         one_or_three(Policy<Sink<2>, Window<4>, ThresholdGate<above>, TopKBudget<66>>{
             Sink<2>{}, Window<4>{}, ThresholdGate<above>{-0.5f}, TopKBudget<66>{}});
+    }
+    SUBCASE("a stride") { one_or_three(Policy<Sink<2>, Window<4>, Stride<5>>{}); }
+    SUBCASE("a stride beside a capped gate, decay, rebased often") {
+        one_or_three(
+            Policy<Sink<2>, Window<4>, ThresholdGate<above>, TopKBudget<66>, Decay<1>, Stride<3>>{
+                Sink<2>{}, Window<4>{}, ThresholdGate<above>{-0.5f}, TopKBudget<66>{}, Decay<1>{-0.03f},
+                Stride<3>{}},
+            7);
     }
 }

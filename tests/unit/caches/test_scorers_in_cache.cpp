@@ -494,23 +494,6 @@ TEST_CASE("a scorer gets the context's instruction set, not the machine's") {
     }
 }
 
-TEST_CASE("a scorer that no decision asks has no state in the cache") {
-    const host on(1);
-    using P = Policy<Sink<>, Window<>, CountingScorer>;
-    Journal journal;
-    test::BoundCache<P, float> under_test(
-        on, shape, P{Sink<>{1}, Window<>{3}, CountingScorer{.factor = 1, .journal = &journal}});
-    CHECK(under_test.cache.bytes().scorer_state == 0);
-    CHECK(under_test.cache.ref(0).state_size == 0);
-    Tokens<float> in(9, 3);
-    feed(on, under_test, in, 0, 6, false);
-    for (std::int32_t t = 6; t < 9; ++t) {
-        feed(on, under_test, in, t, 1, true);
-    }
-    CHECK(journal.events.empty());
-    CHECK(under_test.sorted(0, 0, 0) == std::vector<position_t>{0, 6, 7, 8});
-}
-
 TEST_CASE("a given score that is NaN refuses the call, names its place and leaves the cache as it was") {
     const host on(1);
     using P = Policy<Sink<1>, Window<3>, TopKBudget<4>>;

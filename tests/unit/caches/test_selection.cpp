@@ -427,9 +427,9 @@ TEST_CASE("what cannot be is refused") {
     const auto with = [](SnapKVEviction eviction, QuestPages<> selection) {
         return All{Sink<>{0}, Window<>{4}, ThresholdGate<at_least>{0.0f}, eviction, selection};
     };
-    CHECK_REFUSED(
-        Cache(shape, pool, with({}, {16, 4})),
-        "rows of a selection's page: 16 is not allowed; it must be a divisor of the cache's page_rows, 24");
+    CHECK_REFUSED(Cache(shape, pool, with({}, {16, 4})),
+                  "page_rows: 24 is not allowed; it must be a multiple of the 16 rows of a page that the "
+                  "policy's selection");
     CHECK_REFUSED(Cache(shape, pool, with({}, {0, 4})), "rows of a page: 0");
     CHECK_REFUSED(
         Cache(shape, pool, with({}, {8, 0})),
@@ -446,7 +446,7 @@ TEST_CASE("what cannot be is refused") {
     using Full = FixedBudgetCache<Policy<Window<4>, TopKBudget<8>, QuestPages<8>>, float>;
     CacheShape one = shape;
     one.page_rows = 1;
-    CHECK_REFUSED(Full(one), "rows of a selection's page: 8");
+    CHECK_REFUSED(Full(one), "page_rows: 1 is not allowed; it must be a multiple of the 8 rows");
 }
 
 TEST_CASE("dropping rows gives their pages back, and leaves what was reserved") {

@@ -66,7 +66,7 @@ template <class P, class Ref>
 void propose_call(const host& on, const Ref& ref, const Batch& batch, Call& in) {
     test::Workspace room(cache_workspace_bytes(on, ref, batch.count, most));
     propose<P, float>(on, ref, batch, in.q.view(), in.k.view(), in.v.view(), in.out.view(), room,
-                      in.extras());
+                      test::wanted_by<P>(in.extras()));
 }
 
 template <bool Pooled, class P>
@@ -237,7 +237,7 @@ void check_refusals() {
     CHECK_REFUSED(commit(on, bound.cache.ref(1), {.count = 1}, room),
                   "batch tokens[0]: 1 is not allowed; it must be 0 to the 0");
     // Proposals wait at one length only; a step forgets them, and so does a commit of none.
-    bound.cache.advance(on, {.count = 1});
+    ++ref.length[0];
     CHECK_REFUSED(
         commit(on, ref, {.count = 1}, room),
         "length of slot 0: 1 is not allowed; it must be what it was when the tokens were proposed, 0");

@@ -59,16 +59,19 @@ TEST_CASE("policies, fixed and at run time") {
     CHECK(text(Policy<Window<16>, KeepAll>{}) == "Window 16 + KeepAll");
     MlpScorer<> mlp;
     mlp.dim_k = 64, mlp.dim_v = 32, mlp.hidden = 16;
-    CHECK(text(Policy<MlpScorer<>>{mlp}) == "MlpScorer (64 + 32, hidden 16)");
+    CHECK(text(Policy<TopKBudget<8>, MlpScorer<>>{TopKBudget<8>{}, mlp}) ==
+          "TopKBudget 8 + MlpScorer (64 + 32, hidden 16)");
     CHECK(text(Policy<Window<3>, QuestPages<16>, SnapKVEviction>{Window<3>{}, QuestPages<16>{4},
                                                                  SnapKVEviction{}}) ==
           "Window 3 + QuestPages (4 pages of 16 rows) + SnapKVEviction (4096 rows a head, 0.1 of them a "
           "round)");
-    CHECK(text(Policy<WriteGateScorer<64>>{}) == "WriteGateScorer (64 + 64, hidden 0)");
-    CHECK(text(Policy<UtilityPredictor>{}) == "UtilityPredictor (hidden 0)");
-    CHECK(text(Policy<ConvScorer<64>>{}) == "ConvScorer (64 + 64)");
-    CHECK(text(Policy<LinearScorer<64>>{}) == "LinearScorer (64 + 64)");
-    CHECK(text(Policy<mLSTMScorer<64>>{}) == "mLSTMScorer (64 + 64, 64 features, 32 values)");
+    CHECK(text(Policy<TopKBudget<8>, WriteGateScorer<64>>{}) ==
+          "TopKBudget 8 + WriteGateScorer (64 + 64, hidden 0)");
+    CHECK(text(Policy<TopKBudget<8>, UtilityPredictor>{}) == "TopKBudget 8 + UtilityPredictor (hidden 0)");
+    CHECK(text(Policy<TopKBudget<8>, ConvScorer<64>>{}) == "TopKBudget 8 + ConvScorer (64 + 64)");
+    CHECK(text(Policy<TopKBudget<8>, LinearScorer<64>>{}) == "TopKBudget 8 + LinearScorer (64 + 64)");
+    CHECK(text(Policy<TopKBudget<8>, mLSTMScorer<64>>{}) ==
+          "TopKBudget 8 + mLSTMScorer (64 + 64, 64 features, 32 values)");
     CHECK(text(Policy<Window<3>, Nameless, Named>{}) == "Window 3 + a keep part of one's own + Seventh");
 }
 

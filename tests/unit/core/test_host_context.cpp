@@ -122,6 +122,8 @@ TEST_CASE("contexts come and go, and can be moved") {
 TEST_CASE("a number of threads that makes no sense is refused") {
     CHECK_REFUSED(host(-1), "host threads: -1 is not allowed; it must be 0 (all) to 4096");
     CHECK_REFUSED(host(4097), "host threads: 4097");
+    CHECK_REFUSED(host(1, static_cast<kvpolicy::isa>(7)),
+                  "host isa: 7 is not allowed; it must be isa::portable or isa::avx2");
     if (kvpolicy::detected_isa() == kvpolicy::isa::portable) {
         CHECK_REFUSED(host(1, kvpolicy::isa::avx2), "host isa: avx2");
     }

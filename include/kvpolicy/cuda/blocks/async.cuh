@@ -78,6 +78,12 @@ __device__ inline void barrier_expect(std::uint32_t barrier, std::uint32_t bytes
         "r"(bytes)
         : "memory");
 }
+/// Lets the present phase end only after `bytes` more have come, without arriving.
+template <class = void>
+__device__ inline void barrier_expect_more(std::uint32_t barrier, std::uint32_t bytes) {
+    asm volatile("mbarrier.expect_tx.relaxed.cta.shared::cta.b64 [%0], %1;" ::"r"(barrier), "r"(bytes)
+                 : "memory");
+}
 template <class = void>
 __device__ inline bool barrier_try_wait(std::uint32_t barrier, std::uint32_t parity) {
     std::uint32_t done;

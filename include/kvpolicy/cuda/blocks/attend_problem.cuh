@@ -6,6 +6,8 @@
 #include <kvpolicy/cuda/blocks/key_frame.cuh>
 #include <kvpolicy/cuda/config.cuh>
 
+#include <cuda.h>
+
 #include <cstdint>
 
 namespace kvpolicy {
@@ -36,6 +38,13 @@ struct attend_launch {
     __host__ __device__ std::int64_t count() const {
         return std::int64_t{problem.batch} * problem.kv_heads * parts * tiles;
     }
+};
+
+/// Rows that lie together come by TMA: maps of keys and values whose boxes are box_rows rows. Without them, every row is gathered.
+struct attend_boxes {
+    static constexpr std::uint32_t box_rows = 8;
+    CUtensorMap k, v;
+    bool there = false;
 };
 
 /// Where one tile lies.

@@ -11,6 +11,7 @@
 #include <kvpolicy/cuda/blocks/warp.cuh>
 #include <kvpolicy/cuda/blocks/wgmma.cuh>
 #include <kvpolicy/cuda/config.cuh>
+#include <kvpolicy/cuda/tensor_map.cuh>
 
 #include <cstdint>
 
@@ -23,8 +24,8 @@ class attend_producer : attend_ring<S> {
   public:
     using T = typename S::T;
 
-    __device__ attend_producer(const attend_ring<S>& ring, std::uint32_t* next)
-        : attend_ring<S>(ring), next_(next) {}
+    __device__ attend_producer(const attend_ring<S>& ring, const attend_boxes& boxes, std::uint32_t* next)
+        : attend_ring<S>(ring), boxes_(boxes), next_(next) {}
 
     /// Takes tiles until there are none.
     __device__ void produce() {
@@ -113,6 +114,8 @@ class attend_producer : attend_ring<S> {
             const key_rows<T>& all = call_.problem.rows;
             memory_->k = head_rows::keys_of(all, place.b, place.h);
             memory_->v = head_rows::values_of(all, place.b, place.h);
+            memory_->b = place.b;
+            memory_->h = place.h;
         }
         row_stream<T, S::keys, S::General, Source> stream(call_, place, stream_memory_, state.thread, 1);
         tell_last(state);  // of the tile before: its last values were under way in the meantime
@@ -157,7 +160,7 @@ class attend_producer : attend_ring<S> {
     }
 
     /// Most of a tile: blocks of rows that all its queries see, without the stream's bookkeeping. Lane i of the eight that
-    /// share rows knows the number of row i of theirs. Leaves at least one full block, if there is any, so that the stream
+    /// share rows knows the number of row i of theirs; where they follow one another, they come as boxes. Leaves at least one full block, if there is any, so that the stream
     /// decides which is the last. Returns how many rows it took.
     template <class Source>
     __device__ std::int32_t produce_full(producer_state& state, std::uint32_t number, std::uint32_t parity,
@@ -173,6 +176,14 @@ class attend_producer : attend_ring<S> {
             if (done + 3 * S::keys <= full) {
                 later = source.row(call_, done + S::keys + mine);
             }
+            bool together = false;  // this lane's eight rows
+            bool gathered = true;   // some of the warp's
+            if constexpr (has_boxes) {
+                const bool follows = row == __shfl_sync(all_lanes, row, 0, 8) + lane;
+                const unsigned apart = ~__ballot_sync(all_lanes, follows && boxes_.there);
+                together = (apart >> (lane_id() & 24) & 0xffu) == 0;
+                gathered = apart != 0;
+            }
 #pragma unroll 1
             for (int half = 0; half < 2; ++half) {
                 barrier_wait(empty_ + 8 * state.ring.slot, state.ring.parity ^ 1);
@@ -184,21 +195,31 @@ class attend_producer : attend_ring<S> {
                     first = false;
                     produce_queries(state, number, parity);
                 }
-                const rows_view<const T>& view = half == 0 ? call_.problem.rows.k : call_.problem.rows.v;
-                const std::uint64_t from = (half == 0 ? memory_->k.past : memory_->v.past) + 16 * lane;
-                const auto stride = static_cast<std::uint32_t>(view.row_stride) * 2;
-                const std::uint32_t to = ring_ + state.ring.slot * S::tile_bytes +
-                                         state.thread / 8 * each * 128 +
-                                         ((lane ^ (state.thread / 8 * each % 8)) << 4);
+                const std::uint32_t to =
+                    ring_ + state.ring.slot * S::tile_bytes + state.thread / 8 * each * 128;
+                if (has_boxes && together && lane < S::Dim / 64) {
+                    barrier_expect_more(full_ + 8 * state.ring.slot, attend_boxes::box_rows * 128);
+                    copy_box(to + lane * S::keys * 128, half == 0 ? boxes_.k : boxes_.v, 64 * lane,
+                             row - lane, memory_->h, memory_->b, full_ + 8 * state.ring.slot);
+                }
+                if (gathered) {
+                    const rows_view<const T>& view = half == 0 ? call_.problem.rows.k : call_.problem.rows.v;
+                    const std::uint64_t from = (half == 0 ? memory_->k.past : memory_->v.past) + 16 * lane;
+                    const auto stride = static_cast<std::uint32_t>(view.row_stride) * 2;
+                    const std::uint32_t chunk = to + ((lane ^ (state.thread / 8 * each % 8)) << 4);
 #pragma unroll
-                for (int i = 0; i < each; ++i) {
-                    const auto of = static_cast<std::uint32_t>(__shfl_sync(all_lanes, row, i, 8));
-                    const std::uint64_t at = from + std::uint64_t{of} * stride;
+                    for (int i = 0; i < each; ++i) {
+                        const auto of = static_cast<std::uint32_t>(__shfl_sync(all_lanes, row, i, 8));
+                        const std::uint64_t at = from + std::uint64_t{of} * stride;
+                        if (has_boxes && together) {
+                            continue;
+                        }
 #pragma unroll
-                    for (int part = 0; part < S::Dim / 64; ++part) {
-                        copy_16((to ^ (i << 4)) + i * 128 + part * S::keys * 128,
-                                reinterpret_cast<const void*>(at + 128 * part),
-                                8 * lane + 64 * part < view.dim ? 16 : 0);
+                        for (int part = 0; part < S::Dim / 64; ++part) {
+                            copy_16((chunk ^ (i << 4)) + i * 128 + part * S::keys * 128,
+                                    reinterpret_cast<const void*>(at + 128 * part),
+                                    8 * lane + 64 * part < view.dim ? 16 : 0);
+                        }
                     }
                 }
                 tell(state, full_ + 8 * state.ring.slot);
@@ -274,6 +295,10 @@ class attend_producer : attend_ring<S> {
         }
     }
 
+    /// Eight threads share as many rows as a box has, and they begin where the swizzle does.
+    static constexpr bool has_boxes = !S::General && S::keys == 128;
+
+    const attend_boxes& boxes_;
     std::uint32_t* next_;
 };
 

@@ -41,7 +41,8 @@ struct attend_hopper_memory {
     std::uint64_t empty[S::slots];
     std::uint64_t queries_full, queries_empty;
     key_offsets<S::keys> offsets[2];
-    head_rows k, v;  // of the tile that the producer is at
+    head_rows k, v;     // of the tile that the producer is at
+    std::int32_t b, h;  // the same tile's
     union {
         stream_memory<S::keys, S::General, listed_rows> listed;
         stream_memory<S::keys, S::General, scanned_rows> scanned;

@@ -19,8 +19,8 @@ namespace cuda_backend {
 
 /// Tiles are taken from `next`, which is 0 when the first block begins.
 template <class S>
-__device__ inline void attend_warpgroups(const attend_launch<typename S::T>& call, unsigned char* shared,
-                                         std::uint32_t* next) {
+__device__ inline void attend_warpgroups(const attend_launch<typename S::T>& call, const attend_boxes& boxes,
+                                         unsigned char* shared, std::uint32_t* next) {
     const attend_ring<S> ring(call, shared);
     // The same for all lanes of a warp, and the compiler should know it.
     const int group = __shfl_sync(all_lanes, static_cast<int>(threadIdx.x) / 128, 0);
@@ -30,7 +30,7 @@ __device__ inline void attend_warpgroups(const attend_launch<typename S::T>& cal
     __syncthreads();
     if (group == S::consumers) {
         give_registers<S::tuning.producer_registers>();
-        attend_producer<S>(ring, next).produce();
+        attend_producer<S>(ring, boxes, next).produce();
     } else {
         take_registers<S::tuning.consumer_registers>();
         attend_consumer<S>(ring).consume(group);

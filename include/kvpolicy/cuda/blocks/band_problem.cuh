@@ -14,17 +14,21 @@ inline namespace KVPOLICY_CUDA_NAMESPACE KVPOLICY_HIDDEN {
 namespace cuda_backend {
 
 /// What a row folds. `sum` takes exponents as they are: right as long as no term overflows, and none that counts
-/// underflows. `running` keeps the largest exponent so far beside the sum: always right, and slower. `largest` keeps the
-/// largest exponent alone (beta = infinity).
-enum class row_fold { sum, running, largest };
+/// underflows. `anchored` takes them relative to the largest of the row's first tile, which is a term of the sum itself: right as
+/// long as no later one is so much larger that the sum overflows. `running` keeps the largest exponent so far beside the
+/// sum: always right, and slower. `largest` keeps the largest exponent alone (beta = infinity).
+enum class row_fold { sum, anchored, running, largest };
 
 /// Which of the two a kernel is for, and how.
 template <bool Mass, row_fold Fold>
 struct band_pass {
     static constexpr bool mass = Mass;
     static constexpr row_fold fold = Fold;
+    /// Sums may overflow, and flags say where.
+    static constexpr bool quick = Fold == row_fold::sum || Fold == row_fold::anchored;
 };
-using lse_pass = band_pass<false, row_fold::running>;
+using lse_pass = band_pass<false, row_fold::anchored>;
+using careful_lse_pass = band_pass<false, row_fold::running>;
 using mass_pass = band_pass<true, row_fold::sum>;
 using careful_mass_pass = band_pass<true, row_fold::running>;
 using largest_mass_pass = band_pass<true, row_fold::largest>;
@@ -71,7 +75,7 @@ struct band_problem {
     /// Hopper kernel needs it made beforehand.
     float* bias = nullptr;
     std::int64_t bias_stride = 0;
-    /// One word a block of the grid. The sum pass says which blocks overflowed; a careful pass, where `flags` is given,
+    /// One word a block of the grid. A quick pass says which blocks overflowed; a careful pass, where `flags` is given,
     /// does those alone.
     std::int32_t* flags = nullptr;
 

@@ -11,6 +11,7 @@
 #include <kvpolicy/core/view.hpp>
 #include <kvpolicy/cuda/blocks/cache_view.cuh>
 #include <kvpolicy/cuda/blocks/dual_stream.cuh>
+#include <kvpolicy/cuda/blocks/page_bounds.cuh>
 #include <kvpolicy/cuda/blocks/score_row.cuh>
 #include <kvpolicy/cuda/blocks/step_block.cuh>
 #include <kvpolicy/cuda/config.cuh>
@@ -60,6 +61,24 @@ struct step_launch {
     Work work{};
     Gate gate;
     Scorer scorer;
+
+    /// The head's places whose keys do not compete.
+    [[nodiscard]] __device__ std::int32_t pinned(std::int64_t index) const {
+        if constexpr (detail::holds_keys<Gate>) {
+            return cache.pinned[index];
+        } else {
+            return 0;
+        }
+    }
+    /// The score of key u, which leaves the window.
+    template <class Head>
+    __device__ float leaving_score(const Head& head, std::int32_t pair, position_t u) const {
+        if constexpr (Scorer::when == score_time::on_leaving) {
+            return detail::holds(gate, u) ? 0.0f : computed[pair];
+        } else {
+            return head.score_of(head.layout.recent(u));
+        }
+    }
 };
 
 /// The states of `count` warps or blocks, as one: four columns of one query head.
@@ -174,11 +193,12 @@ class step_head {
         const Head head(call_.cache, slot_, head_);
         const position_t q = call_.cache.length[slot_];
         const std::int32_t kept = call_.cache.kept[head.index], victim = call_.cache.victim[head.index];
-        const std::int32_t used = head.layout.used(q, kept);
+        const std::int32_t used = call_.cache.rows_read(head, pair_, q, kept);
 
         using Source = decltype(head.source(used));
         const tile_range mine = share.tiles_of(step_tiles(used, call_.writes), warp_id());
-        const stream_rows<Source> rows{head.source(used), call_.cache.dim_k, call_.cache.dim_v, used, mine};
+        const stream_rows<Source> rows{call_.cache.source(head, pair_, used), call_.cache.dim_k,
+                                       call_.cache.dim_v, used, mine};
         unsigned char* const region = regions_ + warp_id() * region_bytes();
         typename stream_of<Rows, Source>::type stream(region, rows);
         stream.start();
@@ -229,6 +249,24 @@ class step_head {
         }
     }
 
+    /// The rows of a step alone, by one block a head: for a cache of which only chosen pages are then read.
+    __device__ void write() {
+        const Head head(call_.cache, slot_, head_);
+        const position_t q = call_.cache.length[slot_];
+        const std::int32_t kept = call_.cache.kept[head.index], victim = call_.cache.victim[head.index];
+        float score = 0.0f;
+        const detail::step_decision step = decide(head, q, kept, victim, score, true);
+        __syncthreads();  // the note is there, and all have read what changes now
+        write_rows(head, q, step, score, fetch_rows(head, step));
+        __syncthreads();  // the rows are there
+        const auto thread = static_cast<std::int32_t>(threadIdx.x);
+        const std::int32_t used = head.layout.used(q + 1, step.kept), size = head.rows.bound_rows;
+        refresh_page(head.rows, step.newest / size, used, thread, Rows::threads);
+        if (step.promoted >= 0 && step.promoted / size != step.newest / size) {
+            refresh_page(head.rows, step.promoted / size, used, thread, Rows::threads);
+        }
+    }
+
   private:
     [[nodiscard]] __device__ int region_bytes() const { return Rows::shared_bytes(call_.cache.dim_v); }
     /// What the step does to the rows, the same in every block and thread; `score` is u's. One block `notes`.
@@ -237,10 +275,11 @@ class step_head {
         const position_t limit = call_.cache.rebase_limit;
         const position_t u = q - head.rule.window;
         if (u >= head.rule.sinks) {
-            score = on_leaving ? call_.computed[pair_] : head.score_of(head.layout.recent(u));
+            score = call_.leaving_score(head, pair_, u);
         }
-        detail::step_decision step = detail::begin_step(head.rule, call_.gate, limit, q, kept, victim, score);
-        const auto places = head.places(limit);
+        detail::step_decision step = detail::begin_step(head.rule, call_.gate, limit, q, kept, victim, score,
+                                                        call_.pinned(head.index));
+        const auto places = detail::contested(head.places(limit), call_.gate);
         const detail::ranked_place ranked = places.rank(score, u, -1, q);
         std::int32_t* const record = head.record;
         if (step.full) {
@@ -271,7 +310,8 @@ class step_head {
             }
         }
         if (notes && warp_id() == Rows::warps - 1) {
-            const float arriving = arriving_score(q >= head.rule.sinks);
+            const float arriving =
+                arriving_score(q >= head.rule.sinks && (given || !detail::holds(call_.gate, q)));
             if (lane_id() == 0) {
                 call_.notes[pair_].arriving = arriving;
             }
@@ -279,7 +319,7 @@ class step_head {
         return step;
     }
 
-    /// The newcomer's score as its row keeps it; a sink's is never read.
+    /// The newcomer's score as its row keeps it; a sink's is never read, nor is a key's that is held for its position.
     __device__ float arriving_score(bool counts) const {
         if constexpr (given) {
             const float score = call_.scores ? call_.scores.head(entry_, head_)[0] : 0.0f;
@@ -424,6 +464,13 @@ class step_head {
                 *newest = *piece_of_newcomer(i);
             }
         }
+        if (call_.cache.queries != nullptr) {
+            const std::int32_t dim = call_.cache.dim_k;
+            T* const to = call_.cache.query_row(head.index, q);
+            for (std::int32_t i = thread; i < call_.cache.group * dim; i += Rows::threads) {
+                to[i] = call_.q.row(entry_, head_ * call_.cache.group + i / dim, 0)[i % dim];
+            }
+        }
         if constexpr (on_leaving) {
             if (call_.advanced != nullptr) {
                 const std::int64_t size = call_.cache.state_size;
@@ -442,6 +489,9 @@ class step_head {
         head.position_of(step.newest) = q;
         head.score_of(step.newest) = moved.note.arriving;
         call_.cache.kept[head.index] = step.kept;
+        if constexpr (detail::holds_keys<typename Launch::Gate>) {
+            call_.cache.pinned[head.index] += step.pinned ? 1 : 0;
+        }
         call_.cache.victim[head.index] = moved.note.victim;
         if (head_ == 0) {
             call_.cache.proposed[slot_] = 0;

@@ -28,34 +28,33 @@ struct dual_work {
 // States are [blocks + count * Hkv * parts]: that of block b's share of part p of a head is b + head * parts + p. From one share to
 // the next the block or the part moves on, so all are different, and those of one part lie together.
 
-template <class Rows, class Gate, class Scorer>
-using dual_step_launch = ragged::step_launch<Rows, Gate, Scorer, dual_view<typename Rows::T>, dual_work>;
+template <class Rows, class Gate, class Scorer, class View>
+using dual_step_launch = ragged::step_launch<Rows, Gate, Scorer, View, dual_work>;
 
-/// Admission, and the shares of all blocks. One block.
+/// Which entries take part, with pages for what a step writes; those that find none get empty outputs. One block.
 template <class Launch>
-__device__ void plan_dual_step(const Launch& call, admit_memory& memory) {
+__device__ void admit_dual_step(const Launch& call, admit_memory& memory) {
     using T = typename Launch::T;
-    constexpr bool on_leaving = Launch::Scorer::when == score_time::on_leaving;
     const dual_work& work = call.work;
-    const std::int32_t kv_heads = call.cache.kv_heads, pairs = call.batch.count * kv_heads;
+    const std::int32_t kv_heads = call.cache.kv_heads;
     const auto thread = static_cast<std::int32_t>(threadIdx.x);
     bool refuses = false;
     if (call.writes) {
         const admission wanted{1, work.taken, work.missing, call.status};
-        refuses = admit_block(
-            call.cache, call.batch, wanted, memory,
-            [&](std::int32_t pair, std::int32_t slot, std::int32_t h) {
-                const dual_head<T> head(call.cache, slot, h);
-                const position_t q = call.cache.length[slot], u = q - head.rule.window;
-                const std::int32_t kept = call.cache.kept[head.index];
-                float score = 0.0f;
-                if (u >= head.rule.sinks) {
-                    score = on_leaving ? call.computed[pair] : head.score_of(head.layout.recent(u));
-                }
-                const detail::step_decision step =
-                    detail::begin_step(head.rule, call.gate, call.cache.rebase_limit, q, kept, -1, score);
-                return head.layout.used(q + 1, step.kept);
-            });
+        refuses = admit_block(call.cache, call.batch, wanted, memory,
+                              [&](std::int32_t pair, std::int32_t slot, std::int32_t h) {
+                                  const dual_head<T> head(call.cache, slot, h);
+                                  const position_t q = call.cache.length[slot], u = q - head.rule.window;
+                                  const std::int32_t kept = call.cache.kept[head.index];
+                                  float score = 0.0f;
+                                  if (u >= head.rule.sinks) {
+                                      score = call.leaving_score(head, pair, u);
+                                  }
+                                  const detail::step_decision step =
+                                      detail::begin_step(head.rule, call.gate, call.cache.rebase_limit, q,
+                                                         kept, -1, score, call.pinned(head.index));
+                                  return head.layout.used(q + 1, step.kept);
+                              });
     } else {
         for (std::int32_t entry = thread; entry < call.batch.count; entry += admit_threads) {
             const active_entry active(call.cache, call.batch, entry, 1);
@@ -65,6 +64,31 @@ __device__ void plan_dual_step(const Launch& call, admit_memory& memory) {
             }
         }
     }
+    if (!refuses) {
+        return;
+    }
+    for (std::int32_t entry = 0; entry < call.batch.count; ++entry) {
+        if (work.taken[entry] >= 0) {
+            continue;
+        }
+        for (std::int32_t h = 0; h < kv_heads * call.cache.group; ++h) {
+            for (std::int32_t d = thread; d < call.cache.dim_v; d += admit_threads) {
+                call.out.row(entry, h, 0)[d] = T(0.0f);
+            }
+            if (thread == 0 && call.lse) {
+                call.lse.head(entry, h)[0] = minus_infinity();
+            }
+        }
+    }
+}
+
+/// The shares of all blocks. One block.
+template <class Launch>
+__device__ void share_dual_step(const Launch& call, admit_memory& memory) {
+    const dual_work& work = call.work;
+    const std::int32_t kv_heads = call.cache.kv_heads, pairs = call.batch.count * kv_heads;
+    const auto thread = static_cast<std::int32_t>(threadIdx.x);
+    __syncthreads();  // `taken` is there
     // A slot without rows has a tile as well: somebody must write its output.
     const std::int32_t total = running_sums(
         memory, pairs,
@@ -74,9 +98,9 @@ __device__ void plan_dual_step(const Launch& call, admit_memory& memory) {
                 return 0;
             }
             const std::int32_t slot = call.batch.slot(entry), h = pair % kv_heads;
-            const HeadRule& rule = call.cache.rules[h];
-            const std::int32_t used = HeadRows{rule.sinks, rule.window}.used(
-                call.cache.length[slot], call.cache.kept[std::int64_t{slot} * kv_heads + h]);
+            const dual_head<typename Launch::T> head(call.cache, slot, h);
+            const std::int32_t used =
+                call.cache.rows_read(head, pair, call.cache.length[slot], call.cache.kept[head.index]);
             const auto tiles = static_cast<std::int32_t>(ragged::step_tiles(used, call.writes));
             return tiles == 0 ? 1 : tiles;
         },
@@ -94,22 +118,6 @@ __device__ void plan_dual_step(const Launch& call, admit_memory& memory) {
                            end = std::int64_t{work.first_tile[pair + 1]} * call.parts;
         for (std::int64_t block = (begin + share - 1) / share; block * share < end; ++block) {
             work.first_pair[block] = pair;
-        }
-    }
-    if (!refuses) {
-        return;
-    }
-    for (std::int32_t entry = 0; entry < call.batch.count; ++entry) {
-        if (work.taken[entry] >= 0) {
-            continue;
-        }
-        for (std::int32_t h = 0; h < kv_heads * call.cache.group; ++h) {
-            for (std::int32_t d = thread; d < call.cache.dim_v; d += admit_threads) {
-                call.out.row(entry, h, 0)[d] = T(0.0f);
-            }
-            if (thread == 0 && call.lse) {
-                call.lse.head(entry, h)[0] = minus_infinity();
-            }
         }
     }
 }

@@ -34,6 +34,10 @@ struct dual_view {
     std::uint32_t* arrivals = nullptr;           // [slots, kv_heads]
     std::int32_t* tile_victims = nullptr;        // [slots, tile_offset[kv_heads]]
     float* state = nullptr;                      // [slots, kv_heads, state_size]
+    std::int32_t* pinned = nullptr;              // [slots, kv_heads], with a keep part
+    T* queries = nullptr;        // [slots, kv_heads, observing, group, dim_k], with an eviction part
+    T* spare_queries = nullptr;  // [slots, kv_heads, proposals, group, dim_k]
+    const std::int32_t* read_pages = nullptr;  // [kv_heads], with a selection: pages of bound_rows rows
     PagePool<T> pool;
     PlainRows<T> spare;  // [slots, kv_heads, proposals]
     std::int64_t state_size = 0;
@@ -45,7 +49,11 @@ struct dual_view {
     std::int32_t dim_k = 0;
     std::int32_t dim_v = 0;
     std::int32_t proposals = 0;
+    std::int32_t observing = 1;
+    std::int32_t bound_rows = 1;
     bool limited = false;
+    bool unbounded = false;   // no head has a bound but `longest`
+    bool mean_bound = false;  // of a group's query heads; else the largest
 
     template <class P>
     __host__ __device__ explicit dual_view(const DualRef<P, T>& ref)
@@ -61,6 +69,10 @@ struct dual_view {
           arrivals(ref.arrivals),
           tile_victims(ref.tile_victims),
           state(ref.state),
+          pinned(ref.pinned),
+          queries(ref.queries),
+          spare_queries(ref.spare_queries),
+          read_pages(ref.read_pages),
           pool(ref.pool),
           spare(ref.spare),
           state_size(ref.state_size),
@@ -72,11 +84,69 @@ struct dual_view {
           dim_k(ref.dim_k),
           dim_v(ref.dim_v),
           proposals(ref.proposals),
-          limited(ref.limited) {}
+          bound_rows(ref.selection.page_rows()),
+          limited(ref.limited),
+          unbounded(P::has_keep || P::grows) {
+        if constexpr (P::has_eviction) {
+            observing = ref.eviction.observing;
+        }
+        if constexpr (P::has_selection) {
+            mean_bound = ref.selection.aggregate == group_aggregate::mean;
+        }
+    }
+    /// A FixedBudgetCache with a selection: its pages are all there, each in its place.
+    template <class P>
+    __host__ __device__ explicit dual_view(const FixedBudgetRef<P, T>& ref)
+        : rules(ref.rules),
+          table_offset(ref.placed.table_offset),
+          tile_offset(ref.placed.tile_offset),
+          length(ref.length),
+          kept(ref.kept),
+          victim(ref.victim),
+          proposed(ref.proposed),
+          table(ref.placed.table),
+          held(ref.placed.held),
+          arrivals(ref.arrivals),
+          tile_victims(ref.tile_victims),
+          state(ref.state),
+          read_pages(ref.read_pages),
+          state_size(ref.state_size),
+          longest(ref.longest),
+          rebase_limit(ref.rebase_limit),
+          slots(ref.slots),
+          kv_heads(ref.kv_heads),
+          group(ref.group),
+          dim_k(ref.dim_k),
+          dim_v(ref.dim_v),
+          bound_rows(ref.selection.page_rows()),
+          mean_bound(ref.selection.aggregate == group_aggregate::mean) {
+        pool.slabs = ref.placed.slab;
+        pool.free_count = ref.placed.free_count;
+        pool.slab_pages = static_cast<std::int32_t>(ref.page_count());
+        pool.page_rows = ref.page_rows;
+        pool.dim_k = ref.dim_k;
+        pool.dim_v = ref.dim_v;
+    }
+    /// Where the queries of the token at position t are remembered, and those of proposed token j.
+    [[nodiscard]] __device__ T* query_row(std::int64_t index, position_t t) const {
+        return queries + (index * observing + t % observing) * group * dim_k;
+    }
+    [[nodiscard]] __device__ T* spare_query_row(std::int64_t index, std::int64_t j) const {
+        return spare_queries + (index * proposals + j) * group * dim_k;
+    }
 
     /// Whether a slot may become so much longer: its page tables can name no more.
     [[nodiscard]] __device__ bool takes(std::int32_t slot, std::int32_t tokens) const {
         return !limited || length[slot] + tokens <= longest;
+    }
+    /// How many rows of a head a query reads, and where they are: all that it has.
+    [[nodiscard]] __device__ std::int32_t rows_read(const dual_head<T>& head, std::int32_t /*pair*/,
+                                                    position_t queries, std::int32_t places) const {
+        return head.layout.used(queries, places);
+    }
+    [[nodiscard]] __device__ ragged::paged_source<T> source(const dual_head<T>& head, std::int32_t /*pair*/,
+                                                            std::int32_t used) const {
+        return head.source(used);
     }
     /// Pages for so many rows.
     [[nodiscard]] __device__ std::int32_t pages_of(std::int32_t rows) const {
@@ -116,7 +186,8 @@ struct dual_head {
         index = std::int64_t{slot} * of.kv_heads + head;
         record = of.tile_victims + slot * of.tile_offset[of.kv_heads] + of.tile_offset[head];
         table = of.table + slot * of.table_offset[of.kv_heads] + of.table_offset[head];
-        rows = {table, of.pool.slabs, of.pool.slab_pages, of.pool.page_rows, of.dim_k, of.dim_v, 1};
+        rows = {table,    of.pool.slabs, of.pool.slab_pages, of.pool.page_rows,
+                of.dim_k, of.dim_v,      of.bound_rows};
     }
     [[nodiscard]] __device__ T* key(std::int32_t row) const { return rows.k(row); }
     [[nodiscard]] __device__ T* value(std::int32_t row) const { return rows.v(row); }
@@ -136,8 +207,8 @@ struct dual_head {
     /// The most rows that the head can have in use: see DualRef::capacity_of.
     [[nodiscard]] __device__ std::int32_t capacity() const {
         const std::int64_t bound = std::int64_t{rule.sinks} + rule.window + rule.budget;
-        return static_cast<std::int32_t>(rule.budget == unlimited || bound > cache->longest ? cache->longest
-                                                                                            : bound);
+        return static_cast<std::int32_t>(
+            cache->unbounded || rule.budget == unlimited || bound > cache->longest ? cache->longest : bound);
     }
     [[nodiscard]] __device__ paged_places<T> places(position_t rebase_limit) const {
         return {rule, rebase_limit, rows, layout.place(0)};
@@ -146,6 +217,31 @@ struct dual_head {
   private:
     [[nodiscard]] __device__ std::int64_t spare_row(std::int32_t j) const {
         return index * cache->proposals + j;
+    }
+};
+
+/// The same, where a query reads chosen pages of a head: those become the page table of a head of fewer rows.
+template <class T>
+struct chosen_view : dual_view<T> {
+    const std::int32_t* chosen = nullptr;       // [pairs, most]: pages of bound_rows rows, rising
+    const std::int32_t* chosen_rows = nullptr;  // [pairs]: rows in them
+    std::int64_t most = 0;
+
+    using dual_view<T>::dual_view;
+
+    /// Pages of bound_rows rows in a page of the cache.
+    [[nodiscard]] __host__ __device__ std::int32_t parts() const {
+        return this->pool.page_rows / this->bound_rows;
+    }
+    [[nodiscard]] __device__ std::int32_t rows_read(const dual_head<T>& /*head*/, std::int32_t pair,
+                                                    position_t /*queries*/, std::int32_t /*places*/) const {
+        return chosen_rows[pair];
+    }
+    [[nodiscard]] __device__ ragged::paged_source<T> source(const dual_head<T>& /*head*/, std::int32_t pair,
+                                                            std::int32_t used) const {
+        return {{chosen + pair * most, this->pool.slabs, this->pool.slab_pages * parts(), this->bound_rows,
+                 this->dim_k, this->dim_v, this->bound_rows},
+                (used + this->bound_rows - 1) / this->bound_rows};
     }
 };
 

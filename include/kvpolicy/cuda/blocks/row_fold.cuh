@@ -79,8 +79,8 @@ __device__ inline void prepare(float (&s)[N], const row_constants& c) {
 /// What two rows have folded so far.
 template <class Pass>
 struct row_state {
-    float top[2];  // largest exponent: running and largest
-    float sum[2];  // of exponentials, relative to `top` where it runs
+    float top[2];  // largest exponent: anchored (of the first tile), running and largest
+    float sum[2];  // of exponentials, relative to `top` where there is one
 
     __device__ void clear() {
         const float lowest = Pass::fold == row_fold::largest ? -INFINITY : no_exponent;
@@ -157,11 +157,37 @@ struct row_state {
         }
     }
 
+    /// Folds a part of a tile in whose pairs all count: values [4 begin, 4 end) of every row, in a quick pass and without a
+    /// softcap. `bias` and Share as above, `scale` with its sign. An anchored pass has had its first tile by absorb() before.
+    template <int Share, int N>
+    __device__ void absorb_part(const float (&s)[N], int begin, int end, const float* bias, float scale) {
+        static_assert(Pass::quick);
+        float part[2] = {0.0f, 0.0f};
+#pragma unroll
+        for (int j = 0; j < N / 4; ++j) {
+            if (j < begin || j >= end) {
+                continue;
+            }
+            const float2 of =
+                Pass::mass ? *reinterpret_cast<const float2*>(bias + 8 * j) : make_float2(0.0f, 0.0f);
+#pragma unroll
+            for (int e = 0; e < 4; ++e) {
+                const int i = 4 * j + e;
+                const float one = !Pass::mass ? -top[e / 2] : e % 2 == 0 ? of.x : of.y;
+                const float x = fmaf(s[i], scale, one);
+                part[e / 2] += by_polynomial<Share>(i) ? polynomial_exp2<true>(x) : fast_exp2(x);
+            }
+        }
+        sum[0] += part[0];
+        sum[1] += part[1];
+    }
+
     /// The two rows' results, the same in all four threads of a row: the base-2 logarithm of the sum, or the largest exponent.
-    /// `overflow` is set where a sum has left the range in which it can be trusted.
-    __device__ void reduce(float (&result)[2], bool& overflow) const {
+    /// `overflow` says where a sum has left the range in which it can be trusted.
+    __device__ void reduce(float (&result)[2], bool (&overflow)[2]) const {
 #pragma unroll
         for (int r = 0; r < 2; ++r) {
+            overflow[r] = false;
             float most = top[r];
             if constexpr (Pass::fold != row_fold::sum) {
                 most = fmaxf(most, __shfl_xor_sync(all_lanes, most, 1));
@@ -171,13 +197,17 @@ struct row_state {
                 result[r] = most;
             } else {
                 float total = sum[r];
-                if constexpr (Pass::fold == row_fold::running) {
+                if constexpr (Pass::fold == row_fold::anchored) {
+                    // The thread of the largest anchor has a sum of 1 or more: what the others lose below is less than 2^-26.
+                    overflow[r] = !(total < 0x1p100f);
+                }
+                if constexpr (!Pass::mass || Pass::fold == row_fold::running) {
                     total *= fast_exp2(top[r] - most);
                 }
                 total += __shfl_xor_sync(all_lanes, total, 1);
                 total += __shfl_xor_sync(all_lanes, total, 2);
                 if constexpr (Pass::fold == row_fold::sum) {
-                    overflow = overflow || !(total < 0x1p126f);
+                    overflow[r] = !(total < 0x1p126f);
                     result[r] = log2f(total);
                 } else {
                     result[r] = total == 0.0f ? -INFINITY : most + log2f(total);  // a NaN stays one

@@ -75,7 +75,7 @@ __device__ inline void add_to_total(const band_problem<T>& problem, const band_i
     }
 }
 
-/// Writes row `row` of the item, one a thread, and the flag of a sum pass.
+/// Writes row `row` of the item, one a thread, and the flag of a quick pass.
 template <class Pass, class T>
 __device__ inline void write_total(const band_problem<T>& problem, const band_item& item, const float* totals,
                                    int row, const int* flag) {
@@ -87,7 +87,7 @@ __device__ inline void write_total(const band_problem<T>& problem, const band_it
             *out = totals[row];
         }
     }
-    if constexpr (Pass::mass && Pass::fold == row_fold::sum) {
+    if constexpr (Pass::quick) {
         if (row == 0) {
             problem.flags[blockIdx.x] = *flag;
         }

@@ -27,9 +27,9 @@ __global__ void __launch_bounds__(S::threads)
 template <class S>
 __global__ void __launch_bounds__(KVPOLICY_HOPPER_THREADS(S::threads))
     attend_hopper_kernel(const __grid_constant__ attend_launch<typename S::T> call,
-                         std::uint32_t* const next) {
+                         const __grid_constant__ attend_boxes boxes, std::uint32_t* const next) {
 #if KVPOLICY_HOPPER_CODE
-    attend_warpgroups<S>(call, dynamic_shared(), next);
+    attend_warpgroups<S>(call, boxes, dynamic_shared(), next);
 #endif
 }
 

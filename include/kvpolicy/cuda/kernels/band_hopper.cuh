@@ -1,9 +1,9 @@
 // The band pass by wgmma (compute capability 9.0a): bf16 and fp16, head_dim up to 256.
 //
-// A block has 256 rows in shared memory and two consumer warpgroups of 128. One thread streams tiles of columns and their
-// biases into a ring by TMA. A consumer has two accumulators of 64 rows: while one is folded, the products of the other are
-// under way. (Slower, by measurement: three or four warpgroups of 64 rows with one accumulator each, rows in registers, and
-// tiles by cp.async, whose instructions and waits the consumers feel.)
+// A block has 256 rows in shared memory and two consumer warpgroups of 128. One thread fetches the rows, and streams tiles of
+// columns and their biases into a ring, by TMA. A consumer has two accumulators of 64 rows: while one is folded, the products of
+// the other are under way. (Slower, by measurement: three or four warpgroups of 64 rows with one accumulator each, rows in
+// registers, and tiles by cp.async, whose instructions and waits the consumers feel.)
 #pragma once
 
 #include <kvpolicy/cuda/blocks/async.cuh>
@@ -30,36 +30,45 @@ struct band_hopper_sizes {
     static constexpr int rows = 256;
     static constexpr int columns = Dim <= 128 ? 128 : 64;
     static constexpr int stages = Dim <= 64 ? 6 : Dim <= 128 ? 4 : 2;
-    /// Of 8 exponents, how many by polynomial: where products take half the time of exponentials, more of them.
-    static constexpr int polynomial = Dim <= 64 ? 3 : Dim <= 128 ? 2 : 0;
+    /// Of 8 exponents, how many by polynomial. Its instructions read the registers that products are added up in, so that more
+    /// of them cost more than the special function unit gains.
+    static constexpr int polynomial = Dim <= 128 ? 2 : 0;
     static constexpr int row_bytes = rows * Dim * 2;
     static constexpr int column_bytes = columns * Dim * 2;
     static constexpr int bias = row_bytes + stages * column_bytes;  // offsets from a multiple of 1024
     static constexpr int totals = bias + stages * columns * 4;
     static constexpr int barriers = totals + rows * 4;
-    static constexpr int shared = barriers + 2 * stages * 8 + 16 + 1024;
+    static constexpr int shared = barriers + (2 * stages + 1) * 8 + 8 + 1024;
     static_assert(shared <= 232448);
 };
 
-/// Makes the biases of all columns. Blocks: one a column head.
+/// Columns that a block of band_bias_kernel makes the biases of.
+inline constexpr std::int32_t bias_columns = 2048;
+
+/// Makes the biases of all columns. Blocks: for every column head as many as its row of biases takes.
 template <class T>
 __global__ void __launch_bounds__(256) band_bias_kernel(const band_problem<T> problem) {
-    const std::int64_t b = blockIdx.x / static_cast<unsigned>(problem.columns.heads);
-    const std::int64_t head = blockIdx.x % static_cast<unsigned>(problem.columns.heads);
+    const std::int64_t blocks = (problem.bias_stride + bias_columns - 1) / bias_columns;
+    const std::int64_t row = blockIdx.x / blocks;
+    const std::int64_t b = row / problem.columns.heads;
+    const std::int64_t head = row % problem.columns.heads;
+    const std::int64_t first = blockIdx.x % blocks * bias_columns;
+    const std::int64_t end =
+        first + bias_columns < problem.bias_stride ? first + bias_columns : problem.bias_stride;
     const std::int32_t length = problem.length_of(b);
     const float* const lse = problem.lse.head(b, head);
     float* const bias = problem.bias + problem.bias_row(b, head);
-    for (auto i = static_cast<std::int32_t>(threadIdx.x); i < problem.bias_stride;
-         i += static_cast<std::int32_t>(blockDim.x)) {
-        bias[i] = band_bias(problem, lse, i, length);
+    for (std::int64_t i = first + threadIdx.x; i < end; i += blockDim.x) {
+        bias[i] = band_bias(problem, lse, static_cast<std::int32_t>(i), length);
     }
 }
 
 #if KVPOLICY_HOPPER_CODE
 
-/// s = 64 rows times the columns of a tile.
-template <class T, int Dim, int N>
-__device__ inline void band_products(float (&s)[N], std::uint64_t rows, std::uint64_t columns) {
+/// s = 64 rows times the columns of a tile. `beside(k)`, after the k-th of Dim / 16 products, does something else meanwhile.
+template <class T, int Dim, int N, class Beside>
+__device__ inline void band_products(float (&s)[N], std::uint64_t rows, std::uint64_t columns,
+                                     const Beside& beside) {
     constexpr int width = 2 * N;  // columns of the tile
     wgmma_fence();
 #pragma unroll
@@ -67,8 +76,15 @@ __device__ inline void band_products(float (&s)[N], std::uint64_t rows, std::uin
         const std::uint64_t a = rows + static_cast<std::uint64_t>((k % 4 * 32 + k / 4 * 64 * 128) / 16);
         const std::uint64_t b = columns + static_cast<std::uint64_t>((k % 4 * 32 + k / 4 * width * 128) / 16);
         wgmma<T, 0, 0>(s, a, b, k != 0);
+        if (k == Dim / 16 - 1) {
+            wgmma_commit();
+        }
+        beside(k);
     }
-    wgmma_commit();
+}
+template <class T, int Dim, int N>
+__device__ inline void band_products(float (&s)[N], std::uint64_t rows, std::uint64_t columns) {
+    band_products<T, Dim>(s, rows, columns, [](int) {});
 }
 
 #endif
@@ -76,6 +92,7 @@ __device__ inline void band_products(float (&s)[N], std::uint64_t rows, std::uin
 template <class T, int Dim, class Pass>
 __global__ void __launch_bounds__(KVPOLICY_HOPPER_THREADS(384), 1)
     band_hopper_kernel(const __grid_constant__ band_problem<T> problem,
+                       const __grid_constant__ CUtensorMap rows_map,
                        const __grid_constant__ CUtensorMap columns) {
 #if KVPOLICY_HOPPER_CODE
     using sizes = band_hopper_sizes<Dim>;
@@ -87,7 +104,7 @@ __global__ void __launch_bounds__(KVPOLICY_HOPPER_THREADS(384), 1)
     const band_item item =
         band_item_of<Pass, sizes::rows, sizes::columns>(problem, static_cast<std::int32_t>(blockIdx.x));
     if (item.first >= item.length) {
-        if (Pass::mass && Pass::fold == row_fold::sum && threadIdx.x == 0) {
+        if (Pass::quick && threadIdx.x == 0) {
             problem.flags[blockIdx.x] = 0;
         }
         return;
@@ -100,7 +117,8 @@ __global__ void __launch_bounds__(KVPOLICY_HOPPER_THREADS(384), 1)
     float* const totals = reinterpret_cast<float*>(shared + sizes::totals);
     const std::uint32_t filled = rows + sizes::barriers;
     const std::uint32_t emptied = filled + sizes::stages * 8;
-    int* const flag = reinterpret_cast<int*>(shared + sizes::barriers + 2 * sizes::stages * 8);
+    const std::uint32_t rows_filled = emptied + sizes::stages * 8;
+    int* const flag = reinterpret_cast<int*>(shared + sizes::barriers + (2 * sizes::stages + 1) * 8);
 
     const int group = __shfl_sync(all_lanes, static_cast<int>(threadIdx.x) / 128, 0);
     const int thread = static_cast<int>(threadIdx.x) % 128;
@@ -109,20 +127,13 @@ __global__ void __launch_bounds__(KVPOLICY_HOPPER_THREADS(384), 1)
             barrier_init(filled + i * 8, 1);
             barrier_init(emptied + i * 8, 8 * arrivals_of_warp);
         }
+        barrier_init(rows_filled, 1);
         *flag = 0;
         barrier_init_fence();
     }
     if (threadIdx.x < sizes::rows) {
         totals[threadIdx.x] = -INFINITY;
     }
-    // Rows by everybody: 64 at a time, the swizzled tiles that one wgmma reads.
-    for (int m = group; m < sizes::rows / 64; m += 3) {
-        copy_band_tile<64, Dim, 128>(rows + static_cast<std::uint32_t>(m) * 64 * Dim * 2, problem.rows,
-                                     item.b, item.head, item.first + 64 * m, item.length, thread);
-    }
-    copy_commit();
-    copy_wait<0>();
-    fence_async_proxy();
     __syncthreads();
 
     const std::int32_t turns = item.tiles * problem.streams;
@@ -134,6 +145,17 @@ __global__ void __launch_bounds__(KVPOLICY_HOPPER_THREADS(384), 1)
             int stage = 0;
             std::uint32_t parity = 1;
             constexpr std::uint32_t bias_bytes = Pass::mass ? sizes::columns * 4 : 0;
+            if (turns > 0) {  // the rows: 64 at a time, the swizzled tiles that one wgmma reads
+                barrier_expect(rows_filled, sizes::row_bytes);
+#pragma unroll 1
+                for (int m = 0; m < sizes::rows / 64; ++m) {
+#pragma unroll
+                    for (int x = 0; x < Dim / 64; ++x) {
+                        copy_box(rows + static_cast<std::uint32_t>(m * Dim / 64 + x) * 64 * 128, rows_map,
+                                 64 * x, item.first + 64 * m, item.head, item.b, rows_filled);
+                    }
+                }
+            }
             for (std::int32_t turn = 0; turn < turns; ++turn) {
                 const std::int32_t column = band_column<Pass, sizes::columns>(item, inside);
                 const std::int32_t head = problem.column_head(item.head, stream);
@@ -194,10 +216,32 @@ __global__ void __launch_bounds__(KVPOLICY_HOPPER_THREADS(384), 1)
                 state.template absorb<true, 0>(s, of, constants, apart, left, item.low, item.span);
             }
         };
+        // Most tiles: exponents go as they are, and all pairs count. `next` is multiplied beside the folding of s.
+        const auto is_plain = [&](std::int32_t column) {
+            return Pass::quick && constants.cap == 0.0f && (Pass::mass || column != 0) &&
+                   item.full(first_row, 128, column, sizes::columns);
+        };
+        const auto fold_beside = [&](const float(&s)[width], row_state<Pass>& state, int of,
+                                     float(&next)[width], std::uint64_t a, std::uint64_t b) {
+            constexpr int steps = Dim / 16;
+            band_products<T, Dim>(next, a, b, [&](int k) {
+                if constexpr (Pass::quick) {
+                    state.template absorb_part<sizes::polynomial>(
+                        s, k * (width / 4) / steps, (k + 1) * (width / 4) / steps,
+                        bias + of * sizes::columns + 2 * pair, problem.exponents.scale);
+                }
+            });
+            wgmma_wait<0>();
+            pin(next);
+        };
         const auto finish = [&](row_state<Pass>& state, std::int32_t first) {
             float result[2];
-            state.reduce(result, overflow);
+            bool over[2];
+            state.reduce(result, over);
             state.clear();
+            // Rows beyond the sequence may hold anything.
+            overflow = overflow || (over[0] && first + own < item.length) ||
+                       (over[1] && first + own + 8 < item.length);
             if (pair == 0) {
 #pragma unroll
                 for (int r = 0; r < 2; ++r) {
@@ -210,6 +254,7 @@ __global__ void __launch_bounds__(KVPOLICY_HOPPER_THREADS(384), 1)
         int stage = 0;
         std::uint32_t parity = 0;
         if (turns > 0) {
+            barrier_wait(rows_filled, 0);
             barrier_wait(filled, 0);
             band_products<T, Dim>(s0, a0, tile_of(0));
             wgmma_wait<0>();
@@ -221,6 +266,18 @@ __global__ void __launch_bounds__(KVPOLICY_HOPPER_THREADS(384), 1)
                 inside = last ? 0 : inside;
                 const int next = stage + 1 == sizes::stages ? 0 : stage + 1;
                 parity ^= next == 0 ? 1u : 0u;
+                if (is_plain(column)) {
+                    fold_beside(s0, state0, stage, s1, a1, tile_of(stage));
+                    barrier_wait(filled + next * 8, parity);
+                    fold_beside(s1, state1, stage, s0, a0, tile_of(next));
+                    warp_arrive(emptied + stage * 8, lane);
+                    if (last) {
+                        finish(state0, first_row);
+                        finish(state1, first_row + 64);
+                    }
+                    stage = next;
+                    continue;
+                }
                 band_products<T, Dim>(s1, a1, tile_of(stage));
                 fold(s0, state0, first_row, column, stage);
                 if (last) {
@@ -248,7 +305,7 @@ __global__ void __launch_bounds__(KVPOLICY_HOPPER_THREADS(384), 1)
             fold(s1, state1, first_row + 64, column, stage);
             finish(state1, first_row + 64);
         }
-        if constexpr (Pass::mass && Pass::fold == row_fold::sum) {
+        if constexpr (Pass::quick) {
             if (overflow) {
                 *flag = 1;
             }

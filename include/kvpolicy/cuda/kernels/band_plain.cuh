@@ -29,7 +29,7 @@ __device__ inline double log2_of(double x) { return log2(x); }
 __device__ inline float tanh_of(float x) { return tanhf(x); }
 __device__ inline double tanh_of(double x) { return tanh(x); }
 
-/// Pass is lse_pass, careful_mass_pass or largest_mass_pass.
+/// Pass is careful_lse_pass, careful_mass_pass or largest_mass_pass.
 template <class T, class Pass>
 __global__ void __launch_bounds__(256) band_plain_kernel(const band_problem<T, compute_t<T>> problem) {
     using C = compute_t<T>;

@@ -76,7 +76,7 @@ __global__ void __launch_bounds__(128, Dim <= 128 ? 3 : 1)
     const band_item item =
         band_item_of<Pass, sizes::rows, sizes::columns>(problem, static_cast<std::int32_t>(blockIdx.x));
     if (item.first >= item.length) {
-        if (Pass::mass && Pass::fold == row_fold::sum && threadIdx.x == 0) {
+        if (Pass::quick && threadIdx.x == 0) {
             problem.flags[blockIdx.x] = 0;
         }
         return;
@@ -170,12 +170,17 @@ __global__ void __launch_bounds__(128, Dim <= 128 ? 3 : 1)
                 }
             }
             const bool whole = item.full(first_row, 32, column, sizes::columns);
+            const bool plain = Pass::quick && whole && constants.cap == 0.0f && (Pass::mass || column != 0);
 #pragma unroll
             for (int m = 0; m < 2; ++m) {
                 const std::int32_t apart = column + 2 * pair - (first_row + 16 * m + own);
                 const float* const of = bias + turn % 2 * sizes::columns + 2 * pair;
                 const std::int32_t left = item.length - (column + 2 * pair);
-                if (whole) {
+                if (plain) {
+                    if constexpr (Pass::quick) {
+                        state[m].template absorb_part<2>(s[m], 0, width / 4, of, problem.exponents.scale);
+                    }
+                } else if (whole) {
                     state[m].template absorb<false, 2>(s[m], of, constants, apart, left, item.low, item.span);
                 } else {
                     state[m].template absorb<true, 0>(s[m], of, constants, apart, left, item.low, item.span);
@@ -186,7 +191,9 @@ __global__ void __launch_bounds__(128, Dim <= 128 ? 3 : 1)
 #pragma unroll
             for (int m = 0; m < 2; ++m) {
                 float result[2];
-                state[m].reduce(result, overflow);
+                bool over[2];
+                state[m].reduce(result, over);
+                overflow = overflow || over[0] || over[1];
                 state[m].clear();
                 if (pair == 0) {
 #pragma unroll
@@ -198,7 +205,7 @@ __global__ void __launch_bounds__(128, Dim <= 128 ? 3 : 1)
             }
         }
     }
-    if constexpr (Pass::mass && Pass::fold == row_fold::sum) {
+    if constexpr (Pass::quick) {
         if (overflow) {
             *flag = 1;
         }

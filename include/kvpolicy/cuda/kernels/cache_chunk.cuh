@@ -8,6 +8,7 @@
 #include <kvpolicy/caches/places.hpp>
 #include <kvpolicy/core/status.hpp>
 #include <kvpolicy/cuda/blocks/cache_view.cuh>
+#include <kvpolicy/cuda/blocks/page_bounds.cuh>
 #include <kvpolicy/cuda/blocks/score_row.cuh>
 #include <kvpolicy/cuda/config.cuh>
 #include <kvpolicy/cuda/launch.cuh>
@@ -33,7 +34,7 @@ struct chunk_launch {
     Batch batch{};  // q_len: `taken`, once chunk_begin_kernel has run
     chunk_tokens<T> tokens{};
     plane_view<const float> scores{};  // of the new tokens, where they come with them
-    const float* computed = nullptr;   // [count, Hkv, most]: see score_launch; null: none
+    float* computed = nullptr;         // [count, Hkv, most]: see score_launch; null: none
     bool on_leaving = false;           // `computed` are those of the keys that leave
     std::uint32_t* status = nullptr;   // [count]
     std::int32_t longest = 0;          // the most rows of a head
@@ -50,6 +51,8 @@ struct chunk_launch {
     std::int32_t* holder = nullptr;        // [count, Hkv, longest]: see detail::chunk_places
     std::int32_t* record = nullptr;        // [count, Hkv, tiles]
     std::int32_t* kept = nullptr;          // [count, Hkv]: places in use after the chunk
+    std::int32_t* pinned = nullptr;  // [count, Hkv], with a keep part: of these, keys that do not compete
+    std::int32_t* kept_before = nullptr;  // [count, Hkv], with a selection
     const float* advanced =
         nullptr;  // [count, Hkv, state_size]: the scorer's states after it, if not in the cache
 };
@@ -122,9 +125,10 @@ __global__ void __launch_bounds__(chunk_threads)
     }
 }
 
-/// The first of `kept` places that may change hands: without a budget a key keeps its place for good.
+/// The first of `kept` places that may change hands: without a budget a key keeps its place for good, and so does one that has it
+/// for its position.
 __device__ inline std::int32_t first_contested(const HeadRule& rule, std::int32_t kept) {
-    return rule.budget == unlimited ? kept : 0;
+    return rule.budget == unlimited || rule.budget == 0 ? kept : 0;
 }
 
 /// Lifetimes of all rows and tokens, and the contests. A block a head.
@@ -139,6 +143,15 @@ __global__ void __launch_bounds__(chunk_threads)
     const std::int32_t kept = tokens != 0 ? call.cache.kept[at.rows.index] : 0;
     const std::int32_t used = tokens != 0 ? at.rows.layout.used(at.base, kept) : 0;
     constexpr expiry_t dead = -never - 1;
+    if constexpr (detail::holds_keys<Gate>) {
+        // Keys that are held for their position have no score.
+        for (std::int32_t j = thread; call.computed != nullptr && j < tokens; j += chunk_threads) {
+            if (gate.keeps(at.base + j - (call.on_leaving ? rule.window : 0))) {
+                call.computed[std::int64_t{at.pair} * call.tokens.most + j] = 0.0f;
+            }
+        }
+        __syncthreads();
+    }
     for (std::int32_t r = thread; r < call.longest; r += chunk_threads) {
         std::int32_t position = 0;
         expiry_t expiry = dead;
@@ -191,12 +204,22 @@ __global__ void __launch_bounds__(chunk_threads)
     }
     __syncthreads();
     if (warp_id() == 0) {
+        std::int32_t pinned = 0;
+        if constexpr (detail::holds_keys<Gate>) {
+            pinned = tokens != 0 ? call.cache.pinned[at.rows.index] : 0;
+        }
         const std::int32_t after = detail::contest_chunk(
             warp_group{}, chunk, gate, at.base, tokens, kept,
             [&](std::int32_t j) { return at.leaving_score(call, j); },
-            [&](position_t u) { return at.name(u); }, at.rows.capacity());
+            [&](position_t u) { return at.name(u); }, at.rows.capacity(), &pinned);
         if (lane_id() == 0) {
             call.kept[at.pair] = after;
+            if (call.pinned != nullptr) {
+                call.pinned[at.pair] = pinned;
+            }
+            if (call.kept_before != nullptr) {
+                call.kept_before[at.pair] = kept;
+            }
         }
     }
     if (call.contest_in_shared) {
@@ -276,6 +299,11 @@ __global__ void __launch_bounds__(chunk_threads)
         if (tokens != 0) {
             cache.kept[at.rows.index] = call.kept[at.pair];
             cache.victim[at.rows.index] = -1;
+            if constexpr (requires { cache.pinned; }) {
+                if (call.pinned != nullptr) {
+                    cache.pinned[at.rows.index] = call.pinned[at.pair];
+                }
+            }
         }
         // No tokens: a commit forgets what was proposed, a prefill leaves the slot alone.
         if (at.head == 0 && (tokens != 0 || call.tokens.spare)) {
@@ -316,6 +344,72 @@ __global__ void __launch_bounds__(chunk_threads)
     for (std::int32_t j = piece * warps + warp_id(); j < tokens; j += chunk_pieces * warps) {
         put_token(call, at, j, at.rows.spare_key(j), at.rows.spare_value(j), at.rows.spare_position(j),
                   at.rows.spare_score(j));
+    }
+}
+
+/// The rows of a head, with the bounds of their pages.
+template <class View>
+__device__ auto bounded_rows(const View& cache, const typename View::head_type& head) {
+    if constexpr (requires { head.rows; }) {
+        return head.rows;
+    } else {
+        const std::int64_t first = head.position - cache.position;
+        return PlainRows<typename View::value_type>{head.k,
+                                                    head.v,
+                                                    head.position,
+                                                    head.score,
+                                                    head.dim_k,
+                                                    head.dim_v,
+                                                    cache.bounds + first / cache.bound_rows * 2 * cache.dim_k,
+                                                    cache.bound_rows};
+    }
+}
+
+/// Bounds of the pages of rows that a chunk wrote: those that may change hands, and new places. chunk_pieces blocks a head, a warp a
+/// page.
+template <class View>
+__global__ void __launch_bounds__(chunk_threads)
+    chunk_bounds_kernel(const __grid_constant__ chunk_launch<View> call) {
+    const chunk_head<View> at(call, static_cast<std::int32_t>(blockIdx.x) / chunk_pieces);
+    if (at.active.tokens == 0) {
+        return;
+    }
+    constexpr std::int32_t warps = chunk_threads / 32;
+    const std::int32_t warp = static_cast<std::int32_t>(blockIdx.x) % chunk_pieces * warps + warp_id();
+    const HeadRule& rule = at.rows.rule;
+    const std::int32_t used = at.rows.layout.used(at.base + at.active.tokens, call.kept[at.pair]);
+    const bool contests = rule.budget != unlimited && rule.budget != 0;
+    const std::int32_t mortal = contests ? used : at.rows.layout.place(0);
+    const std::int32_t fresh = at.rows.layout.place(call.kept_before[at.pair]);
+    const auto rows = bounded_rows(call.cache, at.rows);
+    refresh_pages(rows, 0, mortal, used, warp, chunk_pieces * warps);
+    if (mortal < used) {
+        // A page that both ranges have is the same, whoever writes it.
+        refresh_pages(rows, fresh, used, used, warp, chunk_pieces * warps);
+    }
+}
+
+/// Queries of a chunk's tokens for an eviction part: of the last `observing` into the ring, where there are none in `q` from the
+/// proposed ones; of all into the spare rows, where they are `proposed`. chunk_pieces blocks a head, a warp a row.
+template <class View>
+__global__ void __launch_bounds__(chunk_threads)
+    chunk_queries_kernel(const __grid_constant__ chunk_launch<View> call,
+                         const rows_view<const typename View::value_type> q, const bool proposed) {
+    using T = typename View::value_type;
+    const chunk_head<View> at(call, static_cast<std::int32_t>(blockIdx.x) / chunk_pieces);
+    const View& cache = call.cache;
+    constexpr std::int32_t warps = chunk_threads / 32;
+    const std::int32_t tokens = at.active.tokens, group = cache.group;
+    const std::int32_t first = proposed || tokens < cache.observing ? 0 : tokens - cache.observing;
+    for (std::int32_t x =
+             first * group + static_cast<std::int32_t>(blockIdx.x) % chunk_pieces * warps + warp_id();
+         x < tokens * group; x += chunk_pieces * warps) {
+        const std::int32_t j = x / group, g = x % group;
+        T* const spare = cache.spare_query_row(at.rows.index, j) + std::int64_t{g} * cache.dim_k;
+        const T* const from = q.data != nullptr ? q.row(at.entry, at.head * group + g, j) : spare;
+        T* const to =
+            proposed ? spare : cache.query_row(at.rows.index, at.base + j) + std::int64_t{g} * cache.dim_k;
+        copy_row<T>(from, to, cache.dim_k);
     }
 }
 

@@ -51,6 +51,9 @@ __global__ void __launch_bounds__(slot_threads)
         return;
     }
     cache.kept[index] = 0;
+    if constexpr (Ref::policy_type::has_keep) {
+        cache.pinned[index] = 0;
+    }
     cache.victim[index] = -1;
     cache.arrivals[index] = 0;
     if (head == 0) {
@@ -162,10 +165,48 @@ __global__ void __launch_bounds__(slot_threads)
     rows(Word{}, cache.v, cache.dim_v);
     rows(std::uint32_t{}, cache.position, 1);
     rows(std::uint32_t{}, cache.score, 1);
+    if constexpr (P::has_selection) {
+        const std::int32_t size = cache.selection.page_rows();
+        const auto pages = [&](std::int64_t of) { return (of + size - 1) / size; };
+        const std::int64_t words =
+            2 * cache.dim_k * static_cast<std::int64_t>(sizeof(T)) / static_cast<std::int64_t>(sizeof(Word));
+        move_words<Word, Word>(
+            all, moves.count, scratch, first, stride, pages(cache.capacity(head)) * words,
+            [&](std::int32_t slot) {
+                return cache.bounds + cache.first_row(slot, head) / size * 2 * cache.dim_k;
+            },
+            [&](const slot_move& move) { return pages(move.used) * words; });
+    }
     move_words<std::uint32_t, Word>(
         all, moves.count, scratch, first, stride, cache.state_size,
         [&](std::int32_t slot) { return cache.state + cache.head_index(slot, head) * cache.state_size; },
         [&](const slot_move&) { return cache.state_size; });
+}
+
+/// Writes what PlacedPages point to. A block a layer.
+template <class P, class T>
+__global__ void __launch_bounds__(slot_threads) place_pages_kernel(const FixedBudgetRef<P, T>* const refs) {
+    const FixedBudgetRef<P, T>& cache = refs[blockIdx.x];
+    const PlacedPages<T>& pages = cache.placed;
+    const auto thread = static_cast<std::int32_t>(threadIdx.x);
+    const std::int64_t count = cache.page_count();
+    for (std::int64_t page = thread; page < count; page += slot_threads) {
+        pages.table[page] = static_cast<std::int32_t>(page);
+    }
+    for (std::int32_t head = thread; head <= cache.kv_heads; head += slot_threads) {
+        pages.table_offset[head] = cache.row_offset[head] / cache.page_rows;
+        pages.tile_offset[head] =
+            head < cache.kv_heads ? cache.first_tile(0, head) : cache.tiles(cache.rows, cache.kv_heads);
+    }
+    for (std::int32_t x = thread; x < cache.slots * cache.kv_heads; x += slot_threads) {
+        const std::int32_t head = x % cache.kv_heads;
+        pages.held[x] = static_cast<std::int32_t>((cache.row_offset[head + 1] - cache.row_offset[head]) /
+                                                  cache.page_rows);
+    }
+    if (thread == 0) {
+        *pages.slab = {cache.k, cache.v, cache.position, cache.score, cache.bounds};
+        *pages.free_count = 0;
+    }
 }
 
 /// Counters, after the rows: a block a layer.

@@ -66,6 +66,9 @@ __device__ inline void load_moves(dual_moves& all, const slot_moves& moves, std:
 /// Whether another slot may name a page of a head with `used` rows too: full, and of rows that are never written again.
 template <class Ref>
 __device__ bool page_is_shareable(const Ref& cache, std::int32_t head, std::int32_t used, std::int32_t page) {
+    if (Ref::policy_type::has_eviction) {
+        return false;  // gaps are closed in place
+    }
     const std::int64_t first = std::int64_t{page} * cache.page_rows;
     return first >= cache.mortal_rows(head) && first + cache.page_rows <= used;
 }
@@ -198,6 +201,11 @@ __global__ void __launch_bounds__(slot_threads)
     move_words<std::uint32_t, std::uint32_t>(
         copied, all.count, scratch, thread, threads, 1,
         [&](std::int32_t slot) { return cache.kept + cache.head_index(slot, head); }, one);
+    if constexpr (P::has_keep) {
+        move_words<std::uint32_t, std::uint32_t>(
+            copied, all.count, scratch, thread, threads, 1,
+            [&](std::int32_t slot) { return cache.pinned + cache.head_index(slot, head); }, one);
+    }
     move_words<std::uint32_t, std::uint32_t>(
         copied, all.count, scratch, thread, threads, cache.state_size,
         [&](std::int32_t slot) { return cache.state + cache.head_index(slot, head) * cache.state_size; },
@@ -262,6 +270,34 @@ __global__ void __launch_bounds__(admit_threads)
     }
 }
 
+/// The queries that an eviction part remembers. `pieces` blocks a head of a layer.
+template <class P, class T>
+__global__ void __launch_bounds__(slot_threads)
+    dual_queries_kernel(const DualRef<P, T>* const refs, const slot_moves moves, const std::int32_t pieces,
+                        const std::int64_t* const refused) {
+    if (*refused != 0) {
+        return;
+    }
+    auto* const all = reinterpret_cast<slot_move*>(dynamic_shared());
+    void* const scratch = all + most_reordered;
+    const std::int32_t piece = static_cast<std::int32_t>(blockIdx.x) % pieces;
+    const std::int32_t rest = static_cast<std::int32_t>(blockIdx.x) / pieces;
+    const DualRef<P, T>& cache = refs[rest / refs[0].kv_heads];
+    const std::int32_t head = rest % cache.kv_heads;
+    const auto thread = static_cast<std::int32_t>(threadIdx.x),
+               threads = static_cast<std::int32_t>(blockDim.x);
+    for (std::int32_t i = thread; i < moves.count; i += threads) {
+        all[i] = {moves.source(i, cache.slots), moves.target(i), 0};
+    }
+    __syncthreads();
+    const std::int64_t words = std::int64_t{cache.eviction.observing} * cache.group * cache.dim_k *
+                               static_cast<std::int64_t>(sizeof(T)) / 4;
+    move_words<std::uint32_t, std::uint32_t>(
+        all, moves.count, scratch, std::int64_t{piece} * threads + thread, std::int64_t{pieces} * threads,
+        words, [&](std::int32_t slot) { return cache.query_row(slot, head, 0); },
+        [&](const slot_move&) { return words; });
+}
+
 /// The rows of pages that copies do not share. `pieces` blocks a head of a layer, a warp a row.
 template <class P, class T>
 __global__ void __launch_bounds__(slot_threads)
@@ -294,6 +330,14 @@ __global__ void __launch_bounds__(slot_threads)
             if (lane_id() == 0) {
                 copy.position(r) = rows.position(r);
                 copy.score(r) = rows.score(r);
+            }
+        }
+        if constexpr (P::has_selection) {  // of rows that stand in both: a page of the cache has whole ones
+            const std::int32_t size = rows.bound_rows;
+            for (std::int32_t page = piece * warps + warp_id(); page * size < used; page += pieces * warps) {
+                if (!page_is_shareable(cache, head, used, page * size / cache.page_rows)) {
+                    copy_row<T>(rows.bounds(page), copy.bounds(page), 2 * cache.dim_k);
+                }
             }
         }
     }

@@ -3,6 +3,7 @@
 
 #include <kvpolicy/caches/dual.hpp>
 #include <kvpolicy/cuda/blocks/admit_block.cuh>
+#include <kvpolicy/cuda/blocks/page_bounds.cuh>
 #include <kvpolicy/cuda/config.cuh>
 #include <kvpolicy/cuda/kernels/cache_chunk.cuh>
 #include <kvpolicy/cuda/kernels/cache_slots.cuh>
@@ -50,6 +51,19 @@ __global__ void __launch_bounds__(slot_threads)
             }
         }
     }
+}
+
+/// Bounds of all pages of a selection in a slot whose rows have been written. `pieces` blocks a head of a layer, a warp a page.
+template <class P, class T>
+__global__ void __launch_bounds__(slot_threads)
+    dual_slot_bounds_kernel(const DualRef<P, T>* const refs, const std::int32_t slot,
+                            const std::int64_t* const first, const std::int32_t pieces) {
+    const std::int32_t x = static_cast<std::int32_t>(blockIdx.x) / pieces;
+    const DualRef<P, T>& cache = refs[x / refs[0].kv_heads];
+    constexpr std::int32_t warps = slot_threads / 32;
+    const auto used = static_cast<std::int32_t>(first[x + 1] - first[x]);
+    refresh_pages(cache.head_rows(slot, x % cache.kv_heads), 0, used, used,
+                  static_cast<std::int32_t>(blockIdx.x) % pieces * warps + warp_id(), pieces * warps);
 }
 
 /// Gives a slot pages for first[x + 1] - first[x] rows of each head in place of those that it had. `answer`: how many pages the pool

@@ -40,6 +40,9 @@ void score_hidden_tokens(isa set, const S& scorer, const HiddenRows& hidden, std
 /// Refuses hidden states of another shape than the call's.
 inline void check_hidden(const char* name, const HiddenRows& hidden, std::int32_t batch, std::int32_t length,
                          std::int32_t width) {
+    detail::require(hidden.data != nullptr || batch == 0 || length == 0, name, "null", [&] {
+        return detail::text("the tokens' hidden states, ", batch, " x 1 x at least ", length, " x ", width);
+    });
     const bool fits =
         hidden.batch == batch && hidden.heads == 1 && hidden.length >= length && hidden.width == width;
     if (!fits) {
@@ -48,8 +51,6 @@ inline void check_hidden(const char* name, const HiddenRows& hidden, std::int32_
             detail::text(batch, " x 1 x at least ", length, " x ", width,
                          ", the width that the scorer reads"));
     }
-    detail::require(hidden.data != nullptr || batch == 0 || length == 0, name, "null",
-                    "the tokens' hidden states");
 }
 
 template <class S, class Real>

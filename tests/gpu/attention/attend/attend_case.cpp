@@ -237,16 +237,18 @@ void check_attend(const AttendCase& c, unsigned seed) {
     const AttendResult<double> wanted = on_host(c, wide, false);
     const AttendResult<double> magnitude = on_host(c, wide, true);
     const bool fast = std::is_same_v<T, bf16> || std::is_same_v<T, fp16>;
-    for (int way = 0; way < (fast ? 4 : 1); ++way) {
+    for (int way = 0; way < (fast ? 5 : 1); ++way) {
         AttendWay how;
         how.portable = way % 2 != 0;
-        how.gather = way < 2;
-        how.scan = way >= 2;
+        how.gather = way != 2 && way != 3;
+        how.scan = !how.gather;
+        how.boxes = way != 4;
         const std::string name = c.what +
                                  (!fast          ? " (plain)"
                                   : how.portable ? " (portable, "
                                                  : " (hopper, ") +
                                  (!fast        ? ""
+                                  : !how.boxes ? "gather, every row alone)"
                                   : how.gather ? "gather)"
                                                : "scan)");
         compare(c, attend_on_device(c, tensors, how), wanted, magnitude, name);

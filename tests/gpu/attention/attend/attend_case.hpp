@@ -67,7 +67,7 @@ struct AttendResult {
 
 /// How the device goes about it.
 struct AttendWay {
-    bool scan = false, gather = false, portable = false;
+    bool scan = false, gather = false, portable = false, boxes = true;
 };
 
 /// One call on the device. Defined in device.cuh, instantiated for every storage type.

@@ -109,6 +109,27 @@ TEST_CASE("masks: budgets, gates open and shut, one key, none, all at once") {
     }
 }
 
+TEST_CASE("gates in runs") {
+    for (const std::int32_t dim : {128, 64, 72}) {
+        for (const std::int32_t run : {3, 8, 29, 200}) {
+            AttendCase c = plain_case("runs of " + std::to_string(run) + ", head_dim " + std::to_string(dim),
+                                      2, 2, 4, 1700, dim);
+            expire(c, 64, 0, 0);
+            for (std::size_t i = 0; i < c.past.expiry.size(); ++i) {
+                const auto number = static_cast<std::int32_t>(i) / run;
+                if (number * 7 % 4 == 0) {
+                    c.past.expiry[i] = number % 3 == 0 ? 1500 : never;
+                }
+            }
+            c.by_token = run == 29;
+            check_attend<bf16>(c);
+            c.what += ", another for values";
+            c.dim_v = dim - 8;
+            check_attend<fp16>(c);
+        }
+    }
+}
+
 TEST_CASE("lengths of sequences and of keys, NaN beyond them") {
     AttendCase c = plain_case("lengths", 5, 2, 4, 400, 64);
     c.lengths = {400, 0, 1, 399, 130};
@@ -188,6 +209,23 @@ TEST_CASE("packed segments") {
     expire(c, 100, 4, 500);
     c.what = "packed, lifetimes";
     check_attend<bf16>(c);
+}
+
+TEST_CASE("small: every kernel, at a size for compute-sanitizer") {
+    AttendCase c = plain_case("small, packed", 1, 1, 3, 130, 64);
+    c.edges = {0, 40, 130};
+    expire(c, 20, 4, 60);
+    check_attend<bf16>(c);
+    c.edges.clear();
+    c.past.log_bias = random_biases(c, 130, 8);
+    c.bias_from = {20};
+    c.attention.softcap = 20.0f;
+    c.what = "small, biases and softcap";
+    check_attend<bf16>(c);
+    c = plain_case("small, plain", 1, 1, 2, 40, 40);
+    expire(c, 10, 4, 20);
+    check_attend<float>(c);
+    check_attend<double>(c);
 }
 
 TEST_CASE("softcap, scales of both signs, biases") {

@@ -1,0 +1,171 @@
+// Eviction over all heads of a sequence in a DualCache on a device (wgkv.txt, appendix K): the host's rows, whatever calls came before.
+// In double, where masses agree so closely that the order of two keys never depends on who computed them; and few rounds of others.
+#include "../../support/refusal.hpp"
+#include "dual_parts.hpp"
+
+using namespace kvpolicy;
+using namespace test;
+
+namespace {
+
+using Gated = Policy<Sink<>, Window<>, ThresholdGate<at_least>, SnapKVEviction>;
+
+Gated gated(const SnapKVEviction& rule) {
+    return Gated{Sink<>{of_parts(part_sinks)}, Window<>{of_parts(part_windows)},
+                 ThresholdGate<at_least>{of_parts(part_gates)}, rule};
+}
+
+/// Steps of rows of type T, evicted by themselves.
+template <class T, int Dim>
+void check_steps(std::int32_t group, float share) {
+    constexpr std::int32_t dim = Dim;
+    constexpr float thresholds[] = {-100.0f, 0.0f, 1.5f};
+    const Gated policy{Sink<>{4}, Window<>{9}, ThresholdGate<at_least>{per_head(thresholds, 1, 3)},
+                       SnapKVEviction{.average = 40, .share = share, .observing = 24}};
+    BothDuals<Gated, T, head_dims<Dim>> both({.layers = 1,
+                                              .slots = 2,
+                                              .query_heads = 3 * group,
+                                              .kv_heads = 3,
+                                              .dim_k = dim,
+                                              .dim_v = dim,
+                                              .page_rows = 32},
+                                             {.slab_pages = 64, .most_slabs = 20, .longest = 3000}, policy);
+    std::mt19937 generator(static_cast<unsigned>(dim + group));
+    for (std::int32_t t = 0; t < 120; ++t) {
+        const CallTensors<T> in(both.shape, 2, 1, Scores::random, generator);
+        both.call(Mode::step, {1, 0}, {1, t % 3 == 0 ? 0 : 1}, in);
+    }
+    both.same_rows("after 120 steps");
+    CHECK(both.rounds >= 2);
+}
+
+}  // namespace
+
+TEST_CASE("few calls") { check_parts<float>(gated({.average = 20, .share = 0.2f, .observing = 8}), 16, 14); }
+
+TEST_CASE("gates by layer and head") {
+    CHECK(check_parts<double>(gated({.average = 30, .share = 0.1f, .observing = 20})) > 10);
+    CHECK(check_parts<double>(gated({.average = 12, .share = 0.4f, .observing = 3, .pool = 1}), 32) > 10);
+}
+
+TEST_CASE("beside budgets, a stride and a selection; means of a group; with a softcap") {
+    CHECK(check_parts<double>(
+              Policy<Sink<>, Window<>, TopKBudget<>, Stride<7>, QuestPages<16>, SnapKVEviction>{
+                  Sink<>{of_parts(part_sinks)}, Window<>{of_parts(part_windows)},
+                  TopKBudget<>{of_parts(part_budgets)}, Stride<7>{}, QuestPages<16>{of_parts(part_pages)},
+                  SnapKVEviction{.average = 25,
+                                 .share = 0.2f,
+                                 .observing = 40,
+                                 .pool = 3,
+                                 .aggregate = group_aggregate::mean}},
+              32, 100, kvpolicy::rebase_limit, {.scale = 0.3f, .softcap = 2.0f}) > 10);
+}
+
+TEST_CASE("floats and 16-bit rows") {
+    check_steps<float, 64>(3, 0.1f);
+    check_steps<bf16, 64>(4, 0.1f);
+    check_steps<fp16, 128>(1, 0.2f);
+}
+
+TEST_CASE("one graph serves all later steps, with evictions and selections") {
+    using P = Policy<Sink<>, Window<>, ThresholdGate<at_least>, SnapKVEviction, QuestPages<16>>;
+    constexpr std::int32_t slots = 2, heads = 2, group = 4, dim = 64;
+    struct Side {
+        kvpolicy::cuda on{};
+        DualCache<P, bf16> cache{
+            {.layers = 1,
+             .slots = slots,
+             .query_heads = heads * group,
+             .kv_heads = heads,
+             .dim_k = dim,
+             .dim_v = dim,
+             .page_rows = 16},
+            {.slab_pages = 200, .most_slabs = 1, .longest = 1000},
+            P{Sink<>{4}, Window<>{20}, ThresholdGate<at_least>{0.0f},
+              SnapKVEviction{.average = 90, .share = 0.2f, .observing = 16}, QuestPages<16>{3}}};
+        Device<unsigned char> memory{cache.bytes().total()}, slab{cache.slab_bytes()};
+        Device<bf16> q{std::size_t{slots} * heads * group * dim}, k{std::size_t{slots} * heads * dim},
+            v{k.size()}, out{q.size()};
+        Device<float> scores{std::vector<float>(std::size_t{slots} * heads, 1.0f)};
+        Device<EvictionReport> reports{slots};
+        Device<std::uint32_t> status{std::vector<std::uint32_t>(slots, 0)};
+        std::unique_ptr<Device<unsigned char>> workspace, eviction;
+        Side() {
+            cache.bind(on, memory.data(), memory.size());
+            cache.add_slab(on, slab.data(), slab.size());
+            workspace =
+                std::make_unique<Device<unsigned char>>(step_workspace_bytes(on, cache.ref(0), slots));
+            eviction = std::make_unique<Device<unsigned char>>(cache.evict_workspace_bytes(on));
+        }
+        void token() {
+            CacheExtras extras;
+            extras.scores = view_bhs<const float>(scores.data(), slots, heads, 1);
+            step(on, cache.ref(0), {slots}, view_bhsd<const bf16>(q.data(), slots, heads * group, 1, dim),
+                 view_bhsd<const bf16>(k.data(), slots, heads, 1, dim),
+                 view_bhsd<const bf16>(v.data(), slots, heads, 1, dim),
+                 view_bhsd(out.data(), slots, heads * group, 1, dim), *workspace, status.data(), extras);
+            cache.advance(on, {slots}, status.data());
+            cache.evict(on, {slots}, *eviction, reports.data(), status.data());
+        }
+    } by_graph, by_hand;
+    std::mt19937 generator(5);
+    std::normal_distribution<float> normal;
+    const auto give = [&] {
+        for (auto array : {&Side::q, &Side::k, &Side::v}) {
+            std::vector<bf16> numbers((by_hand.*array).size());
+            for (bf16& x : numbers) {
+                x = bf16(normal(generator));
+            }
+            for (Side* side : {&by_graph, &by_hand}) {
+                ok(cudaMemcpy((side->*array).data(), numbers.data(), (side->*array).bytes(),
+                              cudaMemcpyHostToDevice));
+            }
+        }
+    };
+    give();
+    by_graph.token();  // loads the kernels, which a capture may not
+    by_hand.token();
+    ok(cudaDeviceSynchronize());
+    cudaStream_t stream = nullptr;
+    ok(cudaStreamCreate(&stream));
+    by_graph.on = kvpolicy::cuda{stream};
+    ok(cudaStreamBeginCapture(stream, cudaStreamCaptureModeGlobal));
+    by_graph.token();
+    cudaGraph_t graph = nullptr;
+    ok(cudaStreamEndCapture(stream, &graph));
+    cudaGraphExec_t executable = nullptr;
+    ok(cudaGraphInstantiate(&executable, graph, 0));
+    std::int64_t dropped = 0;
+    bool same = true;
+    for (std::int32_t t = 0; t < 400; ++t) {
+        give();
+        ok(cudaDeviceSynchronize());
+        ok(cudaGraphLaunch(executable, stream));
+        ok(cudaStreamSynchronize(stream));
+        by_hand.token();
+        const auto a = by_graph.out.read(), b = by_hand.out.read();
+        same = same &&
+               std::equal(a.begin(), a.end(), b.begin(), [](bf16 x, bf16 y) { return x.bits == y.bits; });
+        dropped += by_graph.reports.read()[0].dropped;
+    }
+    CHECK(same);
+    CHECK(dropped > 50);
+    CHECK(by_graph.status.read() == std::vector<std::uint32_t>(slots, 0));
+    CHECK(by_graph.cache.free_pages(by_graph.on) == by_hand.cache.free_pages(by_hand.on));
+    ok(cudaGraphExecDestroy(executable));
+    ok(cudaGraphDestroy(graph));
+    ok(cudaStreamDestroy(stream));
+}
+
+TEST_CASE("a workspace that is too small is refused") {
+    const Gated policy = gated({.average = 30});
+    DualCache<Gated, float> cache(
+        {.layers = 2, .slots = 1, .query_heads = 3, .kv_heads = 3, .dim_k = 8, .dim_v = 8, .page_rows = 16},
+        {.slab_pages = 1, .most_slabs = 1, .longest = 10}, policy);
+    const kvpolicy::cuda on{};
+    const Device<unsigned char> memory(cache.bytes().total());
+    cache.bind(on, memory.data(), memory.size());
+    CHECK_REFUSED(cache.evict(on, {1}, {memory.data(), 8}), "workspace.bytes");
+    CHECK_REFUSED(cache.evict(on, {2}, {memory.data(), 8}), "batch.count");
+    CHECK_REFUSED(static_cast<void>(cache.evict_workspace_bytes(host{1})), "device's memory");
+}

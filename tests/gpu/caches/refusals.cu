@@ -1,0 +1,95 @@
+// What a call on a device refuses as the host does, with the host's sentence, and nothing enqueued.
+#include <kvpolicy/caches/fixed_budget.hpp>
+#include <kvpolicy/cuda.cuh>
+#include <kvpolicy/policies/sink.hpp>
+#include <kvpolicy/policies/topk_budget.hpp>
+#include <kvpolicy/policies/window.hpp>
+#include <kvpolicy/scorers/linear.hpp>
+
+#include "../support/device.hpp"
+#include "support/refusal.hpp"
+
+#include <doctest/doctest.h>
+
+#include <vector>
+
+using namespace kvpolicy;
+using namespace test;
+
+namespace {
+
+constexpr CacheShape shape{
+    .slots = 2, .query_heads = 2, .kv_heads = 2, .dim_k = 8, .dim_v = 8, .proposals = 5};
+constexpr std::int32_t length = 5;
+
+/// A cache on the device, and tensors of two sequences of up to five tokens.
+template <class P>
+struct Calls {
+    kvpolicy::cuda on;
+    FixedBudgetCache<P, float> cache;
+    Device<unsigned char> memory;
+    Device<float> rows{std::vector<float>(2 * 2 * length * 8, 0.5f)},
+        scores{std::vector<float>(2 * 2 * length)};
+
+    explicit Calls(const P& policy) : cache(shape, policy), memory(cache.bytes().total()) {
+        cache.bind(on, memory.data(), memory.size());
+    }
+    [[nodiscard]] CacheExtras given() const {
+        return {.scores = view_bhs<const float>(scores.data(), 2, 2, length)};
+    }
+    /// 0: a step, 1: a prefill, 2: a proposal.
+    void call(int which, const Batch& batch, const CacheExtras& extras) {
+        const auto ref = cache.ref(0);
+        const Device<unsigned char> lent(cache_workspace_bytes(on, ref, 2, length));
+        const Device<float> result(rows.size());
+        const auto in = view_bhsd<const float>(rows.data(), 2, 2, length, 8);
+        const auto out = view_bhsd(result.data(), 2, 2, length, 8);
+        if (which == 0) {
+            step(on, ref, batch, in, in, in, out, lent, nullptr, extras);
+        } else if (which == 1) {
+            prefill(on, ref, batch, in, in, in, out, lent, nullptr, extras);
+        } else {
+            propose(on, ref, batch, in, in, in, out, lent, extras);
+        }
+        ok(cudaDeviceSynchronize());
+    }
+};
+
+}  // namespace
+
+TEST_CASE("a chunk whose length nobody said, and scores that are missing") {
+    using P = Policy<Sink<1>, Window<2>, TopKBudget<3>>;
+    Calls<P> calls(P{});
+    for (const int which : {1, 2}) {
+        CHECK_REFUSED(
+            calls.call(which, {.count = 2}, calls.given()),
+            "batch.length: not set is not allowed; it must be the tokens of every entry (q has room for 5), "
+            "or q_len");
+    }
+    for (const int which : {0, 1, 2}) {
+        CHECK_REFUSED(calls.call(which, {.count = 2, .length = 1}, {}),
+                      "extras.scores: null is not allowed; it must be fp32 scores, since this policy's "
+                      "scores are given");
+        CHECK_REFUSED(calls.call(which, {.count = 2, .length = 6}, calls.given()), "batch.length: 6");
+        calls.call(which, {.count = 2, .length = 1}, calls.given());
+    }
+    calls.call(0, {.count = 2}, calls.given());
+}
+
+TEST_CASE("scores beside a policy's own scorer") {
+    using P = Policy<Sink<1>, Window<2>, TopKBudget<3>, LinearScorer<8>>;
+    const Device<float> weight(std::vector<float>(2 * 16, 0.25f));
+    Calls<P> calls(P{{}, {}, {}, {.heads = 2, .weights = {.weight = weight.data()}}});
+    for (const int which : {0, 1, 2}) {
+        CHECK_REFUSED(calls.call(which, {.count = 2, .length = 1}, calls.given()),
+                      "extras.scores: given is not allowed; it must be nothing, since this policy has a "
+                      "scorer of its own");
+        calls.call(which, {.count = 2, .length = 1}, {});
+    }
+}
+
+TEST_CASE("run-time parts that nobody set") {
+    using P = Policy<Sink<>, Window<2>, TopKBudget<3>>;
+    CHECK_REFUSED(Calls<P>(P{}),
+                  "sinks: not set is not allowed; it must be a number or an array by layer and head");
+}
