@@ -301,9 +301,9 @@ void forward_and_backward(benchmark::State& state, const shape& s, const P& poli
 
 template <class P>
 void forward(benchmark::State& state, const shape& s, const P& policy, bool in_runs = false,
-             bool boxes = true) {
+             kvp::attend_copies copies = kvp::attend_copies::automatic) {
     attention_tensors tensors(s, policy, false, in_runs);
-    tensors.options.boxes = boxes;
+    tensors.options.copies = copies;
     measure_with_workspace(
         state, tensors.forward_bytes(),
         [&](const kvp::cuda& on, kvp::workspace_view workspace) { tensors.forward(on, workspace); });
@@ -346,18 +346,17 @@ void add_forward() {
     add(
         "forward/200k, gates 25%",
         [=](benchmark::State& state) { forward(state, shape_of(1, 200000), gates(0.25)); }, 5);
+    // Copies of every kind, where rows that follow one another are many, few and all.
     for (const bool boxes : {true, false}) {
+        const kvp::attend_copies copies = boxes ? kvp::attend_copies::boxes : kvp::attend_copies::rows;
+        const std::string how = boxes ? ", boxes" : ", every row alone";
         add(
-            std::string("forward/200k, gates in runs") + (boxes ? "" : ", every row alone"),
-            [=](benchmark::State& state) { forward(state, shape_of(1, 200000), gates(0.25), true, boxes); },
+            "forward/200k, gates in runs" + how,
+            [=](benchmark::State& state) { forward(state, shape_of(1, 200000), gates(0.25), true, copies); },
             5);
         add(
-            std::string("forward/16k, budget, ") + (boxes ? "boxes" : "every row alone"),
-            [=](benchmark::State& state) { forward(state, shape_of(1, 1 << 14), Budget{}, false, boxes); },
-            10);
-        add(
-            std::string("forward/16k, dense, ") + (boxes ? "boxes" : "every row alone"),
-            [=](benchmark::State& state) { forward(state, shape_of(1, 1 << 14), gates(1.0), false, boxes); },
+            "forward/16k, budget" + how,
+            [=](benchmark::State& state) { forward(state, shape_of(1, 1 << 14), Budget{}, false, copies); },
             10);
     }
 }

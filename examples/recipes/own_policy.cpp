@@ -6,14 +6,15 @@
 #include <kvpolicy/masks/build.hpp>
 #include <kvpolicy/policies/window.hpp>
 
+#include "backend.hpp"
+
 #include <cstdio>
-#include <vector>
 
 namespace kvp = kvpolicy;
 
 struct KeepMarked {
     static constexpr kvp::part_kind kind = kvp::part_kind::keep;
-    const unsigned char* marks = nullptr;  // one a token; the caller's
+    const unsigned char* marks = nullptr;  // one a token; the caller's, in memory that the backend reads
     kvp::position_t count = 0;
 
     // For any t: a snapshot, say, also asks about tokens that have not come.
@@ -23,16 +24,21 @@ struct KeepMarked {
 using Policy = kvp::Policy<kvp::Window<6>, KeepMarked>;
 
 int main() {
+    if (backend::missing()) {
+        return 0;
+    }
     constexpr int tokens = 40, dim = 8;
-    std::vector<unsigned char> marks(tokens);
+    backend::array<unsigned char> marks(tokens);
     marks[7] = marks[19] = marks[23] = 1;
     const Policy policy{kvp::Window<6>{}, KeepMarked{marks.data(), tokens}};
-    const kvp::host on{1};
+    const backend::context on{};
 
     // As a mask: for each key the first query that no longer sees it.
-    std::vector<kvp::expiry_t> expiry(tokens);
-    kvp::build_mask(on, policy, {}, {.batch = 1, .length = tokens},
-                    kvp::view_bhs(expiry.data(), 1, 1, tokens), {});
+    backend::array<kvp::expiry_t> expiry(tokens);
+    const kvp::Sequences sequences{.batch = 1, .length = tokens};
+    backend::memory room{kvp::build_mask_workspace_bytes(on, policy, sequences, 1)};
+    kvp::build_mask(on, policy, {}, sequences, kvp::view_bhs(expiry.data(), 1, 1, tokens), room);
+    backend::wait(on);
     std::printf("the last query sees:");
     for (int t = 0; t < tokens; ++t) {
         if (kvp::visible(tokens - 1, t, expiry[static_cast<std::size_t>(t)])) {
@@ -42,25 +48,24 @@ int main() {
 
     // As a cache. No number bounds the rule, so it is one of pages.
     kvp::DualCache<Policy, float> cache{
-        {.query_heads = 1, .kv_heads = 1, .dim_k = dim, .dim_v = dim, .page_rows = 4},
-        {.slab_pages = 16, .most_slabs = 1, .longest = tokens},
+        {.query_heads = 1, .kv_heads = 1, .dim_k = dim, .dim_v = dim, .page_rows = 16},
+        {.slab_pages = 4, .most_slabs = 1, .longest = tokens},
         policy};
-    kvp::HostBuffer tables{cache.bytes().total()}, slab{cache.slab_bytes()};
-    cache.bind(on, tables);
-    cache.add_slab(on, slab);
-    kvp::HostBuffer workspace{kvp::cache_workspace_bytes(on, cache.ref(0), 1, tokens)};
-    std::vector<float> x(tokens * dim, 1.0f), out(tokens * dim);
+    backend::memory tables{cache.bytes().total()}, slab{cache.slab_bytes()};
+    cache.bind(on, tables.data(), tables.size());
+    cache.add_slab(on, slab.data(), slab.size());
+    backend::memory workspace{kvp::cache_workspace_bytes(on, cache.ref(0), 1, tokens)};
+    backend::array<float> x(tokens * dim, 1.0f), out(tokens * dim);
     const kvp::Batch prompt{.count = 1, .length = tokens};
     const auto rows = kvp::view_bhsd<const float>(x.data(), 1, 1, tokens, dim);
     kvp::prefill(on, cache.ref(0), prompt, rows, rows, rows, kvp::view_bhsd(out.data(), 1, 1, tokens, dim),
                  workspace);
     cache.advance(on, prompt);
 
-    std::vector<kvp::position_t> held(static_cast<std::size_t>(cache.occupancy(0, 0, 0).rows()));
-    cache.retained(0, 0, 0, held.data());
+    backend::wait(on);
     std::printf("\nthe cache holds (its window is a ring):");
-    for (const kvp::position_t t : held) {
-        std::printf(" %d", static_cast<int>(t));
+    for (int row = 0; row < cache.ref(0).used(0, 0); ++row) {
+        std::printf(" %d", static_cast<int>(cache.ref(0).head_rows(0, 0).position(row)));
     }
     std::printf("\n");
 }

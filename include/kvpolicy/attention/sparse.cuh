@@ -21,13 +21,18 @@ enum class attend_path : std::uint8_t {
     scan,       ///< every tile looks at all rows that are not in the future: needs no lists
 };
 
+/// How a call on Hopper (head_dim up to 128, no softcap, no biases) copies rows that all queries of a tile see.
+enum class attend_copies : std::uint8_t {
+    automatic,  ///< boxes where rows are scanned, and from 65536 rows on; else rows
+    boxes,  ///< eight rows that follow one another come as one box by TMA, others singly: for gates open in long runs
+    rows,  ///< every row by itself
+};
+
 /// What a caller may change about a call. Results agree to rounding whatever it says.
 struct AttendOptions {
     attend_path path = attend_path::automatic;
     bool portable = false;  ///< the kernels of compute capability 8.0 on any card
-    /// On Hopper, head_dim up to 128, no softcap and biases: of the rows that all queries of a tile see, eight that follow one
-    /// another come as one block by TMA, others singly. False: all singly.
-    bool boxes = true;
+    attend_copies copies = attend_copies::automatic;
     std::uint32_t* status = nullptr;  ///< [B], device memory, OR-ed into: status_bad_length
 };
 

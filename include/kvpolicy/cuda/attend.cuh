@@ -148,8 +148,11 @@ class attend_call {
     [[nodiscard]] attend_boxes boxes() const {
         attend_boxes maps;
         const key_rows<T>& rows = call_.problem.rows;
-        maps.there = options_.boxes && rows.first_row == nullptr &&
-                     make_tensor_map(rows.k, attend_boxes::box_rows, maps.k) &&
+        // What lies in the L2 cache is gathered as fast.
+        const bool automatic = !call_.listed || rows_ >= 65536;
+        maps.there = (options_.copies == attend_copies::boxes ||
+                      (options_.copies == attend_copies::automatic && automatic)) &&
+                     rows.first_row == nullptr && make_tensor_map(rows.k, attend_boxes::box_rows, maps.k) &&
                      make_tensor_map(rows.v, attend_boxes::box_rows, maps.v);
         return maps;
     }

@@ -51,6 +51,10 @@ class cache_chunk_call {
         call_.batch.count = count;
         call_.tokens.most = tokens;
         call_.on_leaving = Scorer::when == score_time::on_leaving;
+        if constexpr (P::has_selection && !paged) {
+            call_.bounds = cache.bounds;
+            call_.bound_rows = cache.selection.page_rows();
+        }
         call_.longest = static_cast<std::int32_t>(most_rows_of(cache));
         call_.tiles = detail::tiles_of_places(call_.longest);
         constexpr std::size_t most_shared = 96 * 1024;  // what every card has

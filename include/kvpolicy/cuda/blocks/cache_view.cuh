@@ -35,7 +35,6 @@ struct cache_view {
     position_t* position = nullptr;            // [slots, rows]
     float* score = nullptr;                    // [slots, rows]
     float* state = nullptr;                    // [slots, kv_heads, state_size]
-    T* bounds = nullptr;                       // [slots, rows / bound_rows, 2, dim_k], with a selection
     std::int64_t state_size = 0;
     std::int64_t rows = 0;   // of one slot
     std::int64_t tiles = 0;  // of one slot
@@ -45,7 +44,6 @@ struct cache_view {
     std::int32_t dim_k = 0;
     std::int32_t dim_v = 0;
     std::int32_t proposals = 0;
-    std::int32_t bound_rows = 1;
     position_t rebase_limit = kvpolicy::rebase_limit;
 
     /// Whether a slot may become so much longer.
@@ -66,7 +64,6 @@ struct cache_view {
           position(ref.position),
           score(ref.score),
           state(ref.state),
-          bounds(ref.bounds),
           state_size(ref.state_size),
           rows(ref.rows),
           tiles(ref.tiles(ref.rows, ref.kv_heads)),
@@ -76,7 +73,6 @@ struct cache_view {
           dim_k(ref.dim_k),
           dim_v(ref.dim_v),
           proposals(ref.proposals),
-          bound_rows(ref.selection.page_rows()),
           rebase_limit(ref.rebase_limit) {}
 };
 

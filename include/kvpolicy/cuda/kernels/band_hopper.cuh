@@ -30,9 +30,6 @@ struct band_hopper_sizes {
     static constexpr int rows = 256;
     static constexpr int columns = Dim <= 128 ? 128 : 64;
     static constexpr int stages = Dim <= 64 ? 6 : Dim <= 128 ? 4 : 2;
-    /// Of 8 exponents, how many by polynomial. Its instructions read the registers that products are added up in, so that more
-    /// of them cost more than the special function unit gains.
-    static constexpr int polynomial = Dim <= 128 ? 2 : 0;
     static constexpr int row_bytes = rows * Dim * 2;
     static constexpr int column_bytes = columns * Dim * 2;
     static constexpr int bias = row_bytes + stages * column_bytes;  // offsets from a multiple of 1024
@@ -44,6 +41,16 @@ struct band_hopper_sizes {
 
 /// Columns that a block of band_bias_kernel makes the biases of.
 inline constexpr std::int32_t bias_columns = 2048;
+
+/// How a pass folds, chosen by measurement.
+template <int Dim, class Pass>
+struct band_hopper_tuning {
+    /// Of 8 exponents, how many by polynomial. Its instructions read registers while the products that run beside them add up
+    /// in registers, so that more of them cost more than the special function unit gains.
+    static constexpr int polynomial = Dim > 128 ? 0 : !Pass::mass ? 1 : Dim > 64 ? 2 : 0;
+    /// Whether products are issued one at a time between parts of the folding, or all before it.
+    static constexpr bool mixed = Pass::quick && (!Pass::mass || Dim <= 64);
+};
 
 /// Makes the biases of all columns. Blocks: for every column head as many as its row of biases takes.
 template <class T>
@@ -96,6 +103,7 @@ __global__ void __launch_bounds__(KVPOLICY_HOPPER_THREADS(384), 1)
                        const __grid_constant__ CUtensorMap columns) {
 #if KVPOLICY_HOPPER_CODE
     using sizes = band_hopper_sizes<Dim>;
+    using tuning = band_hopper_tuning<Dim, Pass>;
     if constexpr (Pass::fold == row_fold::running) {
         if (problem.flags != nullptr && problem.flags[blockIdx.x] == 0) {
             return;
@@ -210,23 +218,23 @@ __global__ void __launch_bounds__(KVPOLICY_HOPPER_THREADS(384), 1)
             const std::int32_t left = item.length - (column + 2 * pair);
             const float* const of = bias + stage * sizes::columns + 2 * pair;
             if (item.full(first, 64, column, sizes::columns)) {
-                state.template absorb<false, sizes::polynomial>(s, of, constants, apart, left, item.low,
-                                                                item.span);
+                state.template absorb<false, tuning::polynomial>(s, of, constants, apart, left, item.low,
+                                                                 item.span);
             } else if (item.any(first, 64, column, sizes::columns)) {
                 state.template absorb<true, 0>(s, of, constants, apart, left, item.low, item.span);
             }
         };
         // Most tiles: exponents go as they are, and all pairs count. `next` is multiplied beside the folding of s.
         const auto is_plain = [&](std::int32_t column) {
-            return Pass::quick && constants.cap == 0.0f && (Pass::mass || column != 0) &&
+            return tuning::mixed && constants.cap == 0.0f && (Pass::mass || column != 0) &&
                    item.full(first_row, 128, column, sizes::columns);
         };
         const auto fold_beside = [&](const float(&s)[width], row_state<Pass>& state, int of,
                                      float(&next)[width], std::uint64_t a, std::uint64_t b) {
             constexpr int steps = Dim / 16;
             band_products<T, Dim>(next, a, b, [&](int k) {
-                if constexpr (Pass::quick) {
-                    state.template absorb_part<sizes::polynomial>(
+                if constexpr (tuning::mixed) {
+                    state.template absorb_part<tuning::polynomial>(
                         s, k * (width / 4) / steps, (k + 1) * (width / 4) / steps,
                         bias + of * sizes::columns + 2 * pair, problem.exponents.scale);
                 }

@@ -54,7 +54,9 @@ struct chunk_launch {
     std::int32_t* pinned = nullptr;  // [count, Hkv], with a keep part: of these, keys that do not compete
     std::int32_t* kept_before = nullptr;  // [count, Hkv], with a selection
     const float* advanced =
-        nullptr;  // [count, Hkv, state_size]: the scorer's states after it, if not in the cache
+        nullptr;          // [count, Hkv, state_size]: the scorer's states after it, if not in the cache
+    T* bounds = nullptr;  // [slots, rows / bound_rows, 2, dim_k], of a FixedBudgetCache with a selection
+    std::int32_t bound_rows = 1;
 };
 
 /// Shared memory of a head's contests: positions, scores, records.
@@ -349,19 +351,19 @@ __global__ void __launch_bounds__(chunk_threads)
 
 /// The rows of a head, with the bounds of their pages.
 template <class View>
-__device__ auto bounded_rows(const View& cache, const typename View::head_type& head) {
+__device__ auto bounded_rows(const chunk_launch<View>& call, const typename View::head_type& head) {
     if constexpr (requires { head.rows; }) {
         return head.rows;
     } else {
-        const std::int64_t first = head.position - cache.position;
+        const std::int64_t first = head.position - call.cache.position;
         return PlainRows<typename View::value_type>{head.k,
                                                     head.v,
                                                     head.position,
                                                     head.score,
                                                     head.dim_k,
                                                     head.dim_v,
-                                                    cache.bounds + first / cache.bound_rows * 2 * cache.dim_k,
-                                                    cache.bound_rows};
+                                                    call.bounds + first / call.bound_rows * 2 * head.dim_k,
+                                                    call.bound_rows};
     }
 }
 
@@ -381,7 +383,7 @@ __global__ void __launch_bounds__(chunk_threads)
     const bool contests = rule.budget != unlimited && rule.budget != 0;
     const std::int32_t mortal = contests ? used : at.rows.layout.place(0);
     const std::int32_t fresh = at.rows.layout.place(call.kept_before[at.pair]);
-    const auto rows = bounded_rows(call.cache, at.rows);
+    const auto rows = bounded_rows(call, at.rows);
     refresh_pages(rows, 0, mortal, used, warp, chunk_pieces * warps);
     if (mortal < used) {
         // A page that both ranges have is the same, whoever writes it.

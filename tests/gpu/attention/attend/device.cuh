@@ -60,7 +60,7 @@ AttendResult<T> attend_on_device(const AttendCase& c, const AttendTensors<T>& te
     sequences.segments = c.edges.empty() ? 0 : static_cast<std::int32_t>(c.edges.size()) - 1;
     AttendOptions options;
     options.portable = way.portable;
-    options.boxes = way.boxes;
+    options.copies = way.boxes ? attend_copies::boxes : attend_copies::rows;
     options.path = way.scan ? attend_path::scan : way.gather ? attend_path::gather : attend_path::automatic;
     const auto q_view = rows_of<const T>(c, q.data(), c.heads(), c.queries, c.dim_k);
     const kvpolicy::cuda on{};
