@@ -7,6 +7,7 @@
 #include <kvpolicy/cuda.cuh>
 #include <kvpolicy/kvpop.hpp>
 #include <kvpolicy/scorers/linear.hpp>
+#include <kvpolicy/scorers/mlstm.hpp>
 
 #include "cold.cuh"
 #include "ragged.cuh"
@@ -20,6 +21,7 @@
 #include <vector>
 
 namespace kvp = kvpolicy;
+namespace cb = kvp::cuda_backend;
 
 namespace {
 
@@ -93,6 +95,56 @@ struct Numbers {
     }
 };
 
+/// Times `token`, which goes through all layers, as a graph: median_us is the time of one layer, which moves `bytes` bytes at least.
+template <class Token>
+void measure_layers(benchmark::State& state, cudaStream_t stream, std::int32_t layers, double bytes,
+                    const Token& token) {
+    token();  // loads the kernels
+    ok(cudaStreamSynchronize(stream));
+    if (std::getenv("KVPOLICY_BENCH_PROFILE") != nullptr) {
+        for (auto _ : state) {
+            state.SetIterationTime(1e-9);
+        }
+        return;
+    }
+    cudaGraph_t graph = nullptr;
+    cudaGraphExec_t ready = nullptr;
+    ok(cudaStreamBeginCapture(stream, cudaStreamCaptureModeThreadLocal));
+    token();
+    ok(cudaStreamEndCapture(stream, &graph));
+    ok(cudaGraphInstantiate(&ready, graph, 0));
+    for (std::int32_t t = 0; t < 10; ++t) {
+        ok(cudaGraphLaunch(ready, stream));
+    }
+    ok(cudaStreamSynchronize(stream));
+    cudaEvent_t begin = nullptr, end = nullptr;
+    ok(cudaEventCreate(&begin));
+    ok(cudaEventCreate(&end));
+    std::vector<double> times;
+    for (auto _ : state) {
+        ok(cudaEventRecord(begin, stream));
+        ok(cudaGraphLaunch(ready, stream));
+        ok(cudaEventRecord(end, stream));
+        ok(cudaEventSynchronize(end));
+        float ms = 0.0f;
+        ok(cudaEventElapsedTime(&ms, begin, end));
+        times.push_back(static_cast<double>(ms) / layers);
+        state.SetIterationTime(times.back() * 1e-3);
+    }
+    std::nth_element(times.begin(), times.begin() + static_cast<std::ptrdiff_t>(times.size() / 2),
+                     times.end());
+    const double median = times[times.size() / 2];
+    state.counters["median_ms"] = median;
+    state.counters["median_us"] = 1e3 * median;
+    state.counters["layers"] = layers;
+    state.counters["kv_bytes"] = bytes;
+    state.counters["gb_per_s"] = bytes / median * 1e-6;
+    ok(cudaEventDestroy(begin));
+    ok(cudaEventDestroy(end));
+    ok(cudaGraphExecDestroy(ready));
+    ok(cudaGraphDestroy(graph));
+}
+
 template <class P>
 void decode(benchmark::State& state, const P& policy, std::int32_t batch, std::int32_t rows, std::int32_t dim,
             Order order) {
@@ -142,51 +194,8 @@ void decode(benchmark::State& state, const P& policy, std::int32_t batch, std::i
                                                    3 * rows);
         ok(cudaGetLastError());
     }
-    token();  // loads the kernels
-    ok(cudaStreamSynchronize(calls.stream));
-    if (std::getenv("KVPOLICY_BENCH_PROFILE") != nullptr) {
-        for (auto _ : state) {
-            state.SetIterationTime(1e-9);
-        }
-        return;
-    }
-    cudaGraph_t graph = nullptr;
-    cudaGraphExec_t ready = nullptr;
-    ok(cudaStreamBeginCapture(calls.stream, cudaStreamCaptureModeThreadLocal));
-    token();
-    ok(cudaStreamEndCapture(calls.stream, &graph));
-    ok(cudaGraphInstantiate(&ready, graph, 0));
-    for (std::int32_t t = 0; t < 10; ++t) {
-        ok(cudaGraphLaunch(ready, calls.stream));
-    }
-    ok(cudaStreamSynchronize(calls.stream));
-    cudaEvent_t begin = nullptr, end = nullptr;
-    ok(cudaEventCreate(&begin));
-    ok(cudaEventCreate(&end));
-    std::vector<double> times;
-    for (auto _ : state) {
-        ok(cudaEventRecord(begin, calls.stream));
-        ok(cudaGraphLaunch(ready, calls.stream));
-        ok(cudaEventRecord(end, calls.stream));
-        ok(cudaEventSynchronize(end));
-        float ms = 0.0f;
-        ok(cudaEventElapsedTime(&ms, begin, end));
-        times.push_back(static_cast<double>(ms) / layers);
-        state.SetIterationTime(times.back() * 1e-3);
-    }
-    std::nth_element(times.begin(), times.begin() + static_cast<std::ptrdiff_t>(times.size() / 2),
-                     times.end());
-    const double median = times[times.size() / 2];
-    state.counters["median_ms"] = median;
-    state.counters["median_us"] = 1e3 * median;
-    state.counters["layers"] = layers;
-    state.counters["kv_bytes"] = bytes;
-    state.counters["gb_per_s"] = bytes / median * 1e-6;
+    measure_layers(state, calls.stream, layers, bytes, token);
     state.counters["workspace_bytes"] = static_cast<double>(needed);
-    ok(cudaEventDestroy(begin));
-    ok(cudaEventDestroy(end));
-    ok(cudaGraphExecDestroy(ready));
-    ok(cudaGraphDestroy(graph));
 }
 
 using Given = kvp::Policy<kvp::Sink<>, kvp::Window<>, kvp::TopKBudget<>>;
@@ -277,6 +286,60 @@ S scorer_of(std::int32_t dim) {
     return scorer;
 }
 
+/// Bytes a second that the card's memory moves at most, from its clock and width.
+double peak_bandwidth() {
+    int card = 0, khz = 0, bits = 0;
+    ok(cudaGetDevice(&card));
+    ok(cudaDeviceGetAttribute(&khz, cudaDevAttrMemoryClockRate, card));
+    ok(cudaDeviceGetAttribute(&bits, cudaDevAttrGlobalMemoryBusWidth, card));
+    return 2e3 * khz * bits / 8.0;
+}
+
+/// An mLSTM's launch of a step alone: the states of `batch` sequences are read and written once. As in decode(), layers follow
+/// each other, so that states are cold.
+void score_alone(benchmark::State& state, std::int32_t batch) {
+    constexpr std::int32_t dim = 128, budget = 8, rows = sinks + window + budget;
+    const auto scorer = scorer_of<kvp::mLSTMScorer<>>(dim);
+    const double bytes =
+        2.0 * batch * heads * static_cast<double>(scorer.state_size()) * sizeof(float);  // read, written
+    const auto layers = static_cast<std::int32_t>(std::clamp(400e6 / bytes, 3.0, 48.0));
+    kvp::FixedBudgetCache<Memory, bf16> cache({.layers = layers,
+                                               .slots = batch,
+                                               .query_heads = heads * group,
+                                               .kv_heads = heads,
+                                               .dim_k = dim,
+                                               .dim_v = dim},
+                                              policy_of<Memory>(rows, scorer));
+    const stream_of_calls calls;
+    const kvp::cuda on{calls.stream};
+    const buffer<unsigned char> memory(static_cast<std::int64_t>(cache.bytes().total()));
+    cache.bind(on, memory.data(), static_cast<std::size_t>(memory.count()));
+    const std::int64_t row = std::int64_t{batch} * heads * dim;
+    const Numbers k(row, 2), v(row, 3);
+    const buffer<float> scores(std::int64_t{batch} * heads);
+    for (std::int32_t layer = 0; layer < layers; ++layer) {
+        const auto ref = cache.ref(layer);
+        fill_layer<<<static_cast<unsigned>(batch * heads * rows), 128, 0, calls.stream>>>(
+            ref.k, ref.v, ref.position, ref.score, rows, dim, 3 * rows);
+        fill_counters<<<1, 256, 0, calls.stream>>>(ref.kept, ref.length, batch, budget, 3 * rows);
+        ok(cudaGetLastError());
+    }
+    measure_layers(state, calls.stream, layers, bytes, [&] {
+        for (std::int32_t layer = 0; layer < layers; ++layer) {
+            const auto ref = cache.ref(layer);
+            cb::launch_scores(
+                on, cb::score_launch<cb::cache_view<bf16>, kvp::mLSTMScorer<>>{
+                        .cache = cb::cache_view<bf16>(ref),
+                        .batch = {batch},
+                        .tokens = {.k = kvp::view_bhsd<const bf16>(k.memory.data(), batch, heads, 1, dim),
+                                   .v = kvp::view_bhsd<const bf16>(v.memory.data(), batch, heads, 1, dim)},
+                        .scores = scores.data(),
+                        .scorer = ref.scorer});
+        }
+    });
+    state.counters["share_of_bandwidth"] = state.counters["gb_per_s"] * 1e9 / peak_bandwidth();
+}
+
 void add_steps() {
     for (const std::int32_t rows : {4096, 2048}) {
         for (const std::int32_t batch : {1, 8, 32}) {
@@ -296,6 +359,10 @@ void add_steps() {
                        Order::random);
             });
         }
+    }
+    for (const std::int32_t batch : {1, 32, 256}) {
+        add("mLSTM alone/" + std::to_string(batch) + " x 8",
+            [=](benchmark::State& state) { score_alone(state, batch); });
     }
     add("step, d 64/4096 x 8",
         [](benchmark::State& state) { decode(state, policy_of<Given>(4096), 8, 4096, 64, Order::random); });

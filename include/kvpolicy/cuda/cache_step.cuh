@@ -49,6 +49,7 @@ class cache_step_call {
         const std::int64_t alone = std::max<std::int64_t>(heads() * call_.parts, 1);
         call_.splits = step_splits(alone, cache.longest, multiprocessors);
         call_.deciders = alone * (call_.splits + 1) <= 2 * multiprocessors ? 1 : 0;
+        cluster_if_few(alone, cache.longest, multiprocessors);
     }
 
     /// Takes the parts of the workspace; with null only measures.
@@ -57,7 +58,7 @@ class cache_step_call {
         call_.notes = parts.take<step_note>(heads());
         computed_ = parts.take<float>(scored_before<Scorer> ? heads() : 0);
         const std::int64_t states =
-            call_.blocks() * call_.parts == 1 ? 0 : heads() * call_.parts * call_.blocks();
+            call_.clustered || call_.blocks() * call_.parts == 1 ? 0 : heads() * call_.parts * call_.blocks();
         call_.states =
             parts.take<typename Rows::Compute>(states * stream_state<Rows::heads>::size(call_.width));
         return parts.bytes();
@@ -106,10 +107,29 @@ class cache_step_call {
     }
     void run() const {
         const std::int64_t blocks = heads() * call_.parts * call_.blocks();
-        if (call_.computed != nullptr) {  // rows are streamed while they are scored
-            launch_early("cache_step_kernel", kernel, blocks, Rows::threads, shared_, device_, on_, call_);
-        } else {
-            launch("cache_step_kernel", kernel, blocks, Rows::threads, shared_, on_, call_);
+        const unsigned cluster = call_.clustered ? static_cast<unsigned>(call_.blocks()) : 1;
+        if (call_.computed != nullptr) {
+            share_multiprocessors<kernel>(device_);  // rows are streamed while they are scored
+        }
+        launch_early<kernel>("cache_step_kernel", blocks, Rows::threads, shared_, device_, on_, cluster,
+                             call_);
+    }
+
+    /// Few heads are shared by the blocks of a cluster each, which merge what they found without a way through memory. With more
+    /// heads clusters wait for room, and cost more than that.
+    void cluster_if_few(std::int64_t alone, std::int64_t rows, std::int64_t multiprocessors) {
+        if constexpr (Rows::clusters) {
+            constexpr std::int64_t most = 8, least_rows = 256, heads_of_few = 4;
+            const std::int64_t splits = std::clamp<std::int64_t>(rows / least_rows, 1, most);
+            if (call_.parts != 1 || alone * heads_of_few > multiprocessors) {
+                return;
+            }
+            const std::int64_t cluster = largest_cluster<kernel>(device_, Rows::threads, shared_);
+            if (cluster > 1) {
+                call_.splits = static_cast<std::int32_t>(std::min(splits, cluster - 1));
+                call_.deciders = 1;
+                call_.clustered = true;
+            }
         }
     }
 

@@ -181,8 +181,8 @@ class dual_step_call {
             launch("dual_plan_kernel", dual_plan_kernel<Rows, Gate, Scorer, View>, 1, admit_threads, 0, on_,
                    call_);
         }
-        launch_early("dual_step_kernel", kernel, call_.work.blocks, Rows::threads, shared_, device_, on_,
-                     call_);
+        launch_early<kernel>("dual_step_kernel", call_.work.blocks, Rows::threads, shared_, device_, on_, 1,
+                             call_);
     }
     /// Enough blocks for the bounds of all pages to be read at the memory's rate.
     void choose() {

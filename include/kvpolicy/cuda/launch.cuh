@@ -9,6 +9,8 @@
 
 #include <cuda_runtime.h>
 
+#include <array>
+#include <atomic>
 #include <cstddef>
 #include <cstdint>
 #include <source_location>
@@ -74,6 +76,7 @@ class device_scope {
         }
     }
 
+    [[nodiscard]] int number() const { return device_; }
     [[nodiscard]] int attribute(cudaDeviceAttr which) const {
         int value = 0;
         check(cudaDeviceGetAttribute(&value, which, device_), "cudaDeviceGetAttribute");
@@ -100,25 +103,40 @@ inline void allow_shared(const char* name, const void* kernel, std::size_t share
     }
 }
 
-/// Enqueues a kernel on a 1-D grid, with a launch attribute or null; `name` is a literal and names the kernel in errors.
+/// Up to two launch attributes.
+struct launch_attributes {
+    cudaLaunchAttribute all[2] = {};
+    unsigned count = 0;
+
+    cudaLaunchAttribute& add(cudaLaunchAttributeID id) {
+        all[count].id = id;
+        return all[count++];
+    }
+    /// Blocks of a cluster; 1: none.
+    void add_cluster(unsigned blocks) {
+        if (blocks > 1) {
+            auto& cluster = add(cudaLaunchAttributeClusterDimension).val.clusterDim;
+            cluster.x = blocks;
+            cluster.y = cluster.z = 1;
+        }
+    }
+};
+
+/// Enqueues a kernel on a 1-D grid, with launch attributes; `name` is a literal and names the kernel in errors.
 template <class... Parameters, class... Arguments>
-void launch_with(const cudaLaunchAttribute* attribute, const char* name, void (*kernel)(Parameters...),
+void launch_with(launch_attributes attributes, const char* name, void (*kernel)(Parameters...),
                  std::int64_t blocks, int threads, std::size_t shared_bytes, const cuda& on,
                  Arguments... arguments) {
     detail::require(blocks > 0 && blocks <= 0x7fffffff, "blocks of a launch", blocks,
                     "at most 2^31 - 1: split the batch");
     allow_shared(name, reinterpret_cast<const void*>(kernel), shared_bytes);
-    cudaLaunchAttribute copy{};
     cudaLaunchConfig_t config{};
     config.gridDim = dim3(static_cast<unsigned>(blocks));
     config.blockDim = dim3(static_cast<unsigned>(threads));
     config.dynamicSmemBytes = shared_bytes;
     config.stream = on.stream;
-    if (attribute != nullptr) {
-        copy = *attribute;
-        config.attrs = &copy;
-        config.numAttrs = 1;
-    }
+    config.attrs = attributes.all;
+    config.numAttrs = attributes.count;
     check(cudaLaunchKernelEx(&config, kernel, static_cast<Parameters>(arguments)...), name);
 }
 
@@ -127,27 +145,93 @@ template <class... Parameters, class... Arguments>
 void launch(const char* name, void (*kernel)(Parameters...), std::int64_t blocks, int threads,
             std::size_t shared_bytes, const cuda& on, Arguments... arguments) {
     if (blocks != 0) {
-        launch_with(nullptr, name, kernel, blocks, threads, shared_bytes, on, arguments...);
+        launch_with({}, name, kernel, blocks, threads, shared_bytes, on, arguments...);
     }
+}
+
+/// What `ask` finds about a kernel on a device, a number from 0 on: asked once a device, since a step would ask each time. `Which`
+/// tells questions apart.
+template <auto Kernel, int Which, class Ask>
+int asked_once(const device_scope& device, const Ask& ask) {
+    constexpr int most_devices = 64;
+    static std::array<std::atomic<int>, most_devices> answers{};  // one more than the answer
+    const int number = device.number();
+    if (number >= most_devices) {
+        return ask();
+    }
+    std::atomic<int>& answer = answers[static_cast<std::size_t>(number)];
+    int known = answer.load(std::memory_order_relaxed);
+    if (known == 0) {
+        known = ask() + 1;  // the same in every thread that comes here at once
+        answer.store(known, std::memory_order_relaxed);
+    }
+    return known - 1;
+}
+
+/// Whether a device runs code of a kernel that was made for compute capability 9.0 or later.
+template <auto Kernel>
+bool runs_as_hopper(const device_scope& device) {
+    return asked_once<Kernel, 0>(device, [&] {
+               cudaFuncAttributes code{};
+               check(cudaFuncGetAttributes(&code, reinterpret_cast<const void*>(Kernel)),
+                     "cudaFuncGetAttributes");
+               const bool does =
+                   code.ptxVersion >= 90 && device.attribute(cudaDevAttrComputeCapabilityMajor) >= 9;
+               return does ? 1 : 0;
+           }) != 0;
+}
+
+/// The most blocks of a kernel, always of these sizes, that a device runs as a cluster; 1: it has no clusters.
+template <auto Kernel>
+int largest_cluster(const device_scope& device, int threads, std::size_t shared_bytes) {
+    if (!runs_as_hopper<Kernel>(device)) {
+        return 1;
+    }
+    return asked_once<Kernel, 1>(device, [&] {
+        const auto* const kernel = reinterpret_cast<const void*>(Kernel);
+        allow_shared("cudaFuncSetAttribute", kernel, shared_bytes);
+        check(cudaFuncSetAttribute(kernel, cudaFuncAttributeNonPortableClusterSizeAllowed, 1),
+              "cudaFuncSetAttribute");
+        cudaLaunchConfig_t config{};
+        config.gridDim = dim3(16);
+        config.blockDim = dim3(static_cast<unsigned>(threads));
+        config.dynamicSmemBytes = shared_bytes;
+        int most = 0;
+        check(cudaOccupancyMaxPotentialClusterSize(&most, Kernel, &config),
+              "cudaOccupancyMaxPotentialClusterSize");
+        return most;
+    });
+}
+
+/// A multiprocessor runs blocks of two kernels at once only where both want the same cut between its L1 cache and shared memory:
+/// those that shall run beside each other ask for as much shared memory as there is.
+template <auto Kernel>
+void share_multiprocessors(const device_scope& device) {
+    asked_once<Kernel, 2>(device, [] {
+        check(cudaFuncSetAttribute(reinterpret_cast<const void*>(Kernel),
+                                   cudaFuncAttributePreferredSharedMemoryCarveout,
+                                   cudaSharedmemCarveoutMaxShared),
+              "cudaFuncSetAttribute");
+        return 0;
+    });
 }
 
 /// As launch(), but the kernel may begin once all blocks of the one before in the stream have called let_next_kernel_start(), and
 /// must call wait_for_kernel_before() where it needs what that one wrote. Where the card or the kernel's code is older
 /// than compute capability 9.0, it begins when the other has ended.
-template <class... Parameters, class... Arguments>
-void launch_early(const char* name, void (*kernel)(Parameters...), std::int64_t blocks, int threads,
-                  std::size_t shared_bytes, const device_scope& device, const cuda& on,
-                  Arguments... arguments) {
+template <auto Kernel, class... Arguments>
+void launch_early(const char* name, std::int64_t blocks, int threads, std::size_t shared_bytes,
+                  const device_scope& device, const cuda& on, unsigned cluster, Arguments... arguments) {
     if (blocks == 0) {
         return;
     }
-    cudaFuncAttributes code{};
-    check(cudaFuncGetAttributes(&code, reinterpret_cast<const void*>(kernel)), name);
-    cudaLaunchAttribute early{};
-    early.id = cudaLaunchAttributeProgrammaticStreamSerialization;
-    early.val.programmaticStreamSerializationAllowed = 1;
-    const bool may = code.ptxVersion >= 90 && device.attribute(cudaDevAttrComputeCapabilityMajor) >= 9;
-    launch_with(may ? &early : nullptr, name, kernel, blocks, threads, shared_bytes, on, arguments...);
+    launch_attributes early;
+    early.add_cluster(cluster);
+    if (runs_as_hopper<Kernel>(device)) {
+        early.add(cudaLaunchAttributeProgrammaticStreamSerialization)
+            .val.programmaticStreamSerializationAllowed = 1;
+    }
+    launch_with(early, name, Kernel, blocks, threads, shared_bytes, on, arguments...);
 }
 
 /// See launch_early().
@@ -170,12 +254,10 @@ void launch_cooperative(const char* name, void (*kernel)(Parameters...), int mos
     int fit = 0;
     check(cudaOccupancyMaxActiveBlocksPerMultiprocessor(&fit, kernel, threads, shared_bytes), name);
     const int each = fit < most ? fit : most;
-    cudaLaunchAttribute together{};
-    together.id = cudaLaunchAttributeCooperative;
-    together.val.cooperative = 1;
-    launch_with(&together, name, kernel,
-                std::int64_t{each} * device.attribute(cudaDevAttrMultiProcessorCount), threads, shared_bytes,
-                on, arguments...);
+    launch_attributes together;
+    together.add(cudaLaunchAttributeCooperative).val.cooperative = 1;
+    launch_with(together, name, kernel, std::int64_t{each} * device.attribute(cudaDevAttrMultiProcessorCount),
+                threads, shared_bytes, on, arguments...);
 }
 
 /// The block's dynamic shared memory, aligned to 128 bytes: behind a static array of another size, rows of a swizzled tile would lie

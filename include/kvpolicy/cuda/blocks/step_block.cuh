@@ -12,6 +12,7 @@
 #include <kvpolicy/core/status.hpp>
 #include <kvpolicy/core/view.hpp>
 #include <kvpolicy/cuda/blocks/cache_view.cuh>
+#include <kvpolicy/cuda/blocks/cluster.cuh>
 #include <kvpolicy/cuda/blocks/score_row.cuh>
 #include <kvpolicy/cuda/blocks/step_stream.cuh>
 #include <kvpolicy/cuda/config.cuh>
@@ -57,7 +58,8 @@ struct step_launch {
     std::int32_t parts = 1;           // of a group of query heads, Rows::heads each
     std::int32_t width = 0;           // of a state
     stream_logits<Compute> logits{};
-    bool writes = true;  // a step; else attention over the rows as they are
+    bool clustered = false;  // the blocks of a head are a cluster
+    bool writes = true;      // a step; else attention over the rows as they are
     Gate gate;
     Scorer scorer;
 
@@ -96,6 +98,41 @@ struct load_of_block {
     }
 };
 
+/// Where softmax states are: those of a block's warps in its memory, of blocks in the workspace (which are read past the L1 cache), or of the
+/// blocks of a cluster in the memory of each.
+template <class Compute>
+struct states_of_warps {
+    const Compute* first;
+    std::int64_t stride;
+
+    __device__ const Compute* at(std::int32_t i) const { return first + i * stride; }
+    template <class Value>
+    __device__ static Value load(const Value* from) {
+        return *from;
+    }
+};
+template <class Compute>
+struct states_of_blocks {
+    const Compute* first;
+    std::int64_t stride;
+
+    __device__ const Compute* at(std::int32_t i) const { return first + i * stride; }
+    template <class Value>
+    __device__ static Value load(const Value* from) {
+        return load_shared_between_blocks{}(from);
+    }
+};
+template <class Compute>
+struct states_of_cluster {
+    const Compute* mine;
+
+    __device__ const Compute* at(std::int32_t block) const { return in_cluster(mine, block); }
+    template <class Value>
+    __device__ static Value load(const Value* from) {
+        return *from;
+    }
+};
+
 template <class Rows, class Gate, class Scorer>
 class step_block {
     using Launch = step_launch<Rows, Gate, Scorer>;
@@ -113,6 +150,7 @@ class step_block {
         // States of a part's query heads, as weigh() leaves them: their weights, the largest logit, and the sum.
         Compute weight[Rows::heads][most_states];
         Compute top[Rows::heads], sum[Rows::heads];
+        step_note note;  // of a cluster
     };
 
     __device__ step_block(const Launch& call, Memory& memory, unsigned char* regions)
@@ -127,12 +165,17 @@ class step_block {
     }
 
     __device__ void run() {
+        // The launch of a scorer began when all before it had ended, so only its scores are waited for, and late.
+        if (!scored_before<Scorer> || !call_.writes) {
+            wait_for_kernel_before();
+        }
         const active_entry active(call_.cache, call_.batch, entry_, 1);
         if (active.tokens == 0) {
             if (active.bad && call_.status != nullptr && head_ == 0 && part_ + split_ == 0 &&
                 threadIdx.x == 0) {
                 atomicOr(call_.status + entry_, static_cast<std::uint32_t>(status_bad_length));
             }
+            wait_for_kernel_before();  // so that what comes after this kernel comes after the one before it, too
             return;
         }
         slot_ = active.slot;
@@ -141,14 +184,9 @@ class step_block {
         const std::int32_t kept = call_.cache.kept[head.index], victim = call_.cache.victim[head.index];
         const std::int32_t used = head.layout.used(q, kept);
 
-        const std::int32_t tiles = used / stream_tile + (used % stream_tile != 0 ? 1 : 0);
-        const std::int32_t workers = call_.splits * Rows::warps, each = tiles / workers,
-                           more = tiles % workers;
-        const std::int32_t worker = split_ * Rows::warps + warp_id();
-        const std::int32_t share = split_ == call_.splits ? 0 : each + (worker < more ? 1 : 0);
-        const std::int32_t begin = each * worker + (worker < more ? worker : more);
-        const stream_rows<T> rows{head.k, head.v, call_.cache.dim_k, call_.cache.dim_v,
-                                  used,   begin,  begin + share};
+        const tile_share share = share_of(used);
+        const stream_rows<T> rows{head.k, head.v,      call_.cache.dim_k, call_.cache.dim_v,
+                                  used,   share.begin, share.end};
         unsigned char* const region = regions_ + warp_id() * region_bytes();
         typename stream_of<Rows>::type stream(region, rows);
         stream.start();
@@ -158,21 +196,35 @@ class step_block {
         const stream_queries<T> queries{call_.q.row(entry_, head_ * call_.cache.group + first_head, 0),
                                         call_.q.head_stride,
                                         heads_left < Rows::heads ? heads_left : Rows::heads};
+        stream.ask(queries);
         if (call_.writes) {
             const candidates found = find_candidates(head, q, kept, victim);
+            const bool alone = decides() && call_.deciders != 0;  // a block without rows
             stream_extra<T> extra;
-            if (!scored_before<Scorer> && decides()) {
-                extra = decide(head, q, kept, victim, found);  // while the first rows are on their way
-            }
-            stream.finish(queries, found.hidden, call_.logits);
-            if constexpr (scored_before<Scorer>) {
-                wait_for_kernel_before();
-                if (decides()) {
-                    extra = decide(head, q, kept, victim, found);
+            if (decides()) {
+                extra = extra_of(head, found);
+                if (alone && warp_id() == 0) {
+                    stream.bring(extra);
+                }
+                if (alone && warp_id() == 1) {
+                    warm_next_victim(head, kept, found);
+                }
+                if (!scored_before<Scorer>) {
+                    decide(head, q, kept, victim, found, extra);  // while the first rows are on their way
                 }
             }
-            if (decides() && warp_id() == 0) {
-                stream.add(extra, queries, call_.logits);
+            stream.finish(queries, found.hidden, call_.logits);
+            if (decides()) {
+                if constexpr (scored_before<Scorer>) {
+                    wait_for_kernel_before();  // no other block needs the scores
+                    decide(head, q, kept, victim, found, extra);
+                }
+                if (warp_id() == 0) {
+                    if (!alone) {
+                        stream.bring(extra);
+                    }
+                    stream.add(extra, queries, call_.logits);
+                }
             }
         } else {
             stream.finish(queries, {}, call_.logits);
@@ -182,18 +234,36 @@ class step_block {
 
         const std::int64_t region_size = region_bytes() / static_cast<int>(sizeof(Compute));
         const auto* const of_warps = reinterpret_cast<const Compute*>(regions_);
+        const states_of_warps<Compute> warps{of_warps, region_size};
+        if constexpr (compiled_for_clusters && Rows::clusters) {
+            if (call_.clustered) {
+                // Behind the first warp's own state, where its tiles were.
+                Compute* const mine = reinterpret_cast<Compute*>(regions_) + state_size();
+                const moved_rows moved = decides() ? fetch_rows(head, q) : moved_rows{};
+                merge_warps(warps, mine, queries.heads);
+                cluster_barrier();  // all have read the cache, and left their states
+                if (decides()) {
+                    write_results(states_of_cluster<Compute>{mine}, call_.blocks(), 0);
+                    if (call_.writes) {
+                        write_rows(head, q, moved);
+                    }
+                }
+                cluster_barrier();  // their memory has been read
+                return;
+            }
+        }
         moved_rows moved;
         if (call_.blocks() * call_.parts == 1) {
             moved = fetch_rows(head, q);
-            write_results(of_warps, Rows::warps, region_size, 0, load_of_block{});
+            write_results(warps, Rows::warps, 0);
         } else {
-            merge_warps(of_warps, region_size, queries.heads);
+            merge_warps(warps, state(part_, split_), queries.heads);
             if (!arrives_last(head.index)) {
                 return;
             }
             moved = fetch_rows(head, q);
-            write_results(state(0, 0), call_.blocks(), state_size(), call_.blocks() * state_size(),
-                          load_shared_between_blocks{});
+            write_results(states_of_blocks<Compute>{state(0, 0), state_size()}, call_.blocks(),
+                          call_.blocks() * state_size());
         }
         if (call_.writes) {
             write_rows(head, q, moved);
@@ -201,6 +271,19 @@ class step_block {
     }
 
   private:
+    struct tile_share {
+        std::int32_t begin, end;
+    };
+    /// The tiles of the warp, of `used` rows.
+    [[nodiscard]] __device__ tile_share share_of(std::int32_t used) const {
+        const std::int32_t tiles = used / stream_tile + (used % stream_tile != 0 ? 1 : 0);
+        const std::int32_t workers = call_.splits * Rows::warps, each = tiles / workers,
+                           more = tiles % workers;
+        const std::int32_t worker = split_ * Rows::warps + warp_id();
+        const std::int32_t begin = each * worker + (worker < more ? worker : more);
+        return {begin, split_ == call_.splits ? begin : begin + each + (worker < more ? 1 : 0)};
+    }
+
     [[nodiscard]] __device__ bool decides() const {
         return split_ == (call_.deciders != 0 ? call_.splits : 0);
     }
@@ -254,32 +337,80 @@ class step_block {
         return found;
     }
 
-    /// What the step does to the rows, by all threads of the decider, which writes its note. Returns what attention sees beside
-    /// the rows that are not hidden.
-    __device__ stream_extra<T> decide(const head_view<T>& head, position_t q, std::int32_t kept,
-                                      std::int32_t victim, const candidates& found) {
+    /// The newcomer, u and the worst.
+    [[nodiscard]] __device__ stream_extra<T> extra_of(const head_view<T>& head,
+                                                      const candidates& found) const {
+        stream_extra<T> extra;
+        extra.k[0] = call_.k.row(entry_, head_, 0);
+        extra.v[0] = call_.v.row(entry_, head_, 0);
+        extra.counts[0] = true;
+        const std::int32_t a = found.hidden.a, b = found.hidden.b;
+        if (a >= 0) {
+            extra.k[1] = head.key(a);
+            extra.v[1] = head.value(a);
+        }
+        if (b >= 0) {
+            extra.k[2] = head.key(b);
+            extra.v[2] = head.value(b);
+        }
+        return extra;
+    }
+
+    /// Asks the L2 cache for what next_victim() reads if u replaces the worst place, by a warp.
+    __device__ void warm_next_victim(const head_view<T>& head, std::int32_t kept,
+                                     const candidates& found) const {
+        const std::int32_t first = head.layout.place(0), b = found.hidden.b;
+        if (b < 0 || part_ != 0) {
+            return;
+        }
+        const auto warm = [&](std::int32_t row) {
+            asm volatile("prefetch.global.L2 [%0];" ::"l"(head.score + row));
+            asm volatile("prefetch.global.L2 [%0];" ::"l"(head.position + row));
+        };
+        const std::int32_t tile = (b - first) / detail::place_tile, tiles = detail::tiles_of_places(kept);
+        for (std::int32_t p = lane_id(); p < detail::place_tile; p += 32) {
+            if (tile * detail::place_tile + p < kept) {
+                warm(first + tile * detail::place_tile + p);
+            }
+        }
+        const std::int32_t* const record = call_.cache.tile_victims + head.tile;
+        for (std::int32_t t = lane_id(); t < tiles; t += 32) {
+            const std::int32_t place = record[t];
+            if (place >= 0 && place < kept) {
+                warm(first + place);
+            }
+        }
+    }
+
+    /// What the step does to the rows, by all threads of the decider, which writes its note, and what attention sees beside the rows
+    /// that are not hidden.
+    __device__ void decide(const head_view<T>& head, position_t q, std::int32_t kept, std::int32_t victim,
+                           const candidates& found, stream_extra<T>& extra) {
         const position_t limit = call_.cache.rebase_limit;
         const position_t u = q - head.rule.window;
         float score = 0.0f;
         if (u >= head.rule.sinks) {
             score = on_leaving ? call_.computed[pair_] : head.score[found.hidden.a];
         }
-        detail::step_decision step = detail::begin_step(head.rule, call_.gate, limit, q, kept, victim, score);
         const detail::head_places places = head.places(limit);
+        detail::ranked_place worst = found.worst;
+        if (worst.place < 0 && found.hidden.b >= 0) {
+            worst = places.at(found.hidden.b - head.layout.place(0), q);
+        }
+        detail::step_decision step = detail::begin_step(head.rule, call_.gate, limit, q, kept, victim, score);
         const detail::ranked_place ranked = places.rank(score, u, -1, q);
         if (found.worst.place >= 0) {
             step.known =
                 found.worst.place;  // the search is for the next step, too, where a gate lets nobody in
         }
         if (step.full) {
-            detail::settle_step(step, head.rule, ranked,
-                                found.worst.place >= 0 ? found.worst : places.at(step.known, q));
+            detail::settle_step(step, head.rule, ranked, worst);
         }
-        if (part_ == 0 && warp_id() == 0) {
+        if (part_ == 0 && warp_id() == 1) {  // the first warp goes on to attention
             const std::int32_t next = detail::next_victim(
                 warp_group{}, places, call_.cache.tile_victims + head.tile, step, ranked, q);
             if (lane_id() == 0) {
-                step_note& note = call_.notes[pair_];
+                step_note& note = note_to_write();
                 note.promoted = step.promoted;
                 note.kept = step.kept;
                 note.victim = next;
@@ -289,21 +420,16 @@ class step_block {
         if (part_ == 0 && warp_id() == Rows::warps - 1) {
             const float arriving = arriving_score(q >= head.rule.sinks);
             if (lane_id() == 0) {
-                call_.notes[pair_].arriving = arriving;
+                note_to_write().arriving = arriving;
             }
         }
-        stream_extra<T> extra;
-        extra.k[0] = call_.k.row(entry_, head_, 0);
-        extra.v[0] = call_.v.row(entry_, head_, 0);
-        extra.count = 1;
         // Of the hidden two at most one stays: u, where it is promoted, or else the worst.
-        const std::int32_t stays = step.promoted >= 0 ? found.hidden.a : found.hidden.b;
-        if (stays >= 0) {
-            extra.k[1] = head.k + std::int64_t{stays} * call_.cache.dim_k;
-            extra.v[1] = head.v + std::int64_t{stays} * call_.cache.dim_v;
-            extra.count = 2;
-        }
-        return extra;
+        extra.counts[1] = step.promoted >= 0;
+        extra.counts[2] = step.promoted < 0 && found.hidden.b >= 0;
+    }
+
+    [[nodiscard]] __device__ step_note& note_to_write() const {
+        return call_.clustered ? memory_.note : call_.notes[pair_];
     }
 
     /// The newcomer's score as its row keeps it; a sink's is never read.
@@ -324,9 +450,8 @@ class step_block {
 
     /// What the softmax states of `count` warps or blocks weigh beside each other, for all threads to read. Instructions count here:
     /// they are run once, by a cold cache, while the card has little else to do.
-    template <class Load>
-    __device__ void weigh(const Compute* states, std::int32_t count, std::int64_t stride, std::int32_t heads,
-                          const Load& load) const {
+    template <class States>
+    __device__ void weigh(const States& states, std::int32_t count, std::int32_t heads) const {
         constexpr int turns = (most_states + 31) / 32;
         for (std::int32_t head = warp_id(); head < heads; head += Rows::warps) {
             Compute m[turns], l[turns];
@@ -334,9 +459,9 @@ class step_block {
 #pragma unroll
             for (int t = 0; t < turns; ++t) {
                 const std::int32_t i = 32 * t + lane_id();
-                const Compute* const state = states + (i < count ? i : 0) * stride + head;
-                m[t] = i < count ? load(state) : static_cast<Compute>(minus_infinity());
-                l[t] = i < count ? load(state + Rows::heads) : Compute(0);
+                const Compute* const state = states.at(i < count ? i : 0) + head;
+                m[t] = i < count ? states.load(state) : static_cast<Compute>(minus_infinity());
+                l[t] = i < count ? states.load(state + Rows::heads) : Compute(0);
                 top = fmax(top, m[t]);
             }
 #pragma unroll
@@ -365,18 +490,18 @@ class step_block {
         __syncthreads();
     }
     /// Four columns of the states that were weighed, `Batch` of them asked for at once.
-    template <int Batch, class Load>
-    __device__ Four mix(const Compute* states, std::int32_t count, std::int64_t stride, std::int32_t head,
-                        std::int32_t column, const Load& load) const {
-        const Compute* const from = states + stream_state<Rows::heads>::header + head * call_.width + column;
+    template <int Batch, class States>
+    __device__ Four mix(const States& states, std::int32_t count, std::int32_t head,
+                        std::int32_t column) const {
+        const std::int64_t at = stream_state<Rows::heads>::header + head * call_.width + column;
         Four all{};
 #pragma unroll 1
         for (std::int32_t first = 0; first < count; first += Batch) {
             Four some[Batch];
 #pragma unroll
             for (int i = 0; i < Batch; ++i) {
-                some[i] =
-                    load(reinterpret_cast<const Four*>(from + (first + i < count ? first + i : 0) * stride));
+                some[i] = states.load(
+                    reinterpret_cast<const Four*>(states.at(first + i < count ? first + i : 0) + at));
             }
 #pragma unroll
             for (int i = 0; i < Batch; ++i) {
@@ -391,14 +516,14 @@ class step_block {
     }
 
     /// The warps' states become the block's, in memory that the last block reads.
-    __device__ void merge_warps(const Compute* of_warps, std::int64_t stride, std::int32_t heads) const {
+    __device__ void merge_warps(const states_of_warps<Compute>& of_warps, Compute* to,
+                                std::int32_t heads) const {
         const std::int32_t fours = call_.cache.dim_v / 4;
-        Compute* const to = state(part_, split_);
-        weigh(of_warps, Rows::warps, stride, heads, load_of_block{});
+        weigh(of_warps, Rows::warps, heads);
         for (std::int32_t i = static_cast<std::int32_t>(threadIdx.x); i < heads * fours; i += Rows::threads) {
             const std::int32_t head = i / fours, column = i % fours * 4;
             *reinterpret_cast<Four*>(to + stream_state<Rows::heads>::header + head * call_.width + column) =
-                mix<Rows::warps>(of_warps, Rows::warps, stride, head, column, load_of_block{});
+                mix<Rows::warps>(of_warps, Rows::warps, head, column);
             if (column == 0) {
                 to[head] = memory_.top[head];
                 to[Rows::heads + head] = memory_.sum[head];
@@ -420,23 +545,29 @@ class step_block {
         return memory_.last != 0;
     }
 
+    __device__ static void next_part(states_of_warps<Compute>&, std::int64_t) {}  // there is one
+    __device__ static void next_part(states_of_cluster<Compute>&, std::int64_t) {}
+    __device__ static void next_part(states_of_blocks<Compute>& states, std::int64_t stride) {
+        states.first += stride;
+    }
+
     /// Outputs of all query heads of the group.
-    template <class Load>
-    __device__ void write_results(const Compute* states, std::int32_t count, std::int64_t stride,
-                                  std::int64_t part_stride, const Load& load) const {
+    template <class States>
+    __device__ void write_results(States states, std::int32_t count, std::int64_t part_stride) const {
         const std::int32_t fours = call_.cache.dim_v / 4;
-        for (std::int32_t first = 0; first < call_.cache.group; first += Rows::heads, states += part_stride) {
+        for (std::int32_t first = 0; first < call_.cache.group; first += Rows::heads) {
             const std::int32_t left = call_.cache.group - first,
                                heads = left < Rows::heads ? left : Rows::heads;
             if (first != 0) {
                 __syncthreads();  // all have read the weights
+                next_part(states, part_stride);
             }
-            weigh(states, count, stride, heads, load);
+            weigh(states, count, heads);
             for (std::int32_t i = static_cast<std::int32_t>(threadIdx.x); i < heads * fours;
                  i += Rows::threads) {
                 const std::int32_t head = i / fours, column = i % fours * 4;
                 constexpr int batch = sizeof(Compute) == 4 ? 11 : 3;  // 33 states in three turns
-                const Four all = mix<batch>(states, count, stride, head, column, load);
+                const Four all = mix<batch>(states, count, head, column);
                 const Compute sum = memory_.sum[head], top = memory_.top[head];
                 const Compute scale = sum == Compute(0) ? Compute(0) : Compute(1) / sum;
                 const std::int64_t of_q = std::int64_t{head_} * call_.cache.group + first + head;
@@ -502,6 +633,10 @@ class step_block {
                 moved.leaving =
                     *reinterpret_cast<const uint4*>(mine.rows + std::int64_t{moved.newest} * mine.dim);
             }
+        }
+        if (call_.clustered) {
+            moved.note = memory_.note;
+            return moved;
         }
         const step_note* const note = call_.notes + pair_;
         moved.note.promoted = __ldcg(&note->promoted);

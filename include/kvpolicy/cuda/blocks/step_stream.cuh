@@ -46,12 +46,14 @@ struct stream_hidden {
     [[nodiscard]] __device__ bool has(std::int32_t row) const { return row == a || row == b; }
 };
 
-/// Keys that are attended to beside the rows.
+/// Keys that may be attended to beside the rows: the newcomer, and the hidden rows. All are asked for before it is known which
+/// count.
 template <class T>
 struct stream_extra {
-    const T* k[2] = {nullptr, nullptr};
-    const T* v[2] = {nullptr, nullptr};
-    std::int32_t count = 0;
+    static constexpr int most = 3;
+    const T* k[most] = {};
+    const T* v[most] = {};
+    bool counts[most] = {};
 };
 
 /// Logits in units of log 2: slope * <q, k>; with cap != 0 cap (1 - 2 / (1 + 2^(slope <q, k>))), a softcap.
@@ -80,6 +82,7 @@ struct tensor_rows {
     using Compute = float;
     static constexpr int Dim = Dim_;
     static constexpr int heads = 8;
+    static constexpr bool clusters = true;
     static constexpr int warps = Dim > 128 ? 2 : 4;
     static constexpr int threads = 32 * warps;
     static constexpr int half_bytes = stream_tile * Dim * 2;  // the keys of a tile, or the values
@@ -89,7 +92,7 @@ struct tensor_rows {
     static constexpr int blocks = 3;
     static constexpr int stages = 64 * 1024 / warps / tile_bytes;
     static constexpr int region_bytes = stages * tile_bytes;
-    static_assert(stages >= 2 && stream_state<heads>::size(Dim + 4) * 4 <= region_bytes);
+    static_assert(stages >= 2 && 2 * stream_state<heads>::size(Dim + 4) * 4 <= region_bytes);
     __host__ __device__ static constexpr std::int32_t width(std::int32_t /*dim_v*/) {
         return stream_state<heads>::width(Dim);
     }
@@ -103,6 +106,7 @@ struct plain_rows {
     using T = T_;
     using Compute = T_;
     static constexpr int heads = 1;
+    static constexpr bool clusters = false;
     static constexpr int warps = 4;
     static constexpr int threads = 32 * warps;
     static constexpr int blocks = 2;
@@ -137,10 +141,12 @@ class tensor_stream {
         }
     }
 
-    /// Reads the queries and all tiles.
-    __device__ void finish(const stream_queries<T>& queries, const stream_hidden& hidden,
+    /// Sets out to read the queries.
+    __device__ void ask(const stream_queries<T>& queries) { load_queries(queries); }
+
+    /// Reads all tiles.
+    __device__ void finish(const stream_queries<T>& /*queries*/, const stream_hidden& hidden,
                            const stream_logits<typename S::Compute>& logits) {
-        load_queries(queries);
         slope_ = logits.slope;
         cap_ = logits.cap;
 #pragma unroll
@@ -176,20 +182,46 @@ class tensor_stream {
         copy_wait<0>();
     }
 
-    /// Attends to these as well, after finish().
+    /// Sets out to read what add() takes, into the first tile's memory: before finish() for a warp without rows, else after it.
+    __device__ void bring(const stream_extra<T>& extra) const {
+        constexpr int most = stream_extra<T>::most, chunks = S::Dim / 8;
+        const int chunk = lane_id();
+        __syncwarp();
+        if (chunk < chunks) {
+#pragma unroll
+            for (int r = 0; r < most; ++r) {
+                const bool there = extra.k[r] != nullptr;
+                const std::uint32_t at = shared_ + r * S::Dim * 2 + ((chunk ^ (r % 8)) << 4);
+                copy_16(at, (there ? extra.k[r] : extra.k[0]) + 8 * chunk,
+                        there && 8 * chunk < rows_.dim_k ? 16 : 0);
+                copy_16(at + S::half_bytes, (there ? extra.v[r] : extra.v[0]) + 8 * chunk,
+                        there && 8 * chunk < rows_.dim_v ? 16 : 0);
+            }
+        }
+        copy_commit();
+        // Weights of the tile's other rows are 0, and 0 times a value that is not finite is not.
+        auto* const values = reinterpret_cast<uint4*>(region_ + S::half_bytes);
+#pragma unroll
+        for (int i = most * chunks; i < stream_tile * chunks; i += 32) {
+            if (i + lane_id() < stream_tile * chunks) {
+                values[i + lane_id()] = uint4{};
+            }
+        }
+    }
+
+    /// Attends to what bring() asked for, after finish().
     __device__ void add(const stream_extra<T>& extra, const stream_queries<T>& /*queries*/,
                         const stream_logits<typename S::Compute>& /*logits*/) {
+        copy_wait<0>();
         __syncwarp();
-#pragma unroll 1
-        for (int r = 0; r < stream_tile; ++r) {
-            const bool there = r < extra.count;
-            put_value(r, !there ? nullptr : r == 0 ? extra.v[0] : extra.v[1], 0);
-            if (there) {
-                put(r, r == 0 ? extra.k[0] : extra.k[1], rows_.dim_k, 0);
+#pragma unroll
+        for (int r = 1; r < stream_extra<T>::most; ++r) {
+            if (!extra.counts[r]) {
+                put_value(r, nullptr, 0);
             }
         }
         __syncwarp();
-        take(0, extra.count, -1, -1);
+        take(0, stream_extra<T>::most, extra.counts[1] ? -1 : 1, extra.counts[2] ? -1 : 2);
     }
 
     /// Writes the warp's state over its own tiles, which it has read.
@@ -397,6 +429,7 @@ class plain_stream {
         : rows_(rows), region_(region) {}
 
     __device__ void start() {}
+    __device__ void ask(const stream_queries<T>& /*queries*/) {}
 
     __device__ void finish(const stream_queries<T>& queries, const stream_hidden& hidden,
                            const stream_logits<typename S::Compute>& logits) {
@@ -412,12 +445,22 @@ class plain_stream {
             [&](std::int32_t row) { return rows_.v + std::int64_t{row} * rows_.dim_v; });
     }
 
+    __device__ void bring(const stream_extra<T>& /*extra*/) const {}
+
     __device__ void add(const stream_extra<T>& extra, const stream_queries<T>& queries,
                         const stream_logits<typename S::Compute>& logits) {
+        static_assert(stream_extra<T>::most == 3);
         take(
-            0, extra.count, queries, logits, [](std::int32_t) { return false; },
-            [&](std::int32_t row) { return row == 0 ? extra.k[0] : extra.k[1]; },
-            [&](std::int32_t row) { return row == 0 ? extra.v[0] : extra.v[1]; });
+            0, stream_extra<T>::most, queries, logits,
+            [&](std::int32_t row) {
+                return !(row == 0 ? extra.counts[0] : row == 1 ? extra.counts[1] : extra.counts[2]);
+            },
+            [&](std::int32_t row) { return row == 0   ? extra.k[0]
+                                           : row == 1 ? extra.k[1]
+                                                      : extra.k[2]; },
+            [&](std::int32_t row) { return row == 0   ? extra.v[0]
+                                           : row == 1 ? extra.v[1]
+                                                      : extra.v[2]; });
     }
 
     __device__ void store() {
