@@ -407,6 +407,7 @@ TEST_CASE("refusals: one sentence, before anything runs") {
                   "memory that no slab has yet");
     DualCache<Call::P, bf16> odd(
         {.layers = 1, .slots = 1, .query_heads = 1, .kv_heads = 1, .dim_k = 64, .dim_v = 64, .page_rows = 24},
-        {.slab_pages = 1, .most_slabs = 1, .longest = 10});
+        {.slab_pages = 1, .most_slabs = 1, .longest = 10},
+        Call::P{Sink<>{4}, Window<>{30}, ThresholdGate<at_least>{25.0f}});
     CHECK_REFUSED(odd.bind(call.on, call.memory.data(), call.memory.size()), "page_rows");
 }
