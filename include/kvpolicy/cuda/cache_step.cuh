@@ -124,7 +124,8 @@ class cache_step_call {
             if (call_.parts != 1 || alone * heads_of_few > multiprocessors) {
                 return;
             }
-            const std::int64_t cluster = largest_cluster<kernel>(device_, Rows::threads, shared_);
+            const std::int64_t cluster =
+                largest_cluster<kernel>(device_, static_cast<int>(most) + 1, Rows::threads, shared_);
             if (cluster > 1) {
                 call_.splits = static_cast<std::int32_t>(std::min(splits, cluster - 1));
                 call_.deciders = 1;
@@ -168,7 +169,14 @@ std::size_t step_workspace_bytes(const cuda& on, const FixedBudgetRef<P, T>& cac
     detail::require(count >= 0 && count <= cache.slots, "count", count,
                     [&] { return detail::text("0 to the cache's slots, ", cache.slots); });
     std::size_t bytes = 0;
-    cuda_backend::with_step_call<Dims>(on, cache, count, [&](auto& call) { bytes = call.lay_out(nullptr); });
+    const auto measure = [&](auto& call) { bytes = std::max(bytes, call.lay_out(nullptr)); };
+    cuda_backend::with_step_call<Dims>(on, cache, count, measure);
+    if constexpr (!P::has_selection) {
+        // A batch of fewer entries may need more: its heads are cut among more blocks, each with a state.
+        for (std::int32_t fewer = 1; fewer < count; ++fewer) {
+            cuda_backend::with_step_call<Dims>(on, cache, fewer, measure);
+        }
+    }
     return bytes;
 }
 

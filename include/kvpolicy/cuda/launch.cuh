@@ -181,25 +181,52 @@ bool runs_as_hopper(const device_scope& device) {
            }) != 0;
 }
 
-/// The most blocks of a kernel, always of these sizes, that a device runs as a cluster; 1: it has no clusters.
+/// The most blocks of a cluster that every card of compute capability 9.0 or later takes; more must be allowed by kernel and context.
+inline constexpr unsigned portable_cluster = 8;
 template <auto Kernel>
-int largest_cluster(const device_scope& device, int threads, std::size_t shared_bytes) {
+void allow_cluster(const char* name, unsigned blocks) {
+    if (blocks > portable_cluster) {
+        check(cudaFuncSetAttribute(reinterpret_cast<const void*>(Kernel),
+                                   cudaFuncAttributeNonPortableClusterSizeAllowed, 1),
+              name);
+    }
+}
+
+/// The most blocks of a kernel, up to `most` and always of these sizes, that a device runs as a cluster; 1: it has no clusters, or
+/// no room for one (a part of a card, as MIG and MPS lend it).
+template <auto Kernel>
+int largest_cluster(const device_scope& device, int most, int threads, std::size_t shared_bytes) {
     if (!runs_as_hopper<Kernel>(device)) {
         return 1;
     }
     return asked_once<Kernel, 1>(device, [&] {
-        const auto* const kernel = reinterpret_cast<const void*>(Kernel);
-        allow_shared("cudaFuncSetAttribute", kernel, shared_bytes);
-        check(cudaFuncSetAttribute(kernel, cudaFuncAttributeNonPortableClusterSizeAllowed, 1),
-              "cudaFuncSetAttribute");
+        allow_shared("cudaFuncSetAttribute", reinterpret_cast<const void*>(Kernel), shared_bytes);
+        allow_cluster<Kernel>("cudaFuncSetAttribute", static_cast<unsigned>(most));
         cudaLaunchConfig_t config{};
         config.gridDim = dim3(16);
         config.blockDim = dim3(static_cast<unsigned>(threads));
         config.dynamicSmemBytes = shared_bytes;
-        int most = 0;
-        check(cudaOccupancyMaxPotentialClusterSize(&most, Kernel, &config),
-              "cudaOccupancyMaxPotentialClusterSize");
-        return most;
+        int blocks = 0;
+        if (cudaOccupancyMaxPotentialClusterSize(&blocks, Kernel, &config) != cudaSuccess) {
+            static_cast<void>(cudaGetLastError());  // there is a way without clusters
+            return 1;
+        }
+        for (blocks = blocks < most ? blocks : most; blocks > 1; --blocks) {
+            launch_attributes attributes;
+            attributes.add_cluster(static_cast<unsigned>(blocks));
+            config.gridDim = dim3(static_cast<unsigned>(blocks));
+            config.attrs = attributes.all;
+            config.numAttrs = attributes.count;
+            int clusters = 0;
+            if (cudaOccupancyMaxActiveClusters(&clusters, Kernel, &config) != cudaSuccess) {
+                static_cast<void>(cudaGetLastError());
+                return blocks;  // no answer: the first one stands
+            }
+            if (clusters > 0) {
+                return blocks;
+            }
+        }
+        return 1;
     });
 }
 
@@ -227,6 +254,7 @@ void launch_early(const char* name, std::int64_t blocks, int threads, std::size_
     }
     launch_attributes early;
     early.add_cluster(cluster);
+    allow_cluster<Kernel>(name, cluster);  // each time: a process may have several contexts of a device
     if (runs_as_hopper<Kernel>(device)) {
         early.add(cudaLaunchAttributeProgrammaticStreamSerialization)
             .val.programmaticStreamSerializationAllowed = 1;

@@ -15,7 +15,7 @@ using namespace test;
 
 namespace {
 
-template <class S>
+template <class T = float, class S>
 void check(const S& sizes, bool optional, std::int32_t count = 3, std::int32_t turns = 60) {
     using P = Policy<Sink<2>, Window<7>, TopKBudget<40>, S>;
     std::mt19937 generator(11);
@@ -29,7 +29,7 @@ void check(const S& sizes, bool optional, std::int32_t count = 3, std::int32_t t
                            .dim_v = sizes.dim_v,
                            .page_rows = 1,
                            .proposals = 6};
-    BothCaches<P, float> both(shape, policy, &scorers.of_host, &scorers.of_device);
+    BothCaches<P, T> both(shape, policy, &scorers.of_host, &scorers.of_device);
     for (std::int32_t turn = 0; turn < turns; ++turn) {
         const Mode mode = turn % 3 == 0 ? Mode::step : turn % 3 == 1 ? Mode::prefill : Mode::propose;
         const std::int32_t most = mode == Mode::step ? 1 : mode == Mode::propose ? 6 : 25;
@@ -43,7 +43,7 @@ void check(const S& sizes, bool optional, std::int32_t count = 3, std::int32_t t
             q_len.push_back(some(most));
             accepted.push_back(some(q_len.back()));
         }
-        const CallTensors<float> in(shape, count, most, Scores::random, generator);
+        const CallTensors<T> in(shape, count, most, Scores::random, generator);
         both.call(mode, slots, q_len, in, accepted);
         const auto ref = both.cache.ref(0), host_ref = both.oracle.cache.ref(0);
         const auto position = both.fetch(ref.position, ref.slots * ref.rows);
@@ -118,6 +118,17 @@ TEST_CASE("mLSTMScorer, large heads") {
     check(wide, true, 2, 15);
     wide.d_qk = 256;  // more than a cluster's blocks hold
     check(wide, false, 2, 6);
+}
+
+// Steps on the tensor cores begin beside the scorer's launch: as clusters, with a block that only decides, and with one block a head.
+TEST_CASE("16-bit caches") {
+    auto silu = sized<MlpScorer<>>();
+    silu.hidden = 37;
+    for (const std::int32_t count : {3, 40, 150}) {
+        CAPTURE(count);
+        check<bf16>(silu, true, count, 12);
+        check<bf16>(sized<mLSTMScorer<>>(), true, count, 12);
+    }
 }
 
 // Alone a sequence has a cluster of blocks for itself, in a batch it shares one: its sums are the same.

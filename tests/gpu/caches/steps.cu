@@ -235,6 +235,21 @@ TEST_CASE("attention over rows, pages, an empty slot") {
     CHECK(indices.read()[140] == 2 * 2 * 164);
 }
 
+TEST_CASE("the workspace of a batch serves smaller ones, whose heads are cut among more blocks") {
+    constexpr std::int32_t slots = 64;
+    FixedBudgetCache<Budget, bf16> cache(
+        {.layers = 1, .slots = slots, .query_heads = 32, .kv_heads = 8, .dim_k = 64, .dim_v = 64},
+        policy_of(100));
+    const Device<unsigned char> memory(cache.bytes().total());
+    const kvpolicy::cuda on{};
+    cache.bind(on, memory.data(), memory.size());
+    const std::size_t all = step_workspace_bytes(on, cache.ref(0), slots);
+    for (const std::int32_t fewer : {1, 4, 5, 8, 32, 63}) {
+        CAPTURE(fewer);
+        CHECK(step_workspace_bytes(on, cache.ref(0), fewer) <= all);
+    }
+}
+
 TEST_CASE("refusals: one sentence, before anything runs") {
     Call call;
     const Device<unsigned char> workspace(call.bytes());

@@ -34,6 +34,7 @@ __device__ inline void cluster_arrive() {
 }
 template <class = void>
 __device__ inline void cluster_wait() {
+    __syncwarp();  // this one, too
     asm volatile("barrier.cluster.wait.acquire.aligned;" ::: "memory");
 }
 template <class = void>

@@ -29,28 +29,6 @@ inline constexpr int cluster_warps = 8;  // of a block
 inline constexpr int cluster_threads = 32 * cluster_warps;
 inline constexpr int cluster_rows_each = 32;  // of the weights, a block and turn: four a warp
 
-/// Sizes: sequences at once, and pieces of 64 numbers of a state that a warp holds of each.
-template <int Entries_, int Pieces_>
-struct cluster_sizes {
-    static constexpr int Entries = Entries_, Pieces = Pieces_;
-    static constexpr int most_inputs = 256, most_width = 128;
-    static constexpr int threads_each = cluster_threads / Entries;  // that read one sequence's token
-    static constexpr int fours = most_inputs / 4 > threads_each ? most_inputs / 4 / threads_each : 1;
-
-    /// Whether a scorer's sizes fit.
-    __host__ __device__ static constexpr bool fit(std::int32_t inputs, std::int32_t features,
-                                                  std::int32_t width) {
-        return inputs <= most_inputs && inputs % 4 == 0 && width <= most_width &&
-               features <= 32 * cluster_blocks && pieces(features, width) <= Pieces;
-    }
-    __host__ __device__ static constexpr std::int32_t rows(std::int32_t features) {
-        return (features + cluster_blocks - 1) / cluster_blocks;
-    }
-    __host__ __device__ static constexpr std::int32_t pieces(std::int32_t features, std::int32_t width) {
-        return (rows(features) + cluster_warps - 1) / cluster_warps * ((width + 63) / 64);
-    }
-};
-
 /// Shared memory of a block of a cluster.
 template <int Entries>
 struct cluster_memory {
@@ -83,6 +61,33 @@ struct cluster_memory {
           divisor(h + cluster_blocks * Entries * width),
           readout(divisor + cluster_blocks * Entries),
           gain(readout + width) {}
+};
+
+/// Sizes: sequences at once, and pieces of 64 numbers of a state that a warp holds of each.
+template <int Entries_, int Pieces_>
+struct cluster_sizes {
+    static constexpr int Entries = Entries_, Pieces = Pieces_;
+    static constexpr int most_inputs = 256, most_width = 128, most_features = 32 * cluster_blocks;
+    static constexpr int threads_each = cluster_threads / Entries;  // that read one sequence's token
+    static constexpr int fours = most_inputs / 4 > threads_each ? most_inputs / 4 / threads_each : 1;
+
+    /// Whether a scorer's sizes fit.
+    __host__ __device__ static constexpr bool fit(std::int32_t inputs, std::int32_t features,
+                                                  std::int32_t width) {
+        return inputs <= most_inputs && inputs % 4 == 0 && width <= most_width && features <= most_features &&
+               pieces(features, width) <= Pieces;
+    }
+    __host__ __device__ static constexpr std::int32_t rows(std::int32_t features) {
+        return (features + cluster_blocks - 1) / cluster_blocks;
+    }
+    __host__ __device__ static constexpr std::int32_t pieces(std::int32_t features, std::int32_t width) {
+        return (rows(features) + cluster_warps - 1) / cluster_warps * ((width + 63) / 64);
+    }
+    /// Shared memory of sizes that fit, at most; projections are no wider than features.
+    __host__ __device__ static constexpr std::int64_t most_floats() {
+        return cluster_memory<Entries>::floats(most_inputs, 2 * most_features + most_width + 3, most_features,
+                                               most_width);
+    }
 };
 
 /// Sequences that a cluster takes together.

@@ -41,7 +41,10 @@ bool launch_cluster(const cuda& on, const device_scope& device,
                     const score_launch<View, mLSTMScorer<D, Feature, Values>>& call) {
     constexpr auto kernel = cache_score_cluster_kernel<Sizes, View, D, Feature, Values>;
     const std::int32_t inputs = call.cache.dim_k + call.cache.dim_v;
-    if (!Sizes::fit(inputs, call.features, call.width) || !runs_as_hopper<kernel>(device)) {
+    // Of the largest sizes that fit, so that the answer is one for all.
+    constexpr auto most_shared = static_cast<std::size_t>(Sizes::most_floats()) * sizeof(float);
+    if (!Sizes::fit(inputs, call.features, call.width) ||
+        largest_cluster<kernel>(device, cluster_blocks, cluster_threads, most_shared) < cluster_blocks) {
         return false;
     }
     const cluster_rows rows{call.projection, Values::projected ? call.width : 0,
