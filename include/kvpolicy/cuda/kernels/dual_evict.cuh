@@ -184,7 +184,8 @@ __device__ void evict_sums(const evicted_head<P, T>& at, const evict_memory<T>& 
                 const Real x = logit[i], before = top[i];
                 top[i] = x > before ? x : before;
                 if (top[i] != nothing) {
-                    sum[i] = (before == nothing ? Real(0) : sum[i] * exp(before - top[i])) + exp(x - top[i]);
+                    // Without a logit before, the sum is 0, or no number.
+                    sum[i] = (before == nothing ? sum[i] : sum[i] * exp(before - top[i])) + exp(x - top[i]);
                 } else if (x != x) {
                     sum[i] = x;  // no number: the query counts for nothing
                 }
@@ -318,7 +319,7 @@ __device__ void evict_rows(const evicted_head<P, T>& at, const evict_memory<T>& 
     std::int32_t to = at.long_range, moved_from = -1;
     for (std::int32_t first = at.long_range; first < used; first += memory.staged) {
         const std::int32_t count = used - first < memory.staged ? used - first : memory.staged;
-        const bool stays = lane < count && mass[first + lane] >= 0.0;
+        const bool stays = lane < count && !(mass[first + lane] < 0.0);  // those marked go, and no others
         const unsigned votes = __ballot_sync(all_lanes, stays);
         const std::int32_t target = to + __popc(votes & lanes_before(lane));
         if (moved_from < 0) {

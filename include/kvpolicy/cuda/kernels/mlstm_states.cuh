@@ -29,6 +29,11 @@ __global__ void __launch_bounds__(32) mlstm_frames_kernel(const mlstm_problem<T>
     double m = -INFINITY;
     if (start > 0 && stabiliser != nullptr) {
         m = static_cast<double>(stabiliser[0]) + static_cast<double>(stabiliser[1]);
+        // The sums that a walk in one segment begins with: several of its blocks do, and one leaves new ones, perhaps before others begin.
+        const float* const sums = stabiliser - problem.features;
+        for (std::int32_t i = lane; i < problem.features; i += 32) {
+            problem.partial_states[std::int64_t{plane} * problem.features + i] = sums[i];
+        }
     }
     bool any = false;
     float weights =
@@ -271,12 +276,11 @@ struct mlstm_state_part {
             }
         }
     }
-    /// Takes up a state of the caller, [features][width] and then its sums.
+    /// Takes up a state of the caller, [features][width], and its sums.
     template <int NI, class T>
-    __device__ void take(const mlstm_problem<T>& problem, int F, const float* state, float (&acc)[NI][4],
-                         float (&sums)[4]) const {
+    __device__ void take(const mlstm_problem<T>& problem, int F, const float* state, const float* of_sums,
+                         float (&acc)[NI][4], float (&sums)[4]) const {
         for_each_of_caller<NI>(problem, F, [&](int j, int e, std::int64_t at) { acc[j][e] = state[at]; });
-        const float* const of_sums = state + std::int64_t{problem.features} * problem.width;
 #pragma unroll
         for (int r = 0; r < 2; ++r) {
             const std::int32_t there = problem.feature_of(feature(r), F);
@@ -339,7 +343,8 @@ struct mlstm_state_part {
                           bool backward, float (&acc)[NI][4], float (&sums)[4]) const {
         const bool taken = !backward && takes_state(problem, plane);
         if (problem.segments == 1 && taken) {
-            take(problem, F, state_of(problem, plane), acc, sums);
+            take(problem, F, state_of(problem, plane),
+                 problem.partial_states + std::int64_t{plane} * problem.features, acc, sums);
         } else if (segment > 0 ||
                    taken) {  // of several segments the last may leave its state while another begins
             read_partial<F, V>(problem, std::int64_t{plane} * problem.segments + segment, acc, sums);
@@ -530,7 +535,9 @@ __global__ void __launch_bounds__(mlstm_walk_threads) mlstm_walk_kernel(const ml
     float kept = 1.0f;
     if constexpr (Ends) {
         if (!Backward && segment == 0 && part.takes_state(problem, plane)) {
-            part.take(problem, F, part.state_of(problem, plane), acc[0], of_sums);
+            const float* const state = part.state_of(problem, plane);
+            part.take(problem, F, state, state + std::int64_t{problem.features} * problem.width, acc[0],
+                      of_sums);
             part.template write_partial<F, V>(problem, partial - 1, acc[0], of_sums);
             clear_all();
         }
