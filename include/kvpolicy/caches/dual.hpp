@@ -148,7 +148,8 @@ class DualCache : public CacheOwner<DualCache<P, T>, P, T> {
 
     /// Gives the named slots the pages that batch.tokens(i) further tokens can need at most, in all layers, so that steps,
     /// chunks and commits of so many tokens cannot fail. Returns 0; or how many more slabs it takes, with nothing changed.
-    /// Pages stay with their slot until it is cleared. Refuses tokens beyond pool().longest.
+    /// Pages stay with their slot until it is cleared, or until evict() gives pages back: reserve again after it.
+    /// Refuses tokens beyond pool().longest.
     [[nodiscard]] std::int64_t reserve(const host& on, const Batch& batch);
 
     /// Bytes of workspace that evict needs. Depends on the threads of `on` and on the slabs that were lent.
