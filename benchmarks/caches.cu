@@ -7,6 +7,7 @@
 #include <kvpolicy/cuda.cuh>
 #include <kvpolicy/kvpop.hpp>
 #include <kvpolicy/scorers/linear.hpp>
+#include <kvpolicy/scorers/mlp.hpp>
 #include <kvpolicy/scorers/mlstm.hpp>
 
 #include "cold.cuh"
@@ -247,6 +248,7 @@ void prompt(benchmark::State& state, std::int32_t length, Order order) {
 }
 
 using Linear = kvp::Policy<kvp::Sink<>, kvp::Window<>, kvp::TopKBudget<>, kvp::LinearScorer<>>;
+using Mlp = kvp::Policy<kvp::Sink<>, kvp::Window<>, kvp::TopKBudget<>, kvp::MlpScorer<>>;
 using Memory = kvp::Policy<kvp::Sink<>, kvp::Window<>, kvp::TopKBudget<>, kvp::mLSTMScorer<>>;
 
 template <class P, class... Scorer>
@@ -260,6 +262,9 @@ S scorer_of(std::int32_t dim) {
     S scorer{};
     scorer.heads = heads;
     scorer.dim_k = scorer.dim_v = dim;
+    if constexpr (requires { scorer.hidden; }) {
+        scorer.hidden = 128;
+    }
     typename S::template parameters<float> weights{};
     std::uint32_t seed = 100;
     kvp::for_each_parameter(scorer, weights,
@@ -280,6 +285,9 @@ S scorer_of(std::int32_t dim) {
         scorer.weights.w_i = weights.w_i;
         scorer.weights.w_f = weights.w_f;
         scorer.weights.readout = weights.readout;
+    } else if constexpr (requires { scorer.weights.w1; }) {
+        scorer.weights.w1 = weights.w1;
+        scorer.weights.w2 = weights.w2;
     } else {
         scorer.weights.weight = weights.weight;
     }
@@ -352,6 +360,10 @@ void add_steps() {
             });
             add("step, linear/" + size, [=](benchmark::State& state) {
                 decode(state, policy_of<Linear>(rows, scorer_of<kvp::LinearScorer<>>(128)), batch, rows, 128,
+                       Order::random);
+            });
+            add("step, MLP/" + size, [=](benchmark::State& state) {
+                decode(state, policy_of<Mlp>(rows, scorer_of<kvp::MlpScorer<>>(128)), batch, rows, 128,
                        Order::random);
             });
             add("step, mLSTM/" + size, [=](benchmark::State& state) {
