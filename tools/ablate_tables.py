@@ -140,7 +140,8 @@ class Tables:
         lines = ['| scorer | | held-out loss | oracle recall | bits a byte | '
                  'look-ups right |', '| --- | --- | --- | --- | --- | --- |']
         for base in ('kvpop-mlp', 'kvpop-mlp-beta1', 'kvpop',
-                     'kvpop-immediate', 'kvpop-decay-2'):
+                     'kvpop-immediate', 'kvpop-decay-2',
+                     'kvpop-window-128-decay-2'):
             held = self.held_out(base)
             if not held:
                 continue
@@ -219,8 +220,7 @@ class Tables:
                            if n not in self.chosen}}
 
     def write(self, shipped):
-        """ablation.md and .json, NAME.md and .json; whether there is anything
-        to draw."""
+        """ablation.md and .json, MODEL.md and .json; what is to be drawn."""
         sequences = max((d['sequences'] for _, d in self.parts), default=0)
         text = (f'{sequences} held-out sequences; at '
                 f'{", ".join(map(str, self.budgets))} rows, in this order.\n')
@@ -236,7 +236,7 @@ class Tables:
         whole = self.results(64, host_first=True)
         if whole is None:
             return []
-        base = self.out / 'byte-llama'
+        base = self.out / whole['model']
         base.with_suffix('.json').write_text(
             json.dumps(whole, separators=(',', ':')) + '\n')
         head = ('| cache | less | bits a byte | look-ups right |\n'
