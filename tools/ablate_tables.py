@@ -119,6 +119,8 @@ class Tables:
                  'look-ups right |', '| --- | --- | --- | --- | --- |']
         for name in names:
             held = self.held_out(name)
+            if not held and name not in self.measured:
+                continue
             lines.append(
                 f'| {name} | {cell([h[0] for h in held], 3)} | '
                 f'{cell([h[1] for h in held], 3)} | '
@@ -140,8 +142,7 @@ class Tables:
         lines = ['| scorer | | held-out loss | oracle recall | bits a byte | '
                  'look-ups right |', '| --- | --- | --- | --- | --- | --- |']
         for base in ('kvpop-mlp', 'kvpop-mlp-beta1', 'kvpop',
-                     'kvpop-immediate', 'kvpop-decay-2',
-                     'kvpop-window-128-decay-2'):
+                     'kvpop-immediate', 'kvpop-decay-2'):
             held = self.held_out(base)
             if not held:
                 continue
