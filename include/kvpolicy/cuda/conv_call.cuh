@@ -2,7 +2,9 @@
 #pragma once
 
 #include <kvpolicy/cuda/config.cuh>
+#include <kvpolicy/cuda/hopper.cuh>
 #include <kvpolicy/cuda/kernels/conv_backward.cuh>
+#include <kvpolicy/cuda/kernels/conv_hopper.cuh>
 #include <kvpolicy/cuda/kernels/conv_scorer.cuh>
 #include <kvpolicy/cuda/launch.cuh>
 #include <kvpolicy/cuda/scorer_call.cuh>
@@ -19,6 +21,7 @@ struct conv_call {
     scorer_call<T> call;
     conv_problem<T> problem{};
     T* stack[3] = {};
+    T* packed = nullptr;  // the same weights for conv_hopper_kernel, in the same place
     const float* weights[3] = {};
 
     template <class S>
@@ -32,6 +35,7 @@ struct conv_call {
         weights[1] = scorer.weights.w2;
         weights[2] = scorer.weights.w3;
         const auto padded = [](std::int32_t width) { return (width + 63) / 64 * 64; };
+        std::int64_t each = 0;  // a head's weights
         for (int l = 0; l < 3; ++l) {
             conv_layer_problem<T>& layer = problem.layer[l];
             layer.width = scorer.channels(l + 1);
@@ -39,8 +43,19 @@ struct conv_call {
             layer.inputs = scorer.channels(l);
             layer.padded_inputs = padded(layer.inputs);
             layer.bias = biases[l];
-            stack[l] = parts.take<T>(std::int64_t{k.heads} * layer.padded * 3 * layer.padded_inputs);
+            each += std::int64_t{3} * layer.padded * layer.padded_inputs;
+        }
+        each = std::max<std::int64_t>(each, hopper_inputs() == 0 ? 0
+                                            : hopper_inputs() == 128
+                                                ? conv_hopper_shape<128>::weights_before(4)
+                                                : conv_hopper_shape<256>::weights_before(4));
+        packed = parts.take<T>(k.heads * each);
+        std::int64_t at = 0;
+        for (int l = 0; l < 3; ++l) {
+            conv_layer_problem<T>& layer = problem.layer[l];
+            stack[l] = packed + at;
             layer.weights = stack[l];
+            at += std::int64_t{3} * k.heads * layer.padded * layer.padded_inputs;
         }
         problem.readout = scorer.weights.readout;
         problem.readout_bias = scorer.weights.readout_bias;
@@ -48,10 +63,18 @@ struct conv_call {
         problem.seed = dropout.seed;
     }
 
+    /// Numbers a token that a Hopper kernel of this scorer is compiled for; 0: there is none.
+    [[nodiscard]] std::int32_t hopper_inputs() const {
+        const std::int32_t inputs = problem.layer[0].inputs;
+        return !is_half<T> || inputs > 256 ? 0 : inputs <= 128 ? 128 : 256;
+    }
+
     void begin(const cuda& on, std::uint32_t* status) {
         call.begin(on, status);
         problem.streams = call.streams;
         problem.source = call.source;
+    }
+    void stack_weights(const cuda& on) const {
         for (int l = 0; l < 3; ++l) {
             const conv_layer_problem<T>& layer = problem.layer[l];
             const std::int64_t count =
@@ -62,9 +85,48 @@ struct conv_call {
                    stack[l]);
         }
     }
-    void score(const cuda& on) {
+    /// The whole forward pass.
+    void run(const cuda& on, const device_scope& device, std::uint32_t* status) {
+        begin(on, status);
+        if constexpr (is_half<T>) {
+            if (problem.rate == 0.0f && (hopper_inputs() == 128   ? hopper<128>(on, device)
+                                         : hopper_inputs() == 256 ? hopper<256>(on, device)
+                                                                  : false)) {
+                return;
+            }
+        }
+        stack_weights(on);
         launch("conv_kernel", conv_kernel<T>, call.chunks(), 128,
                conv_memory<T, conv_columns<T>>(nullptr, problem).bytes, on, problem);
+    }
+
+  private:
+    /// False where the card would not run the kernel.
+    template <int Inputs>
+    bool hopper(const cuda& on, const device_scope& device) {
+        if (!has_hopper_code(device, conv_hopper_kernel<T, Inputs>)) {
+            return false;
+        }
+        const std::int32_t heads = call.streams.heads;
+        conv_weights<T> from{};
+        for (int l = 0; l < 3; ++l) {
+            from.layer[l] = weights[l];
+            from.width[l] = problem.layer[l].width;
+            from.inputs[l] = problem.layer[l].inputs;
+        }
+        from.heads = heads;
+        const std::int64_t eights = std::int64_t{heads} * conv_hopper_shape<Inputs>::weights_before(4) / 8;
+        launch("pack_conv_kernel", pack_conv_kernel<T, Inputs>,
+               std::min<std::int64_t>((eights + 255) / 256, 4096), 256, 0, on, from, packed);
+        conv_problem<T> tiles = problem;
+        tiles.streams.slots = call.sequences.cu_seqlens == nullptr
+                                  ? (call.sequences.length + conv_tile - 1) / conv_tile
+                                  : call.sequences.length / conv_tile + call.sequences.segments;
+        share_multiprocessors<conv_hopper_kernel<T, Inputs>>(device);
+        launch("conv_hopper_kernel", conv_hopper_kernel<T, Inputs>,
+               std::int64_t{call.streams.batch} * heads * tiles.streams.slots, conv_consumers + 32,
+               conv_hopper_shape<Inputs>::shared_bytes, on, tiles, static_cast<const T*>(packed));
+        return true;
     }
 };
 
@@ -110,6 +172,7 @@ struct conv_backward_call {
     void run(const cuda& on, const ConvParameters<float>& to, const ScoreBackward<T>& call,
              std::uint32_t* status) {
         conv.begin(on, status);
+        conv.stack_weights(on);
         problem.forward = conv.problem;
         const scorer_streams& streams = conv.call.streams;
         launch("conv_backward_kernel", conv_backward_kernel<T>, conv.call.chunks(), 128,

@@ -82,6 +82,47 @@ TEST_CASE("widths") {
     check<float>(c, "float, 14 and 7", shaped(c, rope_layout::interleaved));
 }
 
+TEST_CASE("tiles of the Hopper kernel: edges, widths, both halves of RoPE") {
+    for (const auto& [length, delay] : {std::pair{119, 13}, {133, 13}, {134, 14}, {400, 29}}) {
+        const Case c = sized(length, delay, 128);
+        check<bf16>(c, "bf16, 128", shaped(c, rope_layout::half_split));
+        const Case narrow = sized(length, delay, 64);
+        check<fp16>(narrow, "fp16, 64", shaped(narrow, rope_layout::half_split));
+    }
+    Case c = sized(300, 20, 128);
+    c.dim_v = 64;
+    check<bf16>(c, "bf16, 128 and 64", shaped(c, rope_layout::half_split, 96), without_biases);
+    c = sized(270, 33, 96);
+    c.heads = 3;
+    check<fp16>(c, "fp16, 96", shaped(c, rope_layout::none));
+    c = sized(260, 13, 128);
+    c.interleaved = true;
+    check<bf16>(c, "bf16, 128, interleaved", shaped(c, rope_layout::interleaved));
+    c = sized(140, 13, 160);  // wider than the kernel takes
+    check<bf16>(c, "bf16, 160", shaped(c, rope_layout::half_split));
+}
+
+TEST_CASE("tiles of the Hopper kernel: ragged, packed, continued") {
+    Case ragged = sized(380, 14, 64);
+    ragged.name = "ragged";
+    ragged.batch = 3;
+    ragged.lengths = {380, 0, 134};
+    ragged.interleaved = true;
+    Case packed = sized(500, 13, 64);
+    packed.name = "packed";
+    packed.batch = 2;
+    packed.edges = {0, 1, 121, 241, 241, 500};
+    packed.lengths = {500, 250};
+    Case later = sized(250, 130, 64);
+    later.name = "continued";
+    later.batch = 2;
+    later.rows = 460;
+    later.starts = {210, 3};
+    for (const Case& c : {ragged, packed, later}) {
+        check<bf16>(c, "bf16", shaped(c, rope_layout::half_split));
+    }
+}
+
 TEST_CASE("ragged, packed, continued") {
     Case ragged = sized(150, 14, 32);
     ragged.name = "ragged";
