@@ -81,9 +81,19 @@ struct conv_call {
                 std::int64_t{call.streams.heads} * layer.padded * 3 * layer.padded_inputs;
             launch("stack_conv_kernel", stack_conv_kernel<T>,
                    std::min<std::int64_t>((count + 255) / 256, 1024), 256, 0, on, weights[l],
-                   call.streams.heads, layer.width, layer.padded, layer.inputs, layer.padded_inputs,
-                   stack[l]);
+                   call.streams.heads, layer, stack[l]);
         }
+    }
+    /// What a Hopper kernel's weights are made of.
+    [[nodiscard]] conv_weights to_pack() const {
+        conv_weights from{};
+        for (int l = 0; l < 3; ++l) {
+            from.layer[l] = weights[l];
+            from.width[l] = problem.layer[l].width;
+            from.inputs[l] = problem.layer[l].inputs;
+        }
+        from.heads = call.streams.heads;
+        return from;
     }
     /// The whole forward pass.
     void run(const cuda& on, const device_scope& device, std::uint32_t* status) {
@@ -108,16 +118,9 @@ struct conv_call {
             return false;
         }
         const std::int32_t heads = call.streams.heads;
-        conv_weights<T> from{};
-        for (int l = 0; l < 3; ++l) {
-            from.layer[l] = weights[l];
-            from.width[l] = problem.layer[l].width;
-            from.inputs[l] = problem.layer[l].inputs;
-        }
-        from.heads = heads;
         const std::int64_t eights = std::int64_t{heads} * conv_hopper_shape<Inputs>::weights_before(4) / 8;
         launch("pack_conv_kernel", pack_conv_kernel<T, Inputs>,
-               std::min<std::int64_t>((eights + 255) / 256, 4096), 256, 0, on, from, packed);
+               std::min<std::int64_t>((eights + 255) / 256, 4096), 256, 0, on, to_pack(), packed);
         conv_problem<T> tiles = problem;
         tiles.streams.slots = call.sequences.cu_seqlens == nullptr
                                   ? (call.sequences.length + conv_tile - 1) / conv_tile

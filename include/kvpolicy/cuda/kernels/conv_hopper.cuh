@@ -73,20 +73,20 @@ struct conv_hopper_shape {
 };
 static_assert(conv_hopper_shape<256>::shared_bytes <= 113 * 1024, "two blocks a multiprocessor");
 
-/// The weights of all heads as conv_hopper_kernel takes them, to [heads][weights_before(4)]; 0 where a scorer is narrower.
-template <class T>
+/// A scorer's weights, [heads, width, 3, inputs] a layer.
 struct conv_weights {
-    const float* layer[3];  // [heads, width, 3, inputs]
+    const float* layer[3];
     std::int32_t width[3], inputs[3];
     std::int32_t heads;
 };
-template <class T, int Inputs>
-__global__ void __launch_bounds__(256) pack_conv_kernel(const conv_weights<T> from, T* const to) {
+/// The weights of all heads as Hopper kernels take them, to [heads][weights_before(4)]; 0 where a scorer is narrower. By thread `thread` of
+/// `threads` of the grid.
+template <int Inputs, class T>
+__device__ inline void pack_conv(const conv_weights& from, T* to, std::int64_t thread, std::int64_t threads) {
     using shape = conv_hopper_shape<Inputs>;
     constexpr int each = shape::weights_before(4) / 8;
     const std::int64_t count = std::int64_t{from.heads} * each;
-    for (std::int64_t i = std::int64_t{blockIdx.x} * 256 + threadIdx.x; i < count;
-         i += std::int64_t{gridDim.x} * 256) {
+    for (std::int64_t i = thread; i < count; i += threads) {
         const std::int64_t h = i / each;
         auto at = static_cast<int>(i % each);
         int l = 1;
@@ -109,6 +109,10 @@ __global__ void __launch_bounds__(256) pack_conv_kernel(const conv_weights<T> fr
         reinterpret_cast<uint4*>(to)[i] =
             make_uint4(pack<T>(w[0], w[1]), pack<T>(w[2], w[3]), pack<T>(w[4], w[5]), pack<T>(w[6], w[7]));
     }
+}
+template <class T, int Inputs>
+__global__ void __launch_bounds__(256) pack_conv_kernel(const conv_weights from, T* const to) {
+    pack_conv<Inputs>(from, to, std::int64_t{blockIdx.x} * 256 + threadIdx.x, std::int64_t{gridDim.x} * 256);
 }
 
 #if KVPOLICY_HOPPER_CODE
@@ -159,6 +163,11 @@ __device__ inline void conv_hopper_product(float (&acc)[Shape::channels(Layer) /
                                            const conv_weight_ring& ring, conv_turn& turn) {
     constexpr int width = Shape::channels(Layer), depth = Shape::depth(Layer),
                   across = Shape::channels(Layer - 1) / depth;
+    // Zeros, though a product could overwrite: what is read without a value would be alive between tiles, and take registers there.
+#pragma unroll
+    for (float& sum : acc) {
+        sum = 0.0f;
+    }
     pin(acc);
     int before = 0;
 #pragma unroll 1
@@ -171,7 +180,7 @@ __device__ inline void conv_hopper_product(float (&acc)[Shape::channels(Layer) /
 #pragma unroll
         for (int k = 0; k < depth; k += 16) {
             wgmma<T, 0, 0>(acc, a + static_cast<std::uint64_t>(k / 8 * conv_pitch),
-                           b + static_cast<std::uint64_t>(k / 8 * width), i + k > 0 ? 1 : 0);
+                           b + static_cast<std::uint64_t>(k / 8 * width), 1);
         }
         wgmma_commit();
         if (i > 0) {
@@ -193,8 +202,9 @@ __device__ inline float conv_silu(float y) {
 
 /// A layer's results, rounded, into the tile of the next one's inputs.
 template <int Width, class T>
-__device__ inline void store_conv_layer(float (&acc)[Width / 2], const float* bias, unsigned char* to) {
-    const int lane = lane_id(), row = 16 * warp_id() + lane / 4, pair = lane % 4;
+__device__ inline void store_conv_layer(float (&acc)[Width / 2], const float* bias, unsigned char* to,
+                                        int thread) {
+    const int row = thread / 32 * 16 + thread % 32 / 4, pair = thread % 4;
 #pragma unroll
     for (int j = 0; j < Width / 8; ++j) {
         const float2 b = *reinterpret_cast<const float2*>(bias + 8 * j + 2 * pair);
@@ -206,20 +216,23 @@ __device__ inline void store_conv_layer(float (&acc)[Width / 2], const float* bi
     }
 }
 
-/// x of a tile: 0 for tokens before the stream's begin, and behind its end.
-template <int Inputs, class T>
-__device__ inline void load_conv_rows(const scorer_source<T>& source, const scorer_span& s,
-                                      std::int32_t first, unsigned char* to) {
-    const auto thread = static_cast<int>(threadIdx.x);
+/// x of a tile: what the rows lack (tokens before the stream's begin, and behind its end) is 0.
+template <int Inputs, class T, class Rows>
+__device__ inline void load_conv_rows(const scorer_source<T>& source, const Rows& rows, std::int32_t first,
+                                      unsigned char* to, int thread) {
     const std::int32_t t0 = first - conv_reach;
-    const auto in = [&](int row) { return t0 + row >= s.begin && t0 + row < s.end; };
+    const auto in = [&](int row) { return rows.in(t0 + row); };
     if (!source.turns_eight()) {
         for (int i = thread; i < conv_input_rows * (Inputs / 8); i += conv_consumers) {
             const int row = i / (Inputs / 8), c = i % (Inputs / 8) * 8;
-            float x[8];
+            float x[8] = {};
+            if (in(row)) {
+                const T *const key = rows.key(t0 + row), *const value = rows.value(t0 + row);
+                const float position = rows.position(t0 + row);
 #pragma unroll
-            for (int e = 0; e < 8; ++e) {
-                x[e] = in(row) && c + e < source.size ? source.number(s, t0 + row, c + e, 1.0f, 1.0f) : 0.0f;
+                for (int e = 0; e < 8; ++e) {
+                    x[e] = c + e < source.size ? source.turned_number(key, value, position, c + e) : 0.0f;
+                }
             }
             *reinterpret_cast<uint4*>(to + conv_offset(row, c)) = make_uint4(
                 pack<T>(x[0], x[1]), pack<T>(x[2], x[3]), pack<T>(x[4], x[5]), pack<T>(x[6], x[7]));
@@ -235,10 +248,10 @@ __device__ inline void load_conv_rows(const scorer_source<T>& source, const scor
         while (row < conv_input_rows) {
             const int c = 8 * (turned + unit);
             const bool there = in(row) && c < source.size;
-            const std::int32_t t = there ? t0 + row : s.begin;
-            const T* const from = c < source.k.dim
-                                      ? source.k.row(s.b, s.h, t) + c
-                                      : source.v.row(s.b, s.h, t) + (there ? c - source.k.dim : 0);
+            // Nothing is read where nothing is there, but the address must be one.
+            const T* const from = !there             ? source.k.data
+                                  : c < source.k.dim ? rows.key(t0 + row) + c
+                                                     : rows.value(t0 + row) + (c - source.k.dim);
             copy_16(data + conv_offset(row, c), from, there ? 16 : 0);
             row += step_row;
             unit += step_unit;
@@ -260,7 +273,6 @@ __device__ inline void load_conv_rows(const scorer_source<T>& source, const scor
             for (int e = 0; e < 8; ++e) {
                 frequency[e] = source.frequencies[c + e];
             }
-            const T* const keys = source.k.row(s.b, s.h, 0) + c;
             for (int begin = thread / pairs; begin < conv_input_rows; begin += together * step) {
                 uint4 low[together], high[together];
 #pragma unroll
@@ -268,7 +280,7 @@ __device__ inline void load_conv_rows(const scorer_source<T>& source, const scor
                     const int row = begin + i * step;
                     low[i] = high[i] = make_uint4(0, 0, 0, 0);
                     if (row < conv_input_rows && in(row)) {
-                        const T* const key = keys + (t0 + row) * source.k.row_stride;
+                        const T* const key = rows.key(t0 + row) + c;
                         low[i] = *reinterpret_cast<const uint4*>(key);
                         high[i] = *reinterpret_cast<const uint4*>(key + source.rotated / 2);
                     }
@@ -279,7 +291,7 @@ __device__ inline void load_conv_rows(const scorer_source<T>& source, const scor
                     if (row >= conv_input_rows) {
                         break;
                     }
-                    const auto position = static_cast<float>(t0 + row - s.begin);
+                    const float position = rows.position(t0 + row);
                     const auto turn = [&](std::uint32_t& x, std::uint32_t& y, int e) {
                         float x0, x1, y0, y1, sine, cosine;
                         shared_tile<T>::load_pair(reinterpret_cast<const unsigned char*>(&x), x0, x1);
@@ -303,41 +315,50 @@ __device__ inline void load_conv_rows(const scorer_source<T>& source, const scor
     copy_wait<0>();
 }
 
-/// Layers 1 to 3 of a tile and its scores, by the consumers.
+/// Biases and readout, 0 where a scorer is narrower, by the consumers; who reads them waits at a barrier first.
 template <int Inputs, class T>
-__device__ inline void score_conv_tile(const conv_problem<T>& problem, const scorer_span& s,
-                                       std::int32_t first, std::int32_t skipped, unsigned char* tile,
-                                       const conv_weight_ring& ring, float* constants) {
+__device__ inline void load_conv_constants(const conv_problem<T>& problem, std::int32_t head,
+                                           float* constants) {
     using shape = conv_hopper_shape<Inputs>;
     constexpr int c1 = shape::channels(1), c2 = shape::channels(2), c3 = shape::channels(3);
-    const auto thread = static_cast<int>(threadIdx.x);
-    for (int i = thread; i < shape::constants; i += conv_consumers) {
+    for (int i = static_cast<int>(threadIdx.x); i < shape::constants; i += conv_consumers) {
         const int l = i < c1 ? 0 : i < c1 + c2 ? 1 : 2;
         const bool read = i >= c1 + c2 + c3;
         const int c = read ? i - c1 - c2 - c3 : i - (l == 0 ? 0 : l == 1 ? c1 : c1 + c2);
         const float* const from = read ? problem.readout : problem.layer[l].bias;
         const std::int32_t width = problem.layer[l].width;
-        constants[i] = from != nullptr && c < width ? from[std::int64_t{s.h} * width + c] : 0.0f;
+        constants[i] = from != nullptr && c < width ? from[std::int64_t{head} * width + c] : 0.0f;
     }
-    load_conv_rows<Inputs>(problem.source, s, first, tile);
+}
+
+/// Layers 1 to 3 of a tile and its scores, by the consumers: write(r, score) for token first + r in [low, high).
+template <int Inputs, class T, class Rows, class Write>
+__device__ inline void score_conv_tile(const conv_problem<T>& problem, std::int32_t head, const Rows& rows,
+                                       std::int32_t first, std::int32_t low, std::int32_t high,
+                                       unsigned char* tile, const conv_weight_ring& ring, conv_turn& turn,
+                                       const float* constants, const Write& write) {
+    using shape = conv_hopper_shape<Inputs>;
+    constexpr int c1 = shape::channels(1), c2 = shape::channels(2), c3 = shape::channels(3);
+    auto thread = static_cast<int>(threadIdx.x);
+    asm volatile("" : "+r"(thread));  // made anew for every tile: addresses that outlive one would fill the registers
+    load_conv_rows<Inputs>(problem.source, rows, first, tile, thread);
     fence_async_proxy();
     named_barrier(1, conv_consumers);
 
-    conv_turn turn;
     const int first_row = thread / 128 * 64;
     unsigned char* const second = tile + shape::tile_bytes(1);
     {
         float acc[c1 / 2];
         conv_hopper_product<1, shape, T>(acc, shared_address(tile) + conv_offset(first_row, 0), ring, turn);
         named_barrier(1, conv_consumers);  // nobody reads x any more
-        store_conv_layer<c1, T>(acc, constants, tile);
+        store_conv_layer<c1, T>(acc, constants, tile, thread);
     }
     fence_async_proxy();
     named_barrier(1, conv_consumers);
     {
         float acc[c2 / 2];
         conv_hopper_product<2, shape, T>(acc, shared_address(tile) + conv_offset(first_row, 0), ring, turn);
-        store_conv_layer<c2, T>(acc, constants + c1, second);
+        store_conv_layer<c2, T>(acc, constants + c1, second, thread);
     }
     fence_async_proxy();
     named_barrier(1, conv_consumers);
@@ -359,32 +380,20 @@ __device__ inline void score_conv_tile(const conv_problem<T>& problem, const sco
 #pragma unroll
     for (int r = 0; r < 2; ++r) {
         const float sum =
-            row_sum(sums[r]) + (problem.readout_bias != nullptr ? problem.readout_bias[s.h] : 0.0f);
+            row_sum(sums[r]) + (problem.readout_bias != nullptr ? problem.readout_bias[head] : 0.0f);
         const std::int32_t row = 16 * warp_id() + lane / 4 + 8 * r;
-        if (lane % 4 == 0 && row >= skipped && row < s.count) {
-            problem.scores.head(s.b, s.h)[first + row] = sum;
+        if (lane % 4 == 0 && row >= low && row < high) {
+            write(row, sum);
         }
     }
 }
 
-#endif
-
-/// Scores of the tokens that leave a window of streams.delay keys while the tile's come; streams.slots counts tiles of conv_tile tokens. No
-/// dropout. `weights` is pack_conv_kernel's.
-template <class T, int Inputs>
-__global__ void __launch_bounds__(KVPOLICY_HOPPER_THREADS(conv_consumers + 32), 2)
-    conv_hopper_kernel([[maybe_unused]] const conv_problem<T> problem,
-                       [[maybe_unused]] const T* const weights) {
-#if KVPOLICY_HOPPER_CODE
+/// The whole of a block, for tiles of one head: barriers, the warp that brings weights, and the consumers. tiles.count of them;
+/// tiles(i, body) calls body(rows, first, low, high, write) for one (score_conv_tile).
+template <int Inputs, class T, class Tiles>
+__device__ inline void conv_hopper_block(const conv_problem<T>& problem, const T* weights, std::int32_t head,
+                                         const Tiles& tiles) {
     using shape = conv_hopper_shape<Inputs>;
-    const scorer_streams& streams = problem.streams;
-    const scorer_span s =
-        streams.template span<conv_tile>(static_cast<std::int32_t>(blockIdx.x) / streams.slots,
-                                         static_cast<std::int32_t>(blockIdx.x) % streams.slots);
-    const std::int32_t skipped = max(0, s.begin + streams.delay - s.first);
-    if (skipped >= s.count) {
-        return;
-    }
     unsigned char* const tile = dynamic_shared();
     unsigned char* const stages = tile + shape::tile_bytes(0);
     auto* const constants = reinterpret_cast<float*>(stages + conv_ring * conv_stage);
@@ -398,17 +407,63 @@ __global__ void __launch_bounds__(KVPOLICY_HOPPER_THREADS(conv_consumers + 32), 
         barrier_init_fence();
     }
     __syncthreads();
+    conv_turn turn;
     if (threadIdx.x >= conv_consumers) {
-        if (threadIdx.x == conv_consumers) {
-            const T* from = weights + std::int64_t{s.h} * shape::weights_before(4);
-            conv_turn turn;
+        for (int i = 0; threadIdx.x == conv_consumers && i < tiles.count; ++i) {
+            const T* from = weights + std::int64_t{head} * shape::weights_before(4);
             bring_conv_weights<1, shape>(from, ring, turn);
             bring_conv_weights<2, shape>(from, ring, turn);
             bring_conv_weights<3, shape>(from, ring, turn);
         }
         return;
     }
-    score_conv_tile<Inputs>(problem, s, s.first - streams.delay, skipped, tile, ring, constants);
+    load_conv_constants<Inputs>(problem, head, constants);
+    for (int i = 0; i < tiles.count; ++i) {
+        if (i > 0) {
+            named_barrier(1, conv_consumers);  // nobody reads the last tile any more
+        }
+        tiles(i, [&](const auto& rows, std::int32_t first, std::int32_t low, std::int32_t high,
+                     const auto& write) {
+            score_conv_tile<Inputs>(problem, head, rows, first, low, high, tile, ring, turn, constants,
+                                    write);
+        });
+    }
+}
+
+/// The tile of a stream.
+template <class T>
+struct conv_stream_tile {
+    static constexpr int count = 1;
+    const conv_problem<T>& problem;
+    scorer_span s;
+    std::int32_t first, skipped;
+
+    template <class Body>
+    __device__ void operator()(int /*tile*/, const Body& body) const {
+        body(scorer_rows<T>{problem.source.k, problem.source.v, s}, first, skipped, s.count,
+             [&](std::int32_t r, float score) { problem.scores.head(s.b, s.h)[first + r] = score; });
+    }
+};
+
+#endif
+
+/// Scores of the tokens that leave a window of streams.delay keys while the tile's come; streams.slots counts tiles of conv_tile tokens. No
+/// dropout. `weights` is pack_conv_kernel's.
+template <class T, int Inputs>
+__global__ void __launch_bounds__(KVPOLICY_HOPPER_THREADS(conv_consumers + 32), 2)
+    conv_hopper_kernel([[maybe_unused]] const conv_problem<T> problem,
+                       [[maybe_unused]] const T* const weights) {
+#if KVPOLICY_HOPPER_CODE
+    const scorer_streams& streams = problem.streams;
+    const scorer_span s =
+        streams.template span<conv_tile>(static_cast<std::int32_t>(blockIdx.x) / streams.slots,
+                                         static_cast<std::int32_t>(blockIdx.x) % streams.slots);
+    const std::int32_t skipped = max(0, s.begin + streams.delay - s.first);
+    if (skipped >= s.count) {
+        return;
+    }
+    conv_hopper_block<Inputs>(problem, weights, s.h,
+                              conv_stream_tile<T>{problem, s, s.first - streams.delay, skipped});
 #endif
 }
 
