@@ -4,6 +4,7 @@
 #include <kvpolicy/cuda/config.cuh>
 #include <kvpolicy/cuda/hopper.cuh>
 #include <kvpolicy/cuda/kernels/conv_backward.cuh>
+#include <kvpolicy/cuda/kernels/conv_backward_hopper.cuh>
 #include <kvpolicy/cuda/kernels/conv_hopper.cuh>
 #include <kvpolicy/cuda/kernels/conv_scorer.cuh>
 #include <kvpolicy/cuda/launch.cuh>
@@ -15,6 +16,12 @@
 namespace kvpolicy {
 inline namespace KVPOLICY_CUDA_NAMESPACE KVPOLICY_HIDDEN {
 namespace cuda_backend {
+
+/// Chunks of up to `each` tokens that a plane has at most.
+inline std::int32_t conv_tiles(const Sequences& sequences, std::int32_t each) {
+    return sequences.cu_seqlens == nullptr ? (sequences.length + each - 1) / each
+                                           : sequences.length / each + sequences.segments;
+}
 
 template <class T>
 struct conv_call {
@@ -95,6 +102,13 @@ struct conv_call {
         from.heads = call.streams.heads;
         return from;
     }
+    template <int Inputs>
+    void pack_weights(const cuda& on) const {
+        const std::int64_t eights =
+            std::int64_t{call.streams.heads} * conv_hopper_shape<Inputs>::weights_before(4) / 8;
+        launch("pack_conv_kernel", pack_conv_kernel<T, Inputs>,
+               std::min<std::int64_t>((eights + 255) / 256, 4096), 256, 0, on, to_pack(), packed);
+    }
     /// The whole forward pass.
     void run(const cuda& on, const device_scope& device, std::uint32_t* status) {
         begin(on, status);
@@ -117,18 +131,14 @@ struct conv_call {
         if (!has_hopper_code(device, conv_hopper_kernel<T, Inputs>)) {
             return false;
         }
-        const std::int32_t heads = call.streams.heads;
-        const std::int64_t eights = std::int64_t{heads} * conv_hopper_shape<Inputs>::weights_before(4) / 8;
-        launch("pack_conv_kernel", pack_conv_kernel<T, Inputs>,
-               std::min<std::int64_t>((eights + 255) / 256, 4096), 256, 0, on, to_pack(), packed);
+        pack_weights<Inputs>(on);
         conv_problem<T> tiles = problem;
-        tiles.streams.slots = call.sequences.cu_seqlens == nullptr
-                                  ? (call.sequences.length + conv_tile - 1) / conv_tile
-                                  : call.sequences.length / conv_tile + call.sequences.segments;
+        tiles.streams.slots = conv_tiles(call.sequences, conv_tile);
         share_multiprocessors<conv_hopper_kernel<T, Inputs>>(device);
         launch("conv_hopper_kernel", conv_hopper_kernel<T, Inputs>,
-               std::int64_t{call.streams.batch} * heads * tiles.streams.slots, conv_consumers + 32,
-               conv_hopper_shape<Inputs>::shared_bytes, on, tiles, static_cast<const T*>(packed));
+               std::int64_t{call.streams.batch} * call.streams.heads * tiles.streams.slots,
+               conv_consumers + 32, conv_hopper_shape<Inputs>::shared_bytes, on, tiles,
+               static_cast<const T*>(packed));
         return true;
     }
 };
@@ -138,14 +148,31 @@ template <class T>
 struct conv_backward_call {
     conv_call<T> conv;
     conv_backward_problem<T> problem{};
+    conv_back_problem<T> tiles{};  // on Hopper, in place of it
+    T* back = nullptr;
+    std::int32_t hopper = 0;  // numbers a token that its kernels are compiled for
     std::int32_t splits[3] = {};
     float* partial = nullptr;  // of one layer after the other
 
     template <class S>
-    conv_backward_call(const S& scorer, const ScoreBackward<T>& from, workspace_parts& parts)
+    conv_backward_call(const device_scope& device, const S& scorer, const ScoreBackward<T>& from,
+                       workspace_parts& parts)
         : conv(scorer, from.k, from.v, from.sequences, from.delay, from.dropout, parts) {
         detail::require(scorer.channels(3) <= 64, "ConvScorer.dim_k + dim_v", scorer.channels(0),
                         "below 520 for gradients on CUDA");
+        if constexpr (is_half<T>) {
+            // The kernels for Hopper give gradients of weights, without dropout.
+            if (from.d_k.data == nullptr && from.dropout.rate == 0.0f) {
+                if (conv.hopper_inputs() == 128) {
+                    take_tiles<128>(device, from, parts);
+                } else if (conv.hopper_inputs() == 256) {
+                    take_tiles<256>(device, from, parts);
+                }
+                if (hopper != 0) {
+                    return;
+                }
+            }
+        }
         const std::int64_t chunks = conv.call.chunks();
         std::int64_t most = 0;
         problem.sums_width = 1;
@@ -175,6 +202,14 @@ struct conv_backward_call {
     void run(const cuda& on, const ConvParameters<float>& to, const ScoreBackward<T>& call,
              std::uint32_t* status) {
         conv.begin(on, status);
+        if constexpr (is_half<T>) {
+            if (hopper == 128) {
+                return run_tiles<128>(on, to);
+            }
+            if (hopper == 256) {
+                return run_tiles<256>(on, to);
+            }
+        }
         conv.stack_weights(on);
         problem.forward = conv.problem;
         const scorer_streams& streams = conv.call.streams;
@@ -210,6 +245,89 @@ struct conv_backward_call {
             launch("conv_input_gradient_kernel", conv_input_gradient_kernel<T>, conv.call.chunks(), 128, 0,
                    on, problem, call.d_k, call.d_v);
         }
+    }
+
+  private:
+    [[nodiscard]] std::int64_t tile_count() const {
+        return std::int64_t{tiles.forward.streams.batch} * tiles.forward.streams.heads *
+               tiles.forward.streams.slots;
+    }
+    template <int Inputs>
+    void take_tiles(const device_scope& device, const ScoreBackward<T>& from, workspace_parts& parts) {
+        using shape = conv_back_shape<Inputs>;
+        if (!has_hopper_code(device, conv_backward_hopper_kernel<T, Inputs>)) {
+            return;
+        }
+        hopper = Inputs;
+        const scorer_streams& streams = conv.call.streams;
+        tiles.forward.streams = streams;
+        tiles.forward.streams.slots = conv_tiles(from.sequences, conv_back_tile);
+        const std::int64_t count = tile_count(),
+                           multiprocessors = device.attribute(cudaDevAttrMultiProcessorCount);
+        back = parts.take<T>(std::int64_t{streams.heads} * shape::weights);
+        tiles.sums_width = 1;
+        std::int64_t most = 0;
+        for (int l = 0; l < 3; ++l) {
+            const conv_layer_problem<T>& layer = conv.problem.layer[l];
+            tiles.in[l] = parts.take<T>(count * shape::channels(l) * conv_back_inputs);
+            tiles.d[l] = parts.take<T>(count * shape::channels(l + 1) * conv_back_rows);
+            tiles.sums_width += l < 2 ? layer.width : 2 * layer.width;
+            const std::int64_t blocks = std::int64_t{streams.heads} * ((shape::channels(l) + 63) / 64);
+            splits[l] = static_cast<std::int32_t>(std::clamp<std::int64_t>(
+                multiprocessors / std::max<std::int64_t>(blocks, 1), 1,
+                std::max<std::int64_t>(std::int64_t{streams.batch} * tiles.forward.streams.slots, 1)));
+            most = std::max(most,
+                            std::int64_t{splits[l]} * streams.heads * layer.padded * 3 * layer.padded_inputs);
+        }
+        tiles.sums = parts.take<float>(count * tiles.sums_width);
+        partial = parts.take<float>(most);
+        tiles.d_scores = from.d_scores;
+    }
+    template <int Inputs>
+    void run_tiles(const cuda& on, const ConvParameters<float>& to) {
+        using shape = conv_back_shape<Inputs>;
+        const std::int32_t slots = tiles.forward.streams.slots;
+        tiles.forward = conv.problem;
+        tiles.forward.streams.slots = slots;
+        const scorer_streams& streams = tiles.forward.streams;
+        conv.template pack_weights<Inputs>(on);
+        const std::int64_t eights = std::int64_t{streams.heads} * shape::weights / 8;
+        launch("pack_conv_backward_kernel", pack_conv_backward_kernel<T, Inputs>,
+               std::min<std::int64_t>((eights + 255) / 256, 4096), 256, 0, on, conv.to_pack(), back);
+        launch("conv_backward_hopper_kernel", conv_backward_hopper_kernel<T, Inputs>, tile_count(),
+               conv_consumers + 32, shape::shared_bytes, on, tiles, static_cast<const T*>(conv.packed),
+               static_cast<const T*>(back));
+        add_gradient<shape::channels(1)>(on, 0, shape::channels(0), 0, to.w1);
+        add_gradient<shape::channels(2)>(on, 1, shape::channels(1), 4, to.w2);
+        add_gradient<shape::channels(3)>(on, 2, shape::channels(2), 0, to.w3);
+        float* const biases[3] = {to.b1, to.b2, to.b3};
+        std::int32_t at = 0;
+        for (int l = 0; l < 3; ++l) {
+            add_sums(on, streams, tiles.sums, tiles.sums_width, at, conv.problem.layer[l].width, biases[l]);
+            at += conv.problem.layer[l].width;
+        }
+        const std::int32_t last = conv.problem.layer[2].width;
+        add_sums(on, streams, tiles.sums, tiles.sums_width, at, last, to.readout);
+        add_sums(on, streams, tiles.sums, tiles.sums_width, at + last, 1, to.readout_bias);
+    }
+    /// into += d W of layer l + 1, whose inputs stand `shift` rows after its gradients.
+    template <int Width>
+    void add_gradient(const cuda& on, int l, std::int32_t inputs, std::int32_t shift, float* into) {
+        if (into == nullptr) {
+            return;
+        }
+        const conv_layer_problem<T>& layer = conv.problem.layer[l];
+        const scorer_streams& streams = tiles.forward.streams;
+        launch("conv_gradient_hopper_kernel", conv_gradient_hopper_kernel<T, Width>,
+               std::int64_t{splits[l]} * streams.heads * ((inputs + 63) / 64), 3 * 128 + 32,
+               conv_gradient_shared<Width>, on, streams, static_cast<const T*>(tiles.d[l]),
+               static_cast<const T*>(tiles.in[l]), inputs, shift, splits[l], layer.padded,
+               layer.padded_inputs, partial);
+        const std::int64_t count = std::int64_t{streams.heads} * layer.width * 3 * layer.inputs;
+        launch("add_conv_gradients_kernel", add_conv_gradients_kernel<float>,
+               std::min<std::int64_t>((count + 255) / 256, 4096), 256, 0, on,
+               static_cast<const float*>(partial), splits[l], streams.heads, layer.width, layer.padded,
+               layer.inputs, layer.padded_inputs, into);
     }
 };
 

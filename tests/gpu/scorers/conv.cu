@@ -4,6 +4,8 @@
 
 #include "scorer_case.hpp"
 
+#include <limits>
+
 using namespace kvpolicy;
 using namespace scorer_test;
 
@@ -56,6 +58,11 @@ void check(Case c, const std::string& name, const ConvScorer<>& shape, const Dra
     check_scores<T>(c, weights, tolerance<T>());
     if (c.starts.empty()) {
         check_gradients<T>(c, weights, tolerance<T>());
+        if (!std::is_same_v<T, float>) {  // on Hopper other kernels
+            c.with_inputs = false;
+            c.name += ", weights alone";
+            check_gradients<T>(c, weights, tolerance<T>());
+        }
     }
 }
 
@@ -120,6 +127,27 @@ TEST_CASE("tiles of the Hopper kernel: ragged, packed, continued") {
     later.starts = {210, 3};
     for (const Case& c : {ragged, packed, later}) {
         check<bf16>(c, "bf16", shaped(c, rope_layout::half_split));
+    }
+}
+
+TEST_CASE("a number that is not finite is reported") {
+    Case c = sized(300, 20, 64);
+    const ConvScorer<> shape = shaped(c, rope_layout::half_split);
+    const Weights<ConvScorer<>> weights(shape, drawn, c.seed);
+    Inputs<bf16> in(c);
+    for (const bool key : {true, false}) {
+        std::vector<double> k = in.k, v = in.v;
+        (key ? k : v)[17 * 64 + 3] = std::numeric_limits<double>::infinity();
+        const Rows<bf16> of_k(c, k, 64), of_v(c, v, 64);
+        const Device<float> d_scores(std::vector<float>(static_cast<std::size_t>(c.plane()), 1.0f));
+        const Device<std::uint32_t> status(std::vector<std::uint32_t>{0u});
+        const kvpolicy::cuda on{};
+        const ScoreBackward<bf16> call{of_k.view, of_v.view, Sequences{1, 300}, 20,
+                                       view_bhs<const float>(d_scores.data(), 1, c.heads, 300)};
+        const Device<unsigned char> workspace(backward_workspace_bytes(on, weights.on_device(), call));
+        score_sequence_backward(on, weights.on_device(), call, ConvParameters<float>{}, workspace,
+                                status.data());
+        CHECK(status.read()[0] == status_not_finite);
     }
 }
 

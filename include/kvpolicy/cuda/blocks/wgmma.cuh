@@ -52,6 +52,12 @@ __device__ inline std::uint64_t describe_columns(std::uint32_t shared, std::uint
     return static_cast<std::uint64_t>((shared & 0x3ffff) >> 4) |
            (static_cast<std::uint64_t>(column_bytes >> 4) << 16) | (std::uint64_t{128 >> 4} << 32);
 }
+/// Descriptor of an MN-major operand in such a tile, whose rows are k and whose columns are m or n: the next 16 rows are 256 bytes further (+ 16 in
+/// the descriptor), the next 64 columns 8 column_bytes.
+__device__ inline std::uint64_t describe_rows(std::uint32_t shared, std::uint32_t column_bytes) {
+    return static_cast<std::uint64_t>((shared & 0x3ffff) >> 4) | (std::uint64_t{128 >> 4} << 16) |
+           (static_cast<std::uint64_t>(column_bytes >> 4) << 32);
+}
 
 template <class = void>
 __device__ inline void wgmma_fence() {
@@ -118,7 +124,8 @@ __device__ inline void wgmma(float (&d)[16], std::uint64_t a, std::uint64_t b, i
             "{%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15}, "
             "%16, %17, p, 1, 1, %19, %20;\n}\n"
             : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3]), "+f"(d[4]), "+f"(d[5]), "+f"(d[6]), "+f"(d[7]),
-              "+f"(d[8]), "+f"(d[9]), "+f"(d[10]), "+f"(d[11]), "+f"(d[12]), "+f"(d[13]), "+f"(d[14]), "+f"(d[15])
+              "+f"(d[8]), "+f"(d[9]), "+f"(d[10]), "+f"(d[11]), "+f"(d[12]), "+f"(d[13]), "+f"(d[14]),
+              "+f"(d[15])
             : "l"(a), "l"(b), "r"(add), "n"(TransA), "n"(TransB)
             : "memory");
     } else {
@@ -128,7 +135,8 @@ __device__ inline void wgmma(float (&d)[16], std::uint64_t a, std::uint64_t b, i
             "{%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15}, "
             "%16, %17, p, 1, 1, %19, %20;\n}\n"
             : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3]), "+f"(d[4]), "+f"(d[5]), "+f"(d[6]), "+f"(d[7]),
-              "+f"(d[8]), "+f"(d[9]), "+f"(d[10]), "+f"(d[11]), "+f"(d[12]), "+f"(d[13]), "+f"(d[14]), "+f"(d[15])
+              "+f"(d[8]), "+f"(d[9]), "+f"(d[10]), "+f"(d[11]), "+f"(d[12]), "+f"(d[13]), "+f"(d[14]),
+              "+f"(d[15])
             : "l"(a), "l"(b), "r"(add), "n"(TransA), "n"(TransB)
             : "memory");
     }

@@ -143,12 +143,12 @@ __device__ inline std::uint32_t conv_offset(int row, int c) {
     return static_cast<std::uint32_t>((c / 8 * conv_pitch + row) * 16);
 }
 
-/// All weights of a head through the ring, in the order in which the layers take them; by one thread.
-template <int Layer, class Shape, class T>
-__device__ inline void bring_conv_weights(const T*& from, const conv_weight_ring& ring, conv_turn& turn) {
-    constexpr int bytes = Shape::stage_bytes(Layer);
+/// `stages` stages of weights through the ring, in the order in which they are taken; by one thread.
+template <class T>
+__device__ inline void bring_conv_weights(const T*& from, int stages, std::uint32_t bytes,
+                                          const conv_weight_ring& ring, conv_turn& turn) {
 #pragma unroll 1
-    for (int i = 0; i < Shape::stages(Layer); ++i) {
+    for (int i = 0; i < stages; ++i) {
         barrier_wait(ring.empty_of(turn.stage), turn.parity ^ 1);
         barrier_expect(ring.full_of(turn.stage), bytes);
         copy_bulk(ring.stage(turn.stage), from, bytes, ring.full_of(turn.stage));
@@ -156,13 +156,31 @@ __device__ inline void bring_conv_weights(const T*& from, const conv_weight_ring
         turn.next();
     }
 }
+/// Those of the three layers of a head.
+template <class Shape, class T>
+__device__ inline void bring_conv_layers(const T* from, const conv_weight_ring& ring, conv_turn& turn) {
+    bring_conv_weights(from, Shape::stages(1), Shape::stage_bytes(1), ring, turn);
+    bring_conv_weights(from, Shape::stages(2), Shape::stage_bytes(2), ring, turn);
+    bring_conv_weights(from, Shape::stages(3), Shape::stage_bytes(3), ring, turn);
+}
+/// Barriers of a ring, by the whole block.
+__device__ inline void begin_conv_ring(const conv_weight_ring& ring) {
+    if (threadIdx.x == 0) {
+        for (int i = 0; i < conv_ring; ++i) {
+            barrier_init(ring.full_of(i), 1);
+            barrier_init(ring.empty_of(i), conv_consumers / 32 * arrivals_of_warp);
+        }
+        barrier_init_fence();
+    }
+    __syncthreads();
+}
 
-/// acc = rows of W_l over the three taps; `in` is the layer before, from the warpgroup's first row on.
-template <int Layer, class Shape, class T>
-__device__ inline void conv_hopper_product(float (&acc)[Shape::channels(Layer) / 2], std::uint32_t in,
-                                           const conv_weight_ring& ring, conv_turn& turn) {
-    constexpr int width = Shape::channels(Layer), depth = Shape::depth(Layer),
-                  across = Shape::channels(Layer - 1) / depth;
+/// acc = sum over taps of rows i + 2 tap of `in`, from the warpgroup's first row on, times what the ring brings: weights of Width results and Inputs inputs
+/// a tap, Depth of them a stage.
+template <int Width, int Inputs, int Depth, class T>
+__device__ inline void conv_taps_product(float (&acc)[Width / 2], std::uint32_t in,
+                                         const conv_weight_ring& ring, conv_turn& turn) {
+    constexpr int across = Inputs / Depth;
     // Zeros, though a product could overwrite: what is read without a value would be alive between tiles, and take registers there.
 #pragma unroll
     for (float& sum : acc) {
@@ -171,16 +189,16 @@ __device__ inline void conv_hopper_product(float (&acc)[Shape::channels(Layer) /
     pin(acc);
     int before = 0;
 #pragma unroll 1
-    for (int i = 0; i < Shape::stages(Layer); ++i) {
+    for (int i = 0; i < 3 * across; ++i) {
         barrier_wait(ring.full_of(turn.stage), turn.parity);
         const std::uint64_t a =
-            describe_columns(in + conv_offset(2 * (i / across), i % across * depth), conv_pitch * 16);
-        const std::uint64_t b = describe_columns(ring.stage(turn.stage), width * 16);
+            describe_columns(in + conv_offset(2 * (i / across), i % across * Depth), conv_pitch * 16);
+        const std::uint64_t b = describe_columns(ring.stage(turn.stage), Width * 16);
         wgmma_fence();
 #pragma unroll
-        for (int k = 0; k < depth; k += 16) {
+        for (int k = 0; k < Depth; k += 16) {
             wgmma<T, 0, 0>(acc, a + static_cast<std::uint64_t>(k / 8 * conv_pitch),
-                           b + static_cast<std::uint64_t>(k / 8 * width), 1);
+                           b + static_cast<std::uint64_t>(k / 8 * Width), 1);
         }
         wgmma_commit();
         if (i > 0) {
@@ -193,6 +211,13 @@ __device__ inline void conv_hopper_product(float (&acc)[Shape::channels(Layer) /
     wgmma_wait<0>();
     pin(acc);
     warp_arrive(ring.empty_of(before), lane_id());
+}
+/// The same for a layer: rows of W_l; `in` is the layer before.
+template <int Layer, class Shape, class T>
+__device__ inline void conv_hopper_product(float (&acc)[Shape::channels(Layer) / 2], std::uint32_t in,
+                                           const conv_weight_ring& ring, conv_turn& turn) {
+    conv_taps_product<Shape::channels(Layer), Shape::channels(Layer - 1), Shape::depth(Layer), T>(acc, in,
+                                                                                                  ring, turn);
 }
 
 /// y sigmoid(y), for 16-bit results.
@@ -340,7 +365,9 @@ __device__ inline void score_conv_tile(const conv_problem<T>& problem, std::int3
     using shape = conv_hopper_shape<Inputs>;
     constexpr int c1 = shape::channels(1), c2 = shape::channels(2), c3 = shape::channels(3);
     auto thread = static_cast<int>(threadIdx.x);
-    asm volatile("" : "+r"(thread));  // made anew for every tile: addresses that outlive one would fill the registers
+    asm volatile(
+        ""
+        : "+r"(thread));  // made anew for every tile: addresses that outlive one would fill the registers
     load_conv_rows<Inputs>(problem.source, rows, first, tile, thread);
     fence_async_proxy();
     named_barrier(1, conv_consumers);
@@ -399,21 +426,11 @@ __device__ inline void conv_hopper_block(const conv_problem<T>& problem, const T
     auto* const constants = reinterpret_cast<float*>(stages + conv_ring * conv_stage);
     const std::uint32_t barriers = shared_address(constants + shape::constants);
     const conv_weight_ring ring{shared_address(stages), barriers, barriers + 8 * conv_ring};
-    if (threadIdx.x == 0) {
-        for (int i = 0; i < conv_ring; ++i) {
-            barrier_init(ring.full_of(i), 1);
-            barrier_init(ring.empty_of(i), conv_consumers / 32 * arrivals_of_warp);
-        }
-        barrier_init_fence();
-    }
-    __syncthreads();
+    begin_conv_ring(ring);
     conv_turn turn;
     if (threadIdx.x >= conv_consumers) {
         for (int i = 0; threadIdx.x == conv_consumers && i < tiles.count; ++i) {
-            const T* from = weights + std::int64_t{head} * shape::weights_before(4);
-            bring_conv_weights<1, shape>(from, ring, turn);
-            bring_conv_weights<2, shape>(from, ring, turn);
-            bring_conv_weights<3, shape>(from, ring, turn);
+            bring_conv_layers<shape>(weights + std::int64_t{head} * shape::weights_before(4), ring, turn);
         }
         return;
     }
