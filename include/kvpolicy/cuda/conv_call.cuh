@@ -76,8 +76,12 @@ struct conv_call {
         return !is_half<T> || inputs > 256 ? 0 : inputs <= 128 ? 128 : 256;
     }
 
-    void begin(const cuda& on, std::uint32_t* status) {
+    /// `packs`: pack_weights follows, which makes the frequencies too.
+    void begin(const cuda& on, std::uint32_t* status, bool packs) {
+        float* const frequencies = call.frequencies;
+        call.frequencies = packs ? nullptr : frequencies;
         call.begin(on, status);
+        call.frequencies = frequencies;
         problem.streams = call.streams;
         problem.source = call.source;
     }
@@ -107,18 +111,19 @@ struct conv_call {
         const std::int64_t eights =
             std::int64_t{call.streams.heads} * conv_hopper_shape<Inputs>::weights_before(4) / 8;
         launch("pack_conv_kernel", pack_conv_kernel<T, Inputs>,
-               std::min<std::int64_t>((eights + 255) / 256, 4096), 256, 0, on, to_pack(), packed);
+               std::min<std::int64_t>((eights + 255) / 256, 4096), 256, 0, on, to_pack(), packed, call.base,
+               call.source.rotated, call.frequencies);
     }
     /// The whole forward pass.
     void run(const cuda& on, const device_scope& device, std::uint32_t* status) {
-        begin(on, status);
         if constexpr (is_half<T>) {
-            if (problem.rate == 0.0f && (hopper_inputs() == 128   ? hopper<128>(on, device)
-                                         : hopper_inputs() == 256 ? hopper<256>(on, device)
+            if (problem.rate == 0.0f && (hopper_inputs() == 128   ? hopper<128>(on, device, status)
+                                         : hopper_inputs() == 256 ? hopper<256>(on, device, status)
                                                                   : false)) {
                 return;
             }
         }
+        begin(on, status, false);
         stack_weights(on);
         launch("conv_kernel", conv_kernel<T>, call.chunks(), 128,
                conv_memory<T, conv_columns<T>>(nullptr, problem).bytes, on, problem);
@@ -127,18 +132,26 @@ struct conv_call {
   private:
     /// False where the card would not run the kernel.
     template <int Inputs>
-    bool hopper(const cuda& on, const device_scope& device) {
-        if (!has_hopper_code(device, conv_hopper_kernel<T, Inputs>)) {
+    bool hopper(const cuda& on, const device_scope& device, std::uint32_t* status) {
+        constexpr auto kernel = conv_hopper_kernel<T, Inputs>;
+        if (!has_hopper_code(device, kernel)) {
             return false;
         }
+        begin(on, status, true);
         pack_weights<Inputs>(on);
-        conv_problem<T> tiles = problem;
-        tiles.streams.slots = conv_tiles(call.sequences, conv_tile);
-        share_multiprocessors<conv_hopper_kernel<T, Inputs>>(device);
-        launch("conv_hopper_kernel", conv_hopper_kernel<T, Inputs>,
-               std::int64_t{call.streams.batch} * call.streams.heads * tiles.streams.slots,
-               conv_consumers + 32, conv_hopper_shape<Inputs>::shared_bytes, on, tiles,
-               static_cast<const T*>(packed));
+        // As many ranges as blocks run at once, or for many planes several rounds of them, but none shorter than a tile.
+        const std::int64_t planes = std::int64_t{call.streams.batch} * call.streams.heads,
+                           room = 2 * std::int64_t{device.attribute(cudaDevAttrMultiProcessorCount)};
+        const std::int64_t wanted =
+            planes == 0 ? 1 : std::max<std::int64_t>(planes <= room ? room / planes : 4 * room / planes, 1);
+        const auto tokens = static_cast<std::int32_t>(
+            std::max<std::int64_t>((call.sequences.length + wanted - 1) / wanted, conv_tile));
+        conv_problem<T> ranges = problem;
+        ranges.streams.slots = conv_tiles(call.sequences, tokens);
+        share_multiprocessors<kernel>(device);
+        launch_early<kernel>("conv_hopper_kernel", planes * ranges.streams.slots, conv_consumers + 32,
+                             conv_hopper_shape<Inputs>::shared_bytes, device, on, 1, ranges, tokens,
+                             static_cast<const T*>(packed));
         return true;
     }
 };
@@ -201,7 +214,7 @@ struct conv_backward_call {
 
     void run(const cuda& on, const ConvParameters<float>& to, const ScoreBackward<T>& call,
              std::uint32_t* status) {
-        conv.begin(on, status);
+        conv.begin(on, status, hopper != 0);
         if constexpr (is_half<T>) {
             if (hopper == 128) {
                 return run_tiles<128>(on, to);

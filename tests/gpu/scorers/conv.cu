@@ -12,14 +12,14 @@ using namespace scorer_test;
 namespace {
 
 /// Weights, inputs before RoPE and hidden layers are rounded to T: seven roundings of mean square u / sqrt(3), through three SiLUs
-/// with slopes up to 1.1, are below 2 u of a score, of terms that may cancel. Backwards as many again. float: sums of 768 products.
+/// with slopes up to 1.1, are below 2 u of a score, of terms that may cancel. Backwards as many again, of sums over tokens that cancel more. float: sums of 768 products.
 template <class T>
 Tolerance tolerance() {
     if (std::is_same_v<T, float>) {
         return {2e-5, 5e-5, 1e-6};
     }
     const double u = std::is_same_v<T, bf16> ? 0x1p-9 : 0x1p-12;
-    return {5 * u, 8 * u, u};
+    return {5 * u, 10 * u, u};
 }
 
 Draw drawn(const std::string& name) {

@@ -330,22 +330,22 @@ TEST_CASE("refusals are sentences, and come before anything is written") {
     const auto scores = view_bhs(numbers.data(), 1, 2, 10);
     const Sequences sequences{1, 10};
     says(sentence([&] { score_hidden(on, nullptr, scorer, rows, sequences, scores, workspace); }),
-         "handle is null, but must be what cublasLtCreate gave");
+         "handle: null is not allowed; it must be what cublasLtCreate gave");
     says(sentence([&] {
              score_hidden(on, handle(), scorer, rows, sequences, scores, {workspace.data(), 100});
          }),
-         "workspace.bytes is 100");
+         "workspace.bytes: 100 is not allowed");
     UtilityPredictor other = scorer;
     other.heads = 3;
     says(sentence([&] { score_hidden(on, handle(), other, rows, sequences, scores, workspace); }),
-         "heads is 3");
+         "MlpScorer.heads: 3 is not allowed");
     other = scorer;
     other.weights.w1 = nullptr;
     says(sentence([&] { score_hidden(on, handle(), other, rows, sequences, scores, workspace); }), "w1");
     other = scorer;
     other.input.width = 24;
     says(sentence([&] { score_hidden(on, handle(), other, rows, sequences, scores, workspace); }),
-         "hidden is");
+         "hidden: 1 x 1 x 10 x 16 is not allowed");
     auto view = rows;
     ++view.data;
     says(sentence([&] { score_hidden(on, handle(), scorer, view, sequences, scores, workspace); }),
@@ -357,13 +357,14 @@ TEST_CASE("refusals are sentences, and come before anything is written") {
     view = rows;
     view.row_stride = 8;
     says(sentence([&] { score_hidden(on, handle(), scorer, view, sequences, scores, workspace); }),
-         "hidden.row_stride is 8");
+         "hidden.row_stride: 8 is not allowed");
     says(sentence([&] {
              score_hidden(on, handle(), scorer, rows, {1, 11}, scores, workspace);
          }),
          "sequences.length");
     const HiddenDeviceBackward<bf16> call{rows, sequences, view_bhs<const float>(numbers.data(), 1, 2, 10),
                                           view_bhsd(numbers.data(), 1, 1, 9, 16)};
-    says(sentence([&] { score_hidden_backward(on, handle(), scorer, call, {}, workspace); }), "d_hidden is");
+    says(sentence([&] { score_hidden_backward(on, handle(), scorer, call, {}, workspace); }),
+         "d_hidden: 1 x 1 x 9 x 16 is not allowed");
     CHECK(numbers.read() == std::vector<float>(4096, 7.0f));
 }

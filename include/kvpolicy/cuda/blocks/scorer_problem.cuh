@@ -61,13 +61,12 @@ struct scorer_streams {
     __device__ std::int32_t start_of(std::int32_t b) const {
         return starts != nullptr && fits(b) ? starts[b] : 0;
     }
-    template <int Chunk = scorer_chunk>
-    __device__ std::int32_t first_slot(std::int32_t segment) const {
-        return edges == nullptr ? 0 : edges[segment] / Chunk + segment;
+    __device__ std::int32_t first_slot(std::int32_t segment, std::int32_t chunk = scorer_chunk) const {
+        return edges == nullptr ? 0 : edges[segment] / chunk + segment;
     }
-    /// The chunk of a plane; Chunk is its tokens at most where a kernel cuts streams into others than scorer_chunk.
-    template <int Chunk = scorer_chunk>
-    __device__ scorer_span span(std::int32_t plane, std::int32_t slot) const {
+    /// The chunk of a plane; `chunk` is its tokens at most where a kernel cuts streams into others than scorer_chunk.
+    __device__ scorer_span span(std::int32_t plane, std::int32_t slot,
+                                std::int32_t chunk = scorer_chunk) const {
         scorer_span s;
         s.plane = plane;
         s.slot = slot;
@@ -82,16 +81,16 @@ struct scorer_streams {
             s.end = s.from + n;
         } else {
             const std::int32_t low =
-                last_begun(segments, [&](std::int32_t i) { return first_slot<Chunk>(i) <= slot; });
+                last_begun(segments, [&](std::int32_t i) { return first_slot(i, chunk) <= slot; });
             s.segment = low;
             s.begin = edges[low] < n ? edges[low] : n;
             s.from = s.begin;
             s.end = edges[low + 1] < n ? edges[low + 1] : n;
-            before -= first_slot<Chunk>(low);
+            before -= first_slot(low, chunk);
         }
-        s.first = s.from + before * Chunk;
+        s.first = s.from + before * chunk;
         const std::int32_t left = s.end - s.first;
-        s.count = left < 0 ? 0 : left < Chunk ? left : Chunk;
+        s.count = left < 0 ? 0 : left < chunk ? left : chunk;
         return s;
     }
 };

@@ -233,7 +233,7 @@ struct late_tiles {
     template <class Body>
     __device__ void operator()(int i, const Body& body) const {
         const std::int32_t begin = first + i * stride;
-        body(late_rows<View>{head}, begin, 0, min(head.end - begin, conv_tile),
+        body(late_rows<View>{head}, begin, 0, min(head.end - begin, conv_tile), false,
              [&](std::int32_t r, float score) {
                  head.write(begin + r, score, detail::holds(gate, head.at.base + begin + r));
              });

@@ -43,7 +43,7 @@ struct conv_back_shape : conv_hopper_shape<Inputs> {
         return most < base::channels(layer) ? most : base::channels(layer);
     }
     static constexpr std::size_t shared_bytes =
-        base::shared_bytes + (8 * base::channels(1) + conv_tile_rows) * sizeof(float);
+        base::shared_bytes - base::kept_bytes + (8 * base::channels(1) + conv_tile_rows) * sizeof(float);
     static_assert(2 * base::tile_bytes(1) <= base::tile_bytes(0) &&
                   2 * base::tile_bytes(2) <= base::tile_bytes(1));
 };
@@ -70,8 +70,8 @@ struct conv_back_span {
     bool any;
 
     __device__ conv_back_span(const scorer_streams& streams, std::int64_t tile)
-        : s(streams.template span<conv_back_tile>(static_cast<std::int32_t>(tile / streams.slots),
-                                                  static_cast<std::int32_t>(tile % streams.slots))) {
+        : s(streams.span(static_cast<std::int32_t>(tile / streams.slots),
+                         static_cast<std::int32_t>(tile % streams.slots), conv_back_tile)) {
         first = s.first - streams.delay;
         low = max(0, s.begin + streams.delay - s.first);
         high = s.count;
@@ -248,8 +248,8 @@ __device__ inline void conv_backward_tile(const conv_back_problem<T>& problem, c
         }
         d_score[i] = d;
     }
-    load_conv_rows<Inputs>(forward.source, scorer_rows<T>{forward.source.k, forward.source.v, span.s}, a - 4,
-                           tile, thread);
+    load_conv_rows<Inputs>(forward.source, scorer_rows<T>{forward.source.k, forward.source.v, span.s}, a - 10,
+                           0, tile, thread);
     fence_async_proxy();
     named_barrier(1, conv_consumers);
     {

@@ -4,7 +4,8 @@
 // first - 6 + 2 l + i, so a layer's row i needs rows i, i + 2, i + 4 of the one before, one for each tap: all taps are products with the same
 // tile, begun two rows further on, and their sums stay in registers. For that tiles are not swizzled: eight columns of all rows, then the
 // next eight (describe_columns), where a product may begin at any row. Rows behind the 128 of a layer hold anything, and reach none of
-// the 120 that are looked at.
+// the 120 that are looked at. A block goes through a range of tokens, and keeps the last four rows of x and of each layer: so all tiles but the first have
+// 128 tokens, whose rows stand behind those four.
 //
 // Weights lie in the workspace as products read them, [tap * inputs + c][width][8 of c], and come through a ring of bulk copies that one warp
 // issues. x is read once; layer 1 takes its place in shared memory, so that two blocks fit on a multiprocessor: one loads, undoes RoPE or
@@ -28,7 +29,7 @@ namespace kvpolicy {
 inline namespace KVPOLICY_CUDA_NAMESPACE KVPOLICY_HIDDEN {
 namespace cuda_backend {
 
-inline constexpr int conv_tile = 120;        // tokens of a block
+inline constexpr int conv_tile = 120;        // tokens of a tile that begins anew; others have conv_tile_rows
 inline constexpr int conv_tile_rows = 128;   // rows of a layer
 inline constexpr int conv_input_rows = 132;  // rows of x: those of a layer, and two taps' reach
 inline constexpr int conv_pitch = 133;  // rows of a tile; odd, so that columns of one row fall on all banks
@@ -64,9 +65,12 @@ struct conv_hopper_shape {
     }
     /// Biases of the three layers, then the readout.
     static constexpr int constants = channels(1) + channels(2) + 2 * channels(3);
+    /// Four rows of x, y_1 and y_2.
+    static constexpr std::size_t kept_bytes =
+        static_cast<std::size_t>(4 * 2 * (channels(0) + channels(1) + channels(2)));
     static constexpr std::size_t shared_bytes = tile_bytes(0) + conv_ring * conv_stage +
                                                 constants * sizeof(float) +
-                                                2 * conv_ring * sizeof(std::uint64_t);
+                                                2 * conv_ring * sizeof(std::uint64_t) + kept_bytes;
 
     static_assert(tile_bytes(1) + tile_bytes(2) <= tile_bytes(0));
     static_assert(tile_bytes(0) % 16 == 0 && tile_bytes(1) % 16 == 0);
@@ -110,9 +114,19 @@ __device__ inline void pack_conv(const conv_weights& from, T* to, std::int64_t t
             make_uint4(pack<T>(w[0], w[1]), pack<T>(w[2], w[3]), pack<T>(w[4], w[5]), pack<T>(w[6], w[7]));
     }
 }
+/// The same, and the frequencies of a Rope that gives a base, where there is room for them.
 template <class T, int Inputs>
-__global__ void __launch_bounds__(256) pack_conv_kernel(const conv_weights from, T* const to) {
-    pack_conv<Inputs>(from, to, std::int64_t{blockIdx.x} * 256 + threadIdx.x, std::int64_t{gridDim.x} * 256);
+__global__ void __launch_bounds__(256)
+    pack_conv_kernel(const conv_weights from, T* const to, const float base, const std::int32_t rotated,
+                     float* const frequencies) {
+    let_next_kernel_start();
+    const auto thread = static_cast<std::int32_t>(threadIdx.x);
+    if (frequencies != nullptr && blockIdx.x == 0) {
+        for (std::int32_t i = thread; i < rotated / 2; i += 256) {
+            frequencies[i] = rope_frequency<float>(base, i, rotated);
+        }
+    }
+    pack_conv<Inputs>(from, to, std::int64_t{blockIdx.x} * 256 + thread, std::int64_t{gridDim.x} * 256);
 }
 
 #if KVPOLICY_HOPPER_CODE
@@ -225,11 +239,11 @@ __device__ inline float conv_silu(float y) {
     return y * fast_reciprocal(1.0f + fast_exp2(-1.4426950408889634f * y));
 }
 
-/// A layer's results, rounded, into the tile of the next one's inputs.
+/// A layer's results, rounded, into the tile of the next one's inputs, `shift` rows further.
 template <int Width, class T>
 __device__ inline void store_conv_layer(float (&acc)[Width / 2], const float* bias, unsigned char* to,
-                                        int thread) {
-    const int row = thread / 32 * 16 + thread % 32 / 4, pair = thread % 4;
+                                        int thread, int shift) {
+    const int row = thread / 32 * 16 + thread % 32 / 4 + shift, pair = thread % 4;
 #pragma unroll
     for (int j = 0; j < Width / 8; ++j) {
         const float2 b = *reinterpret_cast<const float2*>(bias + 8 * j + 2 * pair);
@@ -241,14 +255,13 @@ __device__ inline void store_conv_layer(float (&acc)[Width / 2], const float* bi
     }
 }
 
-/// x of a tile: what the rows lack (tokens before the stream's begin, and behind its end) is 0.
+/// x of a tile, whose row 0 is token t0, from row `begin` on: what the rows lack (tokens before the stream's begin, and behind its end) is 0.
 template <int Inputs, class T, class Rows>
-__device__ inline void load_conv_rows(const scorer_source<T>& source, const Rows& rows, std::int32_t first,
-                                      unsigned char* to, int thread) {
-    const std::int32_t t0 = first - conv_reach;
+__device__ inline void load_conv_rows(const scorer_source<T>& source, const Rows& rows, std::int32_t t0,
+                                      int begin, unsigned char* to, int thread) {
     const auto in = [&](int row) { return rows.in(t0 + row); };
     if (!source.turns_eight()) {
-        for (int i = thread; i < conv_input_rows * (Inputs / 8); i += conv_consumers) {
+        for (int i = thread + begin * (Inputs / 8); i < conv_input_rows * (Inputs / 8); i += conv_consumers) {
             const int row = i / (Inputs / 8), c = i % (Inputs / 8) * 8;
             float x[8] = {};
             if (in(row)) {
@@ -269,7 +282,7 @@ __device__ inline void load_conv_rows(const scorer_source<T>& source, const Rows
     {
         const std::uint32_t data = shared_address(to);
         const int step_row = conv_consumers / plain, step_unit = conv_consumers % plain;
-        int row = thread / plain, unit = thread % plain;
+        int row = begin + thread / plain, unit = thread % plain;
         while (row < conv_input_rows) {
             const int c = 8 * (turned + unit);
             const bool there = in(row) && c < source.size;
@@ -290,7 +303,7 @@ __device__ inline void load_conv_rows(const scorer_source<T>& source, const Rows
     // A thread turns the same columns of several rows: eight, and those that a sine is shared with.
     const int pairs = turned / 2;
     if (pairs > 0) {
-        constexpr int together = 3;
+        constexpr int together = 4;
         const int step = conv_consumers / pairs, c = 8 * (thread % pairs);
         if (thread < step * pairs) {
             float frequency[8];
@@ -298,11 +311,11 @@ __device__ inline void load_conv_rows(const scorer_source<T>& source, const Rows
             for (int e = 0; e < 8; ++e) {
                 frequency[e] = source.frequencies[c + e];
             }
-            for (int begin = thread / pairs; begin < conv_input_rows; begin += together * step) {
+            for (int from = begin + thread / pairs; from < conv_input_rows; from += together * step) {
                 uint4 low[together], high[together];
 #pragma unroll
                 for (int i = 0; i < together; ++i) {
-                    const int row = begin + i * step;
+                    const int row = from + i * step;
                     low[i] = high[i] = make_uint4(0, 0, 0, 0);
                     if (row < conv_input_rows && in(row)) {
                         const T* const key = rows.key(t0 + row) + c;
@@ -312,7 +325,7 @@ __device__ inline void load_conv_rows(const scorer_source<T>& source, const Rows
                 }
 #pragma unroll
                 for (int i = 0; i < together; ++i) {
-                    const int row = begin + i * step;
+                    const int row = from + i * step;
                     if (row >= conv_input_rows) {
                         break;
                     }
@@ -356,39 +369,77 @@ __device__ inline void load_conv_constants(const conv_problem<T>& problem, std::
     }
 }
 
-/// Layers 1 to 3 of a tile and its scores, by the consumers: write(r, score) for token first + r in [low, high).
+/// Four rows of `Channels` channels, from row `row` of a tile on, to what a block keeps, or back to its first rows.
+template <int Channels>
+__device__ inline void keep_conv_rows(const unsigned char* tile, int row, uint4* kept, int thread) {
+    if (thread < Channels / 2) {
+        kept[thread] = *reinterpret_cast<const uint4*>(tile + conv_offset(row + thread % 4, thread / 4 * 8));
+    }
+}
+template <int Channels>
+__device__ inline void take_conv_rows(unsigned char* tile, const uint4* kept, int thread) {
+    if (thread < Channels / 2) {
+        *reinterpret_cast<uint4*>(tile + conv_offset(thread % 4, thread / 4 * 8)) = kept[thread];
+    }
+}
+
+/// What a block has in shared memory besides the ring.
+struct conv_hopper_memory {
+    unsigned char* tile;
+    float* constants;
+    uint4* kept;
+};
+
+/// Layers 1 to 3 of a tile and its scores, by the consumers: write(r, score) for token first + r in [low, high). `follows`: the tile before is the
+/// one that ends where it begins, and its last rows were kept.
 template <int Inputs, class T, class Rows, class Write>
 __device__ inline void score_conv_tile(const conv_problem<T>& problem, std::int32_t head, const Rows& rows,
-                                       std::int32_t first, std::int32_t low, std::int32_t high,
-                                       unsigned char* tile, const conv_weight_ring& ring, conv_turn& turn,
-                                       const float* constants, const Write& write) {
+                                       std::int32_t first, std::int32_t low, std::int32_t high, bool follows,
+                                       const conv_hopper_memory& memory, const conv_weight_ring& ring,
+                                       conv_turn& turn, const Write& write) {
     using shape = conv_hopper_shape<Inputs>;
-    constexpr int c1 = shape::channels(1), c2 = shape::channels(2), c3 = shape::channels(3);
+    constexpr int c0 = shape::channels(0), c1 = shape::channels(1), c2 = shape::channels(2),
+                  c3 = shape::channels(3);
     auto thread = static_cast<int>(threadIdx.x);
     asm volatile(
         ""
         : "+r"(thread));  // made anew for every tile: addresses that outlive one would fill the registers
-    load_conv_rows<Inputs>(problem.source, rows, first, tile, thread);
+    unsigned char *const tile = memory.tile, *const second = tile + shape::tile_bytes(1);
+    const float* const constants = memory.constants;
+    uint4 *const kept_x = memory.kept, *const kept_1 = kept_x + c0 / 2, *const kept_2 = kept_1 + c1 / 2;
+    const int shift = follows ? 4 : 0;
+    if (follows) {
+        take_conv_rows<c0>(tile, kept_x, thread);
+    }
+    load_conv_rows<Inputs>(problem.source, rows, first + (follows ? 2 : -conv_reach), shift, tile, thread);
     fence_async_proxy();
     named_barrier(1, conv_consumers);
+    keep_conv_rows<c0>(tile, conv_tile_rows, kept_x, thread);
 
     const int first_row = thread / 128 * 64;
-    unsigned char* const second = tile + shape::tile_bytes(1);
     {
         float acc[c1 / 2];
         conv_hopper_product<1, shape, T>(acc, shared_address(tile) + conv_offset(first_row, 0), ring, turn);
         named_barrier(1, conv_consumers);  // nobody reads x any more
-        store_conv_layer<c1, T>(acc, constants, tile, thread);
+        if (follows) {
+            take_conv_rows<c1>(tile, kept_1, thread);
+        }
+        store_conv_layer<c1, T>(acc, constants, tile, thread, shift);
     }
     fence_async_proxy();
     named_barrier(1, conv_consumers);
+    keep_conv_rows<c1>(tile, conv_tile_rows - 4 + shift, kept_1, thread);
     {
         float acc[c2 / 2];
         conv_hopper_product<2, shape, T>(acc, shared_address(tile) + conv_offset(first_row, 0), ring, turn);
-        store_conv_layer<c2, T>(acc, constants + c1, second, thread);
+        if (follows) {
+            take_conv_rows<c2>(second, kept_2, thread);
+        }
+        store_conv_layer<c2, T>(acc, constants + c1, second, thread, shift);
     }
     fence_async_proxy();
     named_barrier(1, conv_consumers);
+    keep_conv_rows<c2>(second, follows ? conv_tile_rows : conv_tile, kept_2, thread);
     float acc[c3 / 2];
     conv_hopper_product<3, shape, T>(acc, shared_address(second) + conv_offset(first_row, 0), ring, turn);
     const int lane = lane_id();
@@ -416,15 +467,18 @@ __device__ inline void score_conv_tile(const conv_problem<T>& problem, std::int3
 }
 
 /// The whole of a block, for tiles of one head: barriers, the warp that brings weights, and the consumers. tiles.count of them;
-/// tiles(i, body) calls body(rows, first, low, high, write) for one (score_conv_tile).
+/// tiles(i, body) calls body(rows, first, low, high, follows, write) for one (score_conv_tile).
 template <int Inputs, class T, class Tiles>
 __device__ inline void conv_hopper_block(const conv_problem<T>& problem, const T* weights, std::int32_t head,
                                          const Tiles& tiles) {
     using shape = conv_hopper_shape<Inputs>;
-    unsigned char* const tile = dynamic_shared();
-    unsigned char* const stages = tile + shape::tile_bytes(0);
-    auto* const constants = reinterpret_cast<float*>(stages + conv_ring * conv_stage);
-    const std::uint32_t barriers = shared_address(constants + shape::constants);
+    conv_hopper_memory memory{};
+    memory.tile = dynamic_shared();
+    unsigned char* const stages = memory.tile + shape::tile_bytes(0);
+    memory.kept = reinterpret_cast<uint4*>(stages + conv_ring * conv_stage);
+    memory.constants =
+        reinterpret_cast<float*>(reinterpret_cast<unsigned char*>(memory.kept) + shape::kept_bytes);
+    const std::uint32_t barriers = shared_address(memory.constants + shape::constants);
     const conv_weight_ring ring{shared_address(stages), barriers, barriers + 8 * conv_ring};
     begin_conv_ring(ring);
     conv_turn turn;
@@ -434,53 +488,74 @@ __device__ inline void conv_hopper_block(const conv_problem<T>& problem, const T
         }
         return;
     }
-    load_conv_constants<Inputs>(problem, head, constants);
+    load_conv_constants<Inputs>(problem, head, memory.constants);
     for (int i = 0; i < tiles.count; ++i) {
         if (i > 0) {
             named_barrier(1, conv_consumers);  // nobody reads the last tile any more
         }
-        tiles(i, [&](const auto& rows, std::int32_t first, std::int32_t low, std::int32_t high,
+        tiles(i, [&](const auto& rows, std::int32_t first, std::int32_t low, std::int32_t high, bool follows,
                      const auto& write) {
-            score_conv_tile<Inputs>(problem, head, rows, first, low, high, tile, ring, turn, constants,
+            score_conv_tile<Inputs>(problem, head, rows, first, low, high, follows, memory, ring, turn,
                                     write);
         });
     }
 }
 
-/// The tile of a stream.
+/// Tokens of a range that tile i and those before it have.
+__device__ inline std::int32_t conv_tokens(int tiles) {
+    return tiles == 0 ? 0 : conv_tile + (tiles - 1) * conv_tile_rows;
+}
+
+/// The tiles of a range of a stream's scores, first + low .. first + high - 1.
 template <class T>
-struct conv_stream_tile {
-    static constexpr int count = 1;
+struct conv_stream_tiles {
     const conv_problem<T>& problem;
     scorer_span s;
-    std::int32_t first, skipped;
+    std::int32_t first, low, high;
+    int count;
 
+    __device__ conv_stream_tiles(const conv_problem<T>& of, const scorer_span& span, std::int32_t skipped)
+        : problem(of),
+          s(span),
+          first(span.first - of.streams.delay + skipped),
+          low(0),
+          high(span.count - skipped) {
+        count = high <= conv_tile ? 1 : 1 + (high - conv_tile + conv_tile_rows - 1) / conv_tile_rows;
+    }
     template <class Body>
-    __device__ void operator()(int /*tile*/, const Body& body) const {
-        body(scorer_rows<T>{problem.source.k, problem.source.v, s}, first, skipped, s.count,
-             [&](std::int32_t r, float score) { problem.scores.head(s.b, s.h)[first + r] = score; });
+    __device__ void operator()(int tile, const Body& body) const {
+        const std::int32_t begin = conv_tokens(tile), t = first + begin;
+        // The next tile's rows, while this one is computed.
+        const auto thread = static_cast<std::int32_t>(threadIdx.x);
+        const std::int32_t ahead = first + conv_tokens(tile + 1) + conv_reach + thread % conv_tile_rows;
+        if (tile + 1 < count && ahead < s.end) {
+            const rows_view<const T>& view = thread < conv_tile_rows ? problem.source.k : problem.source.v;
+            prefetch_to_l2(view.row(s.b, s.h, ahead), static_cast<std::uint32_t>(view.dim) * sizeof(T));
+        }
+        body(scorer_rows<T>{problem.source.k, problem.source.v, s}, t, 0,
+             min(high - begin, tile == 0 ? conv_tile : conv_tile_rows), tile > 0,
+             [&](std::int32_t r, float score) { problem.scores.head(s.b, s.h)[t + r] = score; });
     }
 };
 
 #endif
 
-/// Scores of the tokens that leave a window of streams.delay keys while the tile's come; streams.slots counts tiles of conv_tile tokens. No
-/// dropout. `weights` is pack_conv_kernel's.
+/// Scores of the tokens that leave a window of streams.delay keys while those of a range of `tokens` come, of which streams.slots counts the
+/// ranges of a plane. No dropout. `weights` is what pack_conv made.
 template <class T, int Inputs>
 __global__ void __launch_bounds__(KVPOLICY_HOPPER_THREADS(conv_consumers + 32), 2)
-    conv_hopper_kernel([[maybe_unused]] const conv_problem<T> problem,
-                       [[maybe_unused]] const T* const weights) {
+    conv_hopper_kernel([[maybe_unused]] const __grid_constant__ conv_problem<T> problem,
+                       [[maybe_unused]] const std::int32_t tokens, [[maybe_unused]] const T* const weights) {
 #if KVPOLICY_HOPPER_CODE
+    wait_for_kernel_before();
     const scorer_streams& streams = problem.streams;
-    const scorer_span s =
-        streams.template span<conv_tile>(static_cast<std::int32_t>(blockIdx.x) / streams.slots,
-                                         static_cast<std::int32_t>(blockIdx.x) % streams.slots);
+    const scorer_span s = streams.span(static_cast<std::int32_t>(blockIdx.x) / streams.slots,
+                                       static_cast<std::int32_t>(blockIdx.x) % streams.slots, tokens);
     const std::int32_t skipped = max(0, s.begin + streams.delay - s.first);
     if (skipped >= s.count) {
         return;
     }
-    conv_hopper_block<Inputs>(problem, weights, s.h,
-                              conv_stream_tile<T>{problem, s, s.first - streams.delay, skipped});
+    conv_hopper_block<Inputs>(problem, weights, s.h, conv_stream_tiles<T>(problem, s, skipped));
 #endif
 }
 
