@@ -22,7 +22,7 @@ all_checks="memcheck synccheck initcheck racecheck"
 
 # Operations of whose kernels some have one lane arrive at a barrier for its warp, which racecheck does not follow: it runs a build
 # of its own of their programs (KVPOLICY_RACECHECK, include/kvpolicy/cuda/blocks/async.cuh).
-one_lane_arrives="attention caches"
+one_lane_arrives="attention caches scorers"
 
 # ---- masks -----------------------------------------------------------------------------------------------------------
 
@@ -100,17 +100,23 @@ ragged DualCache, 25% of 128k x 16* | 3.4x | 3.7x | cuDNN attention alone 131072
 
 # ---- scorers ---------------------------------------------------------------------------------------------------------
 
-profiled[scorers]='(mlstm|mlstm without projections|mlp)/16k x 8/'
+profiled[scorers]='(mlstm|mlstm without projections|mlp|convolution)/16k x 8/'
 sanitized[scorers]="
 gpu.scorers.mlp         | $all_checks | linear*,write gates
-gpu.scorers.conv        | $all_checks | dropout*
+gpu.scorers.conv        | $all_checks | dropout*,tiles of the Hopper kernel: ragged*
+gpu.scorers.predictor   | $all_checks | ragged*
 gpu.scorers.mlstm_bf16  | $all_checks | odd*,states*
 "
 targets[scorers]="
-mlstm without projections/16k x 8/forward                      | 0.25 | 0.18 |
-mlstm without projections/16k x 8/forward + backward           | 0.8  | 0.6  |
-mlstm without projections/batch 8, 16k x 8/forward             | 0.9  | 0.7  |
-mlstm without projections/batch 8, 16k x 8/forward + backward  | 2.8  | 2.2  |
+mlstm without projections/16k x 8/forward                      | 0.25 | 0.18 | mlstm_kernels 16k x 8 forward
+mlstm without projections/16k x 8/forward + backward           | 0.8  | 0.6  | mlstm_kernels 16k x 8 forward + backward
+mlstm without projections/batch 8, 16k x 8/forward             | 0.9  | 0.7  | mlstm_kernels batch 8/16k x 8 forward
+mlstm without projections/batch 8, 16k x 8/forward + backward  | 2.8  | 2.2  | mlstm_kernels batch 8/16k x 8 forward + backward
+"
+# Triton compiles for most of a minute, beside the build.
+compiled[scorers]='--compile'
+baselines[scorers]="
+| 60
 "
 
 # ---- losses ----------------------------------------------------------------------------------------------------------

@@ -115,7 +115,8 @@ template <class T, class S>
 void conv_backward(const cuda& on, const S& scorer, const ScoreBackward<T>& call,
                    const ConvParameters<float>& gradients, workspace_parts& parts, bool measure,
                    std::uint32_t* status) {
-    conv_backward_call<T> conv(scorer, call, parts);
+    const device_scope device(on);
+    conv_backward_call<T> conv(device, scorer, call, parts);
     if (measure || conv.conv.call.chunks() == 0) {
         return;
     }

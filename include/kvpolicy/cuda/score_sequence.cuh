@@ -127,8 +127,7 @@ void score_sequence(const cuda& on, const S& scorer, rows_view<K> k, rows_view<V
         cb::conv_call<T> conv(scorer, k, v, sequences, delay, options.dropout, parts);
         conv.call.streams.rows = std::min(conv.call.streams.rows, scores.length);
         conv.problem.scores = scores;
-        conv.begin(on, status);
-        conv.score(on);
+        conv.run(on, device, status);
     } else {
         cb::mlp_call<T> mlp(scorer, k, v, sequences, nullptr, parts);
         mlp.call.streams.rows = std::min(mlp.call.streams.rows, scores.length);

@@ -36,10 +36,12 @@ struct chunk_launch {
     plane_view<const float> scores{};  // of the new tokens, where they come with them
     float* computed = nullptr;         // [count, Hkv, most]: see score_launch; null: none
     bool on_leaving = false;           // `computed` are those of the keys that leave
-    std::uint32_t* status = nullptr;   // [count]
-    std::int32_t longest = 0;          // the most rows of a head
-    std::int32_t tiles = 0;            // of its places
-    bool contest_in_shared = false;    // places and records fit into shared memory
+    const float* late =
+        nullptr;  // [count, Hkv, most]: of the new tokens, where those are of the keys that leave
+    std::uint32_t* status = nullptr;  // [count]
+    std::int32_t longest = 0;         // the most rows of a head
+    std::int32_t tiles = 0;           // of its places
+    bool contest_in_shared = false;   // places and records fit into shared memory
     // Made by chunk_begin_kernel and chunk_decide_kernel.
     std::int32_t* taken = nullptr;         // [count]: tokens that count
     std::int64_t* first_row = nullptr;     // [count, Hkv]
@@ -85,7 +87,8 @@ struct chunk_head {
     __device__ float score(const chunk_launch<View>& call, std::int32_t j) const {
         float score = 0.0f;
         if (call.computed != nullptr) {
-            score = call.on_leaving ? 0.0f : call.computed[std::int64_t{pair} * call.tokens.most + j];
+            const float* const from = call.on_leaving ? call.late : call.computed;
+            score = from == nullptr ? 0.0f : from[std::int64_t{pair} * call.tokens.most + j];
         } else if (call.tokens.spare) {
             score = rows.spare_score(j);
         } else if (call.scores) {

@@ -342,7 +342,7 @@ __global__ void __launch_bounds__(128)
         if (source.input == scorer_input::write_gate) {
             // Rotations keep lengths, so RMSNorm(k before RoPE) is RMSNorm(k) turned back.
             through_norm(key, scale_k[r], dim_k, to_k, [&](std::int32_t c) {
-                return source.turned(c, t - s.begin, 1.0f, plain) + of_row[dim_k + c];
+                return source.turned(c, static_cast<float>(t - s.begin), 1.0f, plain) + of_row[dim_k + c];
             });
             for (std::int32_t c = lane; c < dim_v; c += 32) {
                 to_v[c] = 0.0f;
