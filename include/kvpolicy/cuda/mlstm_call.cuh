@@ -3,12 +3,15 @@
 
 #include <kvpolicy/cuda/blocks/mlstm_problem.cuh>
 #include <kvpolicy/cuda/config.cuh>
+#include <kvpolicy/cuda/hopper.cuh>
 #include <kvpolicy/cuda/kernels/mlstm_backward.cuh>
 #include <kvpolicy/cuda/kernels/mlstm_project.cuh>
 #include <kvpolicy/cuda/kernels/mlstm_read.cuh>
+#include <kvpolicy/cuda/kernels/mlstm_reads_hopper.cuh>
 #include <kvpolicy/cuda/kernels/mlstm_states.cuh>
 #include <kvpolicy/cuda/kernels/mlstm_sweep.cuh>
 #include <kvpolicy/cuda/kernels/mlstm_tokens_backward.cuh>
+#include <kvpolicy/cuda/kernels/mlstm_tokens_hopper.cuh>
 #include <kvpolicy/cuda/launch.cuh>
 #include <kvpolicy/cuda/scorer_call.cuh>
 
@@ -211,6 +214,20 @@ struct mlstm_call {
             if constexpr (std::is_same_v<T, float> && V > 64) {
                 return;  // refused by check_mlstm
             } else {
+                if constexpr (!shared_tile<E>::plain) {
+                    const device_scope device(on);
+                    if (has_hopper_code(device, mlstm_reads_hopper_kernel<T, F, V>)) {
+                        const std::int64_t at_once = std::int64_t{problem.ahead} * mlstm_reads_blocks<V>;
+                        launch("mlstm_reads_hopper_kernel", mlstm_reads_hopper_kernel<T, F, V>,
+                               std::min(call.chunks(), at_once), mlstm_warpgroup_threads,
+                               mlstm_reads_memory<E, F, V>(nullptr).bytes, on, problem);
+                        walk<true>(on);
+                        launch("mlstm_tokens_hopper_kernel", mlstm_tokens_hopper_kernel<T, F, V>,
+                               call.chunks(), mlstm_warpgroup_threads,
+                               mlstm_tokens_hopper_memory<E, F, V>(nullptr).bytes, on, problem);
+                        return;
+                    }
+                }
                 launch("mlstm_reads_backward_kernel", mlstm_reads_backward_kernel<T, F, V>, call.chunks(),
                        mlstm_threads, mlstm_read_memory<E, F, V, true>(nullptr).bytes, on, problem);
                 walk<true>(on);
