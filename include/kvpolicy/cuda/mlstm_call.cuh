@@ -7,6 +7,7 @@
 #include <kvpolicy/cuda/kernels/mlstm_backward.cuh>
 #include <kvpolicy/cuda/kernels/mlstm_project.cuh>
 #include <kvpolicy/cuda/kernels/mlstm_read.cuh>
+#include <kvpolicy/cuda/kernels/mlstm_read_hopper.cuh>
 #include <kvpolicy/cuda/kernels/mlstm_reads_hopper.cuh>
 #include <kvpolicy/cuda/kernels/mlstm_states.cuh>
 #include <kvpolicy/cuda/kernels/mlstm_sweep.cuh>
@@ -80,6 +81,11 @@ struct mlstm_call {
     float* partial = nullptr;
     bool direct_values = false;
 
+#if defined(KVPOLICY_MLSTM_APART)
+    static constexpr bool apart_always = true;
+#else
+    static constexpr bool apart_always = false;
+#endif
     using one = std::integral_constant<int, 1>;
     using two = std::integral_constant<int, 2>;
 
@@ -181,7 +187,10 @@ struct mlstm_call {
                 constexpr int F = features, V = values;
                 const std::size_t shared = mlstm_sweep_memory<E, F, V>(nullptr).bytes;
                 const int room = device_scope(on).attribute(cudaDevAttrMaxSharedMemoryPerBlockOptin);
-                if (shared > static_cast<std::size_t>(room)) {
+                // With many planes a walk has the whole card in one go, and a chunk that is read by itself takes less than a sweep's.
+                const bool apart = (apart_always || planes() * walk_parts(F, V) >= processors) &&
+                                   has_hopper_code(device_scope(on), mlstm_read_hopper_kernel<T, F, V>);
+                if (apart || shared > static_cast<std::size_t>(room)) {
                     return;
                 }
                 swept = true;
@@ -202,6 +211,14 @@ struct mlstm_call {
         problem.ahead = device_scope(on).attribute(cudaDevAttrMultiProcessorCount);
         widths([&](auto features, auto values) {
             constexpr int F = features, V = values;
+            if constexpr (!shared_tile<E>::plain) {
+                if (has_hopper_code(device_scope(on), mlstm_read_hopper_kernel<T, F, V>)) {
+                    launch("mlstm_read_hopper_kernel", mlstm_read_hopper_kernel<T, F, V>,
+                           std::min(call.chunks(), std::int64_t{problem.ahead} * mlstm_reads_blocks<V>),
+                           mlstm_warpgroup_threads, mlstm_read_tiles<E, F, V>::bytes(), on, problem);
+                    return;
+                }
+            }
             launch("mlstm_read_kernel", mlstm_read_kernel<T, F, V>, call.chunks(), mlstm_threads,
                    mlstm_read_memory<E, F, V, false>(nullptr).bytes, on, problem);
         });
@@ -220,7 +237,7 @@ struct mlstm_call {
                         const std::int64_t at_once = std::int64_t{problem.ahead} * mlstm_reads_blocks<V>;
                         launch("mlstm_reads_hopper_kernel", mlstm_reads_hopper_kernel<T, F, V>,
                                std::min(call.chunks(), at_once), mlstm_warpgroup_threads,
-                               mlstm_reads_memory<E, F, V>(nullptr).bytes, on, problem);
+                               mlstm_reads_memory<E, F, V>::bytes(), on, problem);
                         walk<true>(on);
                         launch("mlstm_tokens_hopper_kernel", mlstm_tokens_hopper_kernel<T, F, V>,
                                call.chunks(), mlstm_warpgroup_threads,

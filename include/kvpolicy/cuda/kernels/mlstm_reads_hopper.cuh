@@ -1,6 +1,4 @@
-// mlstm_reads_backward_kernel (mlstm_backward.cuh has the equations) with a warpgroup a chunk: what one thread needs of a row is in four
-// lanes, weights of pairs and d N go from products to products in registers, and no two warps wait for each other but where tiles change
-// hands. A block takes one chunk after another, whose rows come as soon as the tiles of the chunk before are free.
+// mlstm_reads_backward_kernel (mlstm_backward.cuh has the equations) with a warpgroup a chunk, as mlstm_read_hopper.cuh.
 #pragma once
 
 #include <kvpolicy/cuda/blocks/mlstm_problem.cuh>
@@ -9,6 +7,7 @@
 #include <kvpolicy/cuda/kernels/mlp_scorer.cuh>
 #include <kvpolicy/cuda/kernels/mlstm_backward.cuh>
 #include <kvpolicy/cuda/kernels/mlstm_read.cuh>
+#include <kvpolicy/cuda/kernels/mlstm_read_hopper.cuh>
 #include <kvpolicy/cuda/launch.cuh>
 
 #include <cstdint>
@@ -18,43 +17,22 @@ namespace kvpolicy {
 inline namespace KVPOLICY_CUDA_NAMESPACE KVPOLICY_HIDDEN {
 namespace cuda_backend {
 
-inline constexpr int mlstm_warpgroup_threads = 128;
-/// Blocks that a multiprocessor has room for.
-template <int V>
-inline constexpr int mlstm_reads_blocks = V == 64 ? 3 : 2;
-
 template <class E, int F, int V>
-struct mlstm_reads_memory {
+struct mlstm_reads_memory : mlstm_read_tiles<E, F, V> {
     /// Whether d q~ has a tile of its own; else it takes that of k~.
     static constexpr bool apart = F == V;
 
-    shared_tile<E> q, k, v, c, d_n;
-    shared_tile<E> z_tile;  // z in two rows, rounded and what rounding takes away; of 8
-    float* z;
-    float* rho;
+    shared_tile<E> d_n;
     float* d_score;
-    float2* numbers;  // [V]: the norm's gain, the readout's weight
-    float* columns;   // [4][V][2]: sums down the columns of a warp's 16 rows
-    mlstm_exponents<E> exponents;
-    std::size_t bytes;
+    float* columns;  // [4][V][2]: sums down the columns of a warp's 16 rows
 
-    KVPOLICY_HOST_DEVICE explicit mlstm_reads_memory(unsigned char* memory) {
-        shared_parts parts(memory);
-        q = parts.tile<E>(scorer_chunk, F);
-        k = parts.tile<E>(scorer_chunk, F);
-        v = parts.tile<E>(scorer_chunk, V);
-        c = parts.tile<E>(F, V);
-        d_n = parts.tile<E>(scorer_chunk, V);
-        z_tile = parts.tile<E>(8, F);
-        z = parts.take<float>(F);
-        rho = parts.take<float>(V);
-        d_score = parts.take<float>(scorer_chunk);
-        numbers = parts.take<float2>(V);
-        columns = parts.take<float>(4 * V * 2);
-        exponents.source = parts.take<typename mlstm_exponents<E>::number>(scorer_chunk);
-        exponents.most = parts.take<typename mlstm_exponents<E>::number>(scorer_chunk);
-        exponents.kept = parts.take<float>(scorer_chunk);
-        bytes = parts.bytes();
+    KVPOLICY_HOST_DEVICE explicit mlstm_reads_memory(shared_parts& parts)
+        : mlstm_read_tiles<E, F, V>(parts), d_n(parts.tile<E>(scorer_chunk, V)),
+          d_score(parts.take<float>(scorer_chunk)), columns(parts.take<float>(4 * V * 2)) {}
+    [[nodiscard]] static std::size_t bytes() {
+        shared_parts parts(nullptr);
+        const mlstm_reads_memory all(parts);
+        return parts.bytes();
     }
 };
 
@@ -66,7 +44,8 @@ __global__ void __launch_bounds__(KVPOLICY_HOPPER_THREADS(mlstm_warpgroup_thread
     static_assert(!shared_tile<E>::plain);
     constexpr int threads = mlstm_warpgroup_threads;
     using memory_type = mlstm_reads_memory<E, F, V>;
-    const memory_type memory(aligned_dynamic_shared());
+    shared_parts parts(aligned_dynamic_shared());
+    const memory_type memory(parts);
     const scorer_streams& streams = problem.streams;
     const std::int32_t chunks = streams.batch * streams.heads * streams.slots, width = problem.width;
     const auto thread = static_cast<int>(threadIdx.x);
@@ -76,32 +55,18 @@ __global__ void __launch_bounds__(KVPOLICY_HOPPER_THREADS(mlstm_warpgroup_thread
     const auto reads_in = [&](std::int32_t chunk) {
         return chunk < chunks && problem.frames[chunk].reads < problem.frames[chunk].count;
     };
-    const auto load_state = [&](std::int32_t chunk) {
-        copy_slice<F, V, threads>(
-            memory.c, 0, static_cast<const E*>(problem.memory) + std::int64_t{chunk} * (F * V), V);
-        copy_slice<scorer_chunk, V, threads>(
-            memory.v, 0, static_cast<const E*>(problem.v) + std::int64_t{chunk} * (scorer_chunk * V), V);
-    };
-    const auto load_queries = [&](std::int32_t chunk) {
-        copy_slice<scorer_chunk, F, threads>(
-            memory.q, 0, static_cast<const E*>(problem.q) + std::int64_t{chunk} * (scorer_chunk * F), F);
-    };
-    const auto load_keys = [&](std::int32_t chunk) {
-        copy_slice<scorer_chunk, F, threads>(
-            memory.k, 0, static_cast<const E*>(problem.k) + std::int64_t{chunk} * (scorer_chunk * F), F);
+    const auto load_all = [&](std::int32_t chunk) {
+        memory.load_state(problem, chunk);
+        memory.load_queries(problem, chunk);
+        memory.load_keys(problem, chunk);
     };
 
-    for (int i = thread; i < 8 * F / 8; i += threads) {
-        const float blank[8] = {};
-        memory.z_tile.set_eight(i / (F / 8), i % (F / 8) * 8, blank);
-    }
+    memory.clear_sums();
     __syncthreads();
     auto chunk = static_cast<std::int32_t>(blockIdx.x);
     bool there = reads_in(chunk);
     if (there) {
-        load_state(chunk);
-        load_queries(chunk);
-        load_keys(chunk);
+        load_all(chunk);
     }
     copy_commit();
     for (; chunk < chunks; chunk += static_cast<std::int32_t>(gridDim.x)) {
@@ -119,9 +84,7 @@ __global__ void __launch_bounds__(KVPOLICY_HOPPER_THREADS(mlstm_warpgroup_thread
                 *reinterpret_cast<uint4*>(d_rows + std::int64_t{i} * 8) = make_uint4(0, 0, 0, 0);
             }
             if (follows) {
-                load_state(next);
-                load_queries(next);
-                load_keys(next);
+                load_all(next);
             }
             copy_commit();
             there = follows;
@@ -136,99 +99,30 @@ __global__ void __launch_bounds__(KVPOLICY_HOPPER_THREADS(mlstm_warpgroup_thread
                     ? gradient_of_score(streams, problem.d_scores, s, s.first + thread - streams.delay)
                     : 0.0f;
         }
-        if (thread < F) {
-            const float whole = problem.sums[std::int64_t{chunk} * F + thread];
-            const E rounded = static_cast<E>(whole);
-            memory.z[thread] = whole;
-            *reinterpret_cast<E*>(memory.z_tile.data + memory.z_tile.offset(0, thread)) = rounded;
-            *reinterpret_cast<E*>(memory.z_tile.data + memory.z_tile.offset(1, thread)) =
-                static_cast<E>(whole - static_cast<float>(rounded));
-        }
-        if (thread < V) {
-            const std::int64_t plane_row = std::int64_t{s.plane} * streams.slots * scorer_chunk;
-            const bool in = thread < width;
-            memory.rho[thread] = reference_before(problem, frame, plane_row, V, thread);
-            const std::int64_t at = std::int64_t{s.h} * width + thread;
-            memory.numbers[thread] = make_float2(in && norm ? problem.norm_gain[at] : 1.0f,
-                                                 in ? problem.readout[at] : 0.0f);
-        }
-        memory.exponents.load(problem.log_source + row, problem.log_top + row, frame.m);
+        memory.load_numbers(problem, s, frame, chunk);
         copy_wait<0>();
         fence_async_proxy();
         __syncthreads();
 
-        // N_l and its divisor
-        float pairs[32], n[V / 2], of_z[4];
-        std::uint32_t held[4][4];  // weights of pairs, rounded
-        wgmma_fence();
-        start_product<F, false>(pairs, memory.q, memory.k);
-        start_product<F, false>(of_z, memory.q, memory.z_tile);
-        wgmma_commit();
-        start_product<F, true>(n, memory.q, memory.c);
-        wgmma_commit();
-        float kept[2], most[2], d_score[2], divisor[2] = {};
+        mlstm_warpgroup_reads<E, F, V> reads;
+        reads.read(memory);
+        float(&n)[V / 2] = reads.n;
+        const float(&kept)[2] = reads.kept;
+        float d_score[2];
         bool in[2];
 #pragma unroll
         for (int r = 0; r < 2; ++r) {
             const int l = l0 + 8 * r;
-            kept[r] = memory.exponents.kept[l];
-            most[r] = memory.exponents.most[l];
             d_score[r] = memory.d_score[l];
             in[r] = l >= skipped && l < count;
         }
-        // exp(s_j - M_l) of columns 8 j + c0 and the next
-        const auto weights = [&](int j, int r, float (&w)[2]) {
-            const float2 source = *reinterpret_cast<const float2*>(memory.exponents.source + 8 * j + c0);
-            w[0] = 8 * j + c0 <= l0 + 8 * r ? fast_exp2(source.x - most[r]) : 0.0f;
-            w[1] = 8 * j + c0 + 1 <= l0 + 8 * r ? fast_exp2(source.y - most[r]) : 0.0f;
-        };
-        wgmma_wait<1>();
-        pin(pairs);
-        pin(of_z);
-#pragma unroll
-        for (int j = 0; j < 8; ++j) {
-#pragma unroll
-            for (int r = 0; r < 2; ++r) {
-                float w[2];
-                weights(j, r, w);
-                rounded_pair<E> pair;
-                pair.set(pairs[4 * j + 2 * r] * w[0], pairs[4 * j + 2 * r + 1] * w[1]);
-                divisor[r] += pair.first() + pair.second();
-                held[j / 2][j % 2 * 2 + r] = pair.both;
-            }
-        }
-        float qz[2];
-#pragma unroll
-        for (int r = 0; r < 2; ++r) {
-            qz[r] = __shfl_sync(all_lanes, of_z[2 * r] + of_z[2 * r + 1], lane & ~3);
-            divisor[r] = kept[r] * qz[r] + row_sum(divisor[r]);
-        }
-        wgmma_wait<0>();
-        pin(n);
-#pragma unroll
-        for (int j = 0; j < V / 8; ++j) {
-            const float2 rho = *reinterpret_cast<const float2*>(memory.rho + 8 * j + c0);
-#pragma unroll
-            for (int r = 0; r < 2; ++r) {
-                n[4 * j + 2 * r] = kept[r] * fmaf(qz[r], rho.x, n[4 * j + 2 * r]);
-                n[4 * j + 2 * r + 1] = kept[r] * fmaf(qz[r], rho.y, n[4 * j + 2 * r + 1]);
-            }
-        }
-        pin(n);
-        pin(held);
-        wgmma_fence();
-        start_held_product<true>(n, held, memory.v, true);
-        wgmma_commit();
         bool clamped[2];
         float inverse[2], scale[2];
 #pragma unroll
         for (int r = 0; r < 2; ++r) {
-            clamped[r] = divisor[r] < mlstm_clamp;
-            inverse[r] = __fdividef(1.0f, clamped[r] ? mlstm_clamp : divisor[r]);
+            clamped[r] = reads.divisor[r] < mlstm_clamp;
+            inverse[r] = __fdividef(1.0f, clamped[r] ? mlstm_clamp : reads.divisor[r]);
         }
-        wgmma_wait<0>();
-        pin(n);
-        pin(held);
 
         // h_l, then d h of the readout
 #pragma unroll
@@ -310,7 +204,8 @@ __global__ void __launch_bounds__(KVPOLICY_HOPPER_THREADS(mlstm_warpgroup_thread
                 problem.kept[row + l0 + 8 * r] = in[r] ? kept[r] : 0.0f;
             }
         }
-        float d_q[F / 2];
+        float d_q[F / 2], pairs[32];
+        std::uint32_t held[4][4];
         pin(to_n);
         wgmma_fence();
         start_held_product<false>(pairs, to_n, memory.v, false);
@@ -329,7 +224,7 @@ __global__ void __launch_bounds__(KVPOLICY_HOPPER_THREADS(mlstm_warpgroup_thread
 #pragma unroll
             for (int r = 0; r < 2; ++r) {
                 float w[2];
-                weights(j, r, w);
+                reads.weigh(memory, j, r, w);
                 held[j / 2][j % 2 * 2 + r] =
                     pack<E>(w[0] * (pairs[4 * j + 2 * r] + d_g[r]), w[1] * (pairs[4 * j + 2 * r + 1] + d_g[r]));
             }
@@ -339,7 +234,7 @@ __global__ void __launch_bounds__(KVPOLICY_HOPPER_THREADS(mlstm_warpgroup_thread
         pin(to_n);
         __syncthreads();  // the state and the values have been read, d N and the columns' sums are there
         if (follows) {
-            load_state(next);
+            memory.load_state(problem, next);
         }
         copy_commit();
         // d q~ = exp(m - M_l) (C d N + z d g) + sum_j w_lj G_lj k~_j
@@ -400,9 +295,9 @@ __global__ void __launch_bounds__(KVPOLICY_HOPPER_THREADS(mlstm_warpgroup_thread
         store_rounded(to, d_q);
         __syncthreads();  // queries have been read, d q~ is there
         if (follows) {
-            load_queries(next);
+            memory.load_queries(problem, next);
             if (memory_type::apart) {
-                load_keys(next);
+                memory.load_keys(problem, next);
             }
         }
         copy_commit();
@@ -413,7 +308,7 @@ __global__ void __launch_bounds__(KVPOLICY_HOPPER_THREADS(mlstm_warpgroup_thread
                       });
         __syncthreads();  // the next chunk's numbers may come
         if (follows && !memory_type::apart) {
-            load_keys(next);
+            memory.load_keys(problem, next);
         }
         copy_commit();
         there = follows;

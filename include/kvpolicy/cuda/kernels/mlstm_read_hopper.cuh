@@ -1,0 +1,270 @@
+// Reads of an mLSTM's chunks with a warpgroup a chunk: what one thread needs of a row is in four lanes, weights of pairs go from one product
+// to the next in registers, and no two warps wait for each other but where tiles change hands. A block takes one chunk after another,
+// whose rows come as soon as the tiles of the chunk before are free.
+#pragma once
+
+#include <kvpolicy/cuda/blocks/mlstm_problem.cuh>
+#include <kvpolicy/cuda/blocks/mlstm_warpgroup.cuh>
+#include <kvpolicy/cuda/config.cuh>
+#include <kvpolicy/cuda/kernels/mlstm_read.cuh>
+#include <kvpolicy/cuda/launch.cuh>
+
+#include <cstdint>
+
+namespace kvpolicy {
+inline namespace KVPOLICY_CUDA_NAMESPACE KVPOLICY_HIDDEN {
+namespace cuda_backend {
+
+inline constexpr int mlstm_warpgroup_threads = 128;
+/// Blocks that a multiprocessor has room for.
+template <int V>
+inline constexpr int mlstm_reads_blocks = V == 64 ? 3 : 2;
+
+/// Shared memory of a block that reads.
+template <class E, int F, int V>
+struct mlstm_read_tiles {
+    shared_tile<E> q, k, v, c;
+    shared_tile<E> z_tile;  // z in two rows, rounded and what rounding takes away; of 8
+    float* z;
+    float* rho;
+    float2* numbers;  // [V]: the norm's gain, the readout's weight
+    mlstm_exponents<E> exponents;
+
+    KVPOLICY_HOST_DEVICE explicit mlstm_read_tiles(shared_parts& parts) {
+        q = parts.tile<E>(scorer_chunk, F);
+        k = parts.tile<E>(scorer_chunk, F);
+        v = parts.tile<E>(scorer_chunk, V);
+        c = parts.tile<E>(F, V);
+        z_tile = parts.tile<E>(8, F);
+        z = parts.take<float>(F);
+        rho = parts.take<float>(V);
+        numbers = parts.take<float2>(V);
+        exponents.source = parts.take<typename mlstm_exponents<E>::number>(scorer_chunk);
+        exponents.most = parts.take<typename mlstm_exponents<E>::number>(scorer_chunk);
+        exponents.kept = parts.take<float>(scorer_chunk);
+    }
+    [[nodiscard]] static std::size_t bytes() {
+        shared_parts parts(nullptr);
+        const mlstm_read_tiles all(parts);
+        return parts.bytes();
+    }
+
+    /// Rows of z_tile that stay 0.
+    __device__ void clear_sums() const {
+        const float blank[8] = {};
+        for (int i = static_cast<int>(threadIdx.x); i < 8 * F / 8; i += mlstm_warpgroup_threads) {
+            z_tile.set_eight(i / (F / 8), i % (F / 8) * 8, blank);
+        }
+    }
+    template <class T>
+    __device__ void load_state(const mlstm_problem<T>& problem, std::int32_t chunk) const {
+        copy_slice<F, V, mlstm_warpgroup_threads>(
+            c, 0, static_cast<const E*>(problem.memory) + std::int64_t{chunk} * (F * V), V);
+        copy_slice<scorer_chunk, V, mlstm_warpgroup_threads>(
+            v, 0, static_cast<const E*>(problem.v) + std::int64_t{chunk} * (scorer_chunk * V), V);
+    }
+    template <class T>
+    __device__ void load_queries(const mlstm_problem<T>& problem, std::int32_t chunk) const {
+        copy_slice<scorer_chunk, F, mlstm_warpgroup_threads>(
+            q, 0, static_cast<const E*>(problem.q) + std::int64_t{chunk} * (scorer_chunk * F), F);
+    }
+    template <class T>
+    __device__ void load_keys(const mlstm_problem<T>& problem, std::int32_t chunk) const {
+        copy_slice<scorer_chunk, F, mlstm_warpgroup_threads>(
+            k, 0, static_cast<const E*>(problem.k) + std::int64_t{chunk} * (scorer_chunk * F), F);
+    }
+    /// What does not come by copies. The caller synchronises.
+    template <class T>
+    __device__ void load_numbers(const mlstm_problem<T>& problem, const scorer_span& s,
+                                 const mlstm_frame& frame, std::int32_t chunk) const {
+        const auto thread = static_cast<int>(threadIdx.x);
+        if (thread < F) {
+            const float whole = problem.sums[std::int64_t{chunk} * F + thread];
+            const E rounded = static_cast<E>(whole);
+            z[thread] = whole;
+            *reinterpret_cast<E*>(z_tile.data + z_tile.offset(0, thread)) = rounded;
+            *reinterpret_cast<E*>(z_tile.data + z_tile.offset(1, thread)) =
+                static_cast<E>(whole - static_cast<float>(rounded));
+        }
+        if (thread < V) {
+            const std::int64_t plane_row = std::int64_t{s.plane} * problem.streams.slots * scorer_chunk;
+            const bool in = thread < problem.width;
+            rho[thread] = reference_before(problem, frame, plane_row, V, thread);
+            const std::int64_t at = std::int64_t{s.h} * problem.width + thread;
+            numbers[thread] = make_float2(in && problem.norm_gain != nullptr ? problem.norm_gain[at] : 1.0f,
+                                          in ? problem.readout[at] : 0.0f);
+        }
+        const std::int64_t row = std::int64_t{chunk} * scorer_chunk;
+        exponents.load(problem.log_source + row, problem.log_top + row, frame.m);
+    }
+};
+
+#if KVPOLICY_HOPPER_CODE
+/// A thread's two rows of a chunk's reads: N, its divisor, and what weights of pairs are made of.
+template <class E, int F, int V>
+struct mlstm_warpgroup_reads {
+    float n[V / 2];
+    float divisor[2], kept[2], most[2];
+
+    __device__ static int row(int r) { return 16 * warp_id() + lane_id() / 4 + 8 * r; }
+    __device__ static int column() { return lane_id() % 4 * 2; }
+    /// exp(s_j - M_l) of columns 8 j + column() and the next, 0 for a token after the read.
+    template <class Memory>
+    __device__ void weigh(const Memory& memory, int j, int r, float (&w)[2]) const {
+        const float2 source = *reinterpret_cast<const float2*>(memory.exponents.source + 8 * j + column());
+        w[0] = 8 * j + column() <= row(r) ? fast_exp2(source.x - most[r]) : 0.0f;
+        w[1] = 8 * j + column() + 1 <= row(r) ? fast_exp2(source.y - most[r]) : 0.0f;
+    }
+    /// All of it, once the tiles are there.
+    template <class Memory>
+    __device__ void read(const Memory& memory) {
+        float pairs[32], of_z[4];
+        std::uint32_t held[4][4];  // weights of pairs, rounded
+        wgmma_fence();
+        start_product<F, false>(pairs, memory.q, memory.k);
+        start_product<F, false>(of_z, memory.q, memory.z_tile);
+        wgmma_commit();
+        start_product<F, true>(n, memory.q, memory.c);
+        wgmma_commit();
+#pragma unroll
+        for (int r = 0; r < 2; ++r) {
+            kept[r] = memory.exponents.kept[row(r)];
+            most[r] = memory.exponents.most[row(r)];
+            divisor[r] = 0.0f;
+        }
+        wgmma_wait<1>();
+        pin(pairs);
+        pin(of_z);
+#pragma unroll
+        for (int j = 0; j < 8; ++j) {
+#pragma unroll
+            for (int r = 0; r < 2; ++r) {
+                float w[2];
+                weigh(memory, j, r, w);
+                rounded_pair<E> pair;
+                pair.set(pairs[4 * j + 2 * r] * w[0], pairs[4 * j + 2 * r + 1] * w[1]);
+                divisor[r] += pair.first() + pair.second();
+                held[j / 2][j % 2 * 2 + r] = pair.both;
+            }
+        }
+        float qz[2];
+#pragma unroll
+        for (int r = 0; r < 2; ++r) {
+            qz[r] = __shfl_sync(all_lanes, of_z[2 * r] + of_z[2 * r + 1], lane_id() & ~3);
+            divisor[r] = kept[r] * qz[r] + row_sum(divisor[r]);
+        }
+        wgmma_wait<0>();
+        pin(n);
+#pragma unroll
+        for (int j = 0; j < V / 8; ++j) {
+            const float2 rho = *reinterpret_cast<const float2*>(memory.rho + 8 * j + column());
+#pragma unroll
+            for (int r = 0; r < 2; ++r) {
+                n[4 * j + 2 * r] = kept[r] * fmaf(qz[r], rho.x, n[4 * j + 2 * r]);
+                n[4 * j + 2 * r + 1] = kept[r] * fmaf(qz[r], rho.y, n[4 * j + 2 * r + 1]);
+            }
+        }
+        pin(n);
+        pin(held);
+        wgmma_fence();
+        start_held_product<true>(n, held, memory.v, true);
+        wgmma_commit();
+        wgmma_wait<0>();
+        pin(n);
+        pin(held);
+    }
+};
+#endif
+
+/// mlstm_read_kernel: scores of the tokens that chunks read.
+template <class T, int F, int V>
+__global__ void __launch_bounds__(KVPOLICY_HOPPER_THREADS(mlstm_warpgroup_threads), mlstm_reads_blocks<V>)
+    mlstm_read_hopper_kernel([[maybe_unused]] const mlstm_problem<T> problem) {
+#if KVPOLICY_HOPPER_CODE
+    using E = mlstm_element<T>;
+    static_assert(!shared_tile<E>::plain);
+    shared_parts parts(aligned_dynamic_shared());
+    const mlstm_read_tiles<E, F, V> memory(parts);
+    const scorer_streams& streams = problem.streams;
+    const std::int32_t chunks = streams.batch * streams.heads * streams.slots;
+    // The first chunk from this one on, among the block's, that reads.
+    const auto next_of = [&](std::int32_t chunk) {
+        while (chunk < chunks && problem.frames[chunk].reads >= problem.frames[chunk].count) {
+            chunk += static_cast<std::int32_t>(gridDim.x);
+        }
+        return chunk;
+    };
+    memory.clear_sums();
+    __syncthreads();
+    std::int32_t chunk = next_of(static_cast<std::int32_t>(blockIdx.x));
+    if (chunk < chunks) {
+        memory.load_state(problem, chunk);
+        memory.load_queries(problem, chunk);
+        memory.load_keys(problem, chunk);
+    }
+    copy_commit();
+    while (chunk < chunks) {
+        const std::int32_t next = next_of(chunk + static_cast<std::int32_t>(gridDim.x));
+        const mlstm_frame& frame = problem.frames[chunk];
+        const scorer_span s = streams.span(chunk / streams.slots, chunk % streams.slots);
+        memory.load_numbers(problem, s, frame, chunk);
+        copy_wait<0>();
+        fence_async_proxy();
+        __syncthreads();
+        mlstm_warpgroup_reads<E, F, V> reads;
+        reads.read(memory);
+        __syncthreads();  // the tiles are free
+        if (next < chunks) {
+            memory.load_state(problem, next);
+            memory.load_queries(problem, next);
+            memory.load_keys(problem, next);
+        }
+        copy_commit();
+        const bool norm = problem.norm_gain != nullptr;
+        const float bias = problem.readout_bias != nullptr ? problem.readout_bias[s.h] : 0.0f;
+        float score[2] = {}, scale[2];
+#pragma unroll
+        for (int r = 0; r < 2; ++r) {
+            scale[r] = __fdividef(1.0f, reads.divisor[r] < mlstm_clamp ? mlstm_clamp : reads.divisor[r]);
+            if (norm) {
+                float square = 0.0f;
+#pragma unroll
+                for (int i = 0; i < V / 4; ++i) {
+                    const float h = reads.n[4 * (i / 2) + 2 * r + i % 2] * scale[r];
+                    square = fmaf(h, h, square);
+                }
+                scale[r] *=
+                    rsqrtf(row_sum(square) / static_cast<float>(problem.width) + mlstm_norm_epsilon);
+            }
+        }
+#pragma unroll
+        for (int j = 0; j < V / 8; ++j) {
+            const float4 both = *reinterpret_cast<const float4*>(memory.numbers + 8 * j + reads.column());
+#pragma unroll
+            for (int r = 0; r < 2; ++r) {
+                const float x[2] = {reads.n[4 * j + 2 * r] * scale[r] * both.x,
+                                    reads.n[4 * j + 2 * r + 1] * scale[r] * both.z};
+                score[r] = fmaf(x[0] * sigmoid<E>(x[0]), both.y, score[r]);
+                score[r] = fmaf(x[1] * sigmoid<E>(x[1]), both.w, score[r]);
+            }
+        }
+        float* const scores = problem.scores.head(s.b, s.h) + (s.first - streams.delay);
+#pragma unroll
+        for (int r = 0; r < 2; ++r) {
+            const int l = reads.row(r);
+            score[r] = row_sum(score[r]);
+            if (lane_id() % 4 == 0 && l >= frame.reads && l < frame.count) {
+                const float skipped =
+                    problem.skip != nullptr ? problem.skipped[std::int64_t{chunk} * scorer_chunk + l] : 0.0f;
+                scores[l] = l < frame.bad ? score[r] + bias + skipped : NAN;
+            }
+        }
+        __syncthreads();  // the next chunk's numbers may come
+        chunk = next;
+    }
+#endif
+}
+
+}  // namespace cuda_backend
+}  // namespace KVPOLICY_HIDDEN
+}  // namespace kvpolicy
