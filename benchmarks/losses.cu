@@ -200,13 +200,18 @@ void step(benchmark::State& state, S scorer, std::int32_t delay, int part) {
     kvp::BoundaryLoss loss;
     loss.sampler.count = 1024;
     const Rules policy = rules(3836);
-    const kvp::ScoreBackward<T> call{K, V, sequences, delay, read(d.data())};
-    const std::size_t bytes =
-        std::max({kvp::future_mass_workspace_bytes<T>(on, Q, K),
-                  kvp::score_sequence_workspace_bytes<Widths>(on, scorer, K, V, sequences),
-                  kvp::backward_workspace_bytes<Widths>(on, scorer, call),
-                  kvp::boundary_loss_workspace_bytes(on, loss, policy, sequences, heads)});
-    const buffer<unsigned char> workspace(static_cast<std::int64_t>(bytes));
+    kvp::ScoreBackward<T> call{K, V, sequences, delay, read(d.data())};
+    call.kept = true;
+    kvp::ScoreOptions options;
+    options.for_backward = true;
+    // The scorer's is its own, since the backward pass goes on from what the scores leave there.
+    const std::size_t scorer_bytes =
+        std::max(kvp::score_sequence_workspace_bytes<Widths>(on, scorer, K, V, sequences, options),
+                 kvp::backward_workspace_bytes<Widths>(on, scorer, call));
+    const std::size_t bytes = std::max(kvp::future_mass_workspace_bytes<T>(on, Q, K),
+                                       kvp::boundary_loss_workspace_bytes(on, loss, policy, sequences, heads));
+    const buffer<unsigned char> workspace(static_cast<std::int64_t>(bytes)),
+        of_scorer(static_cast<std::int64_t>(scorer_bytes));
     const auto make_target = [&] {
         kvp::causal_lse<T, kvp::head_dims<128>>(on, {}, Q, K, sequences, LSE, view(workspace));
         kvp::FutureMassOptions options;
@@ -217,11 +222,11 @@ void step(benchmark::State& state, S scorer, std::int32_t delay, int part) {
     };
     const auto learn = [&] {
         ok(cudaMemsetAsync(optimizer.gradients.data(), 0, optimizer.count() * sizeof(float), calls.stream));
-        kvp::score_sequence<Widths>(on, scorer, K, V, sequences, delay, plane(scores.data()),
-                                    view(workspace));
+        kvp::score_sequence<Widths>(on, scorer, K, V, sequences, delay, plane(scores.data()), view(of_scorer),
+                                    options);
         kvp::boundary_loss(on, loss, policy, read(scores.data()), read(target.data()), sequences,
                            plane(d.data()), nullptr, value.data(), view(workspace));
-        kvp::score_sequence_backward<Widths>(on, scorer, call, gradients, view(workspace));
+        kvp::score_sequence_backward<Widths>(on, scorer, call, gradients, view(of_scorer));
         optimizer.step(1e-3, 1, nullptr, calls.stream);
     };
     make_target();
@@ -235,7 +240,7 @@ void step(benchmark::State& state, S scorer, std::int32_t delay, int part) {
                 learn();
             }
         },
-        bytes);
+        bytes + scorer_bytes);
 }
 
 }  // namespace

@@ -146,6 +146,12 @@ struct mlstm_call {
         problem.readout_bias = weights.readout_bias;
     }
 
+    /// Goes on from what an earlier call with the same arguments left in the workspace.
+    void resume(std::uint32_t* status) {
+        call.streams.status = status;
+        problem.streams = call.streams;
+        problem.source = call.source;
+    }
     /// Weights, features, values and gates.
     void project(const cuda& on, std::uint32_t* status) {
         call.begin(on, status);
@@ -258,13 +264,15 @@ struct mlstm_call {
                              call.streams.delay, partial);
         add_weight_gradients(on, call, of_tokens, static_cast<const T*>(problem.d_rows_k), 0, partial);
         const std::int32_t width = problem.width, all = 2 * width + 1;
-        add_sums(on, call.streams, problem.d_readout, all, 0, width, to.readout);
+        chunk_sums sums;
+        sums.add(problem.d_readout, all, 0, width, to.readout);
         if (problem.norm_gain != nullptr) {
-            add_sums(on, call.streams, problem.d_readout, all, width, width, to.norm_gain);
+            sums.add(problem.d_readout, all, width, width, to.norm_gain);
         }
-        add_sums(on, call.streams, problem.d_readout, all, 2 * width, 1, to.readout_bias);
-        add_sums(on, call.streams, problem.d_gates, 2, 0, 1, to.b_i);
-        add_sums(on, call.streams, problem.d_gates, 2, 1, 1, to.b_f);
+        sums.add(problem.d_readout, all, 2 * width, 1, to.readout_bias);
+        sums.add(problem.d_gates, 2, 0, 1, to.b_i);
+        sums.add(problem.d_gates, 2, 1, 1, to.b_f);
+        add_sums(on, call.streams, sums);
     }
     void inputs_backward(const cuda& on, const ScoreBackward<T>& to) {
         launch_input_gradients(

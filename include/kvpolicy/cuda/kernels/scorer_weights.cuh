@@ -103,6 +103,10 @@ __device__ inline void project(float (&acc)[1][NI][4], const shared_tile<T>& x, 
     }
 }
 
+/// Chunks that a block of weight_gradient_kernel has in shared memory.
+template <class T>
+inline constexpr int weight_gradient_stages = shared_tile<T>::plain ? 1 : 3;
+
 /// Partial sums over chunks of d y^T x. A block has 64 rows and 128 columns of one head's matrix and one of `splits` parts of its
 /// chunks; partial [splits, heads, stack.rows, padded] is overwritten where the stack has gradients. The input of row r of a chunk is token
 /// first + r - shift.
@@ -113,7 +117,8 @@ __global__ void __launch_bounds__(128)
                            const std::int32_t splits, float* const partial) {
     const std::int32_t width = stack.rows;
     shared_parts parts(aligned_dynamic_shared());
-    unsigned char* const tiles = parts.tile<T>(scorer_chunk, 2 * (64 + 128)).data;
+    constexpr int stages = weight_gradient_stages<T>;
+    unsigned char* const tiles = parts.tile<T>(scorer_chunk, stages * (64 + 128)).data;
     const auto d_y = [&](int stage) {
         return shared_tile<T>{tiles + shared_tile<T>::bytes(scorer_chunk, 192) * stage, scorer_chunk};
     };
@@ -155,31 +160,43 @@ __global__ void __launch_bounds__(128)
         source.load(s, s.first - shift, max(0, s.begin + shift - s.first), s.count, scale_k, scale_v,
                     x(stage), column, 128);
     };
-    // Plain copies run one chunk ahead; what is computed on the way is not.
-    const bool ahead = !shared_tile<T>::plain && source.input == scorer_input::key_value;
+    const auto multiply = [&](int stage) {
+        add_product<2, 8, 64, true, true>(acc, d_y(stage), m0, x(stage), n0);
+    };
+    // Plain copies run ahead; what is computed on the way is not.
     std::int32_t chunk = next_of(split * each);
-    int stage = 0;
-    if (ahead && chunk < last) {
-        load(chunk, 0);
-    }
-    while (chunk < last) {
-        const std::int32_t next = next_of(chunk + 1);
-        if (!ahead) {
+    if (!shared_tile<T>::plain && source.input == scorer_input::key_value) {
+        std::int32_t fetched = 0;
+        const auto fetch = [&](int stage) {
+            if (chunk < last) {
+                load(chunk, stage);
+                chunk = next_of(chunk + 1);
+                ++fetched;
+            } else {
+                copy_commit();
+            }
+        };
+        for (int i = 0; i < stages - 1; ++i) {
+            fetch(i);
+        }
+        int stage = 0;
+        for (std::int32_t done = 0; done < fetched; ++done) {
+            copy_wait<(stages > 1 ? stages - 2 : 0)>();
+            __syncthreads();  // this chunk is there, and the one before has been multiplied
+            fetch(stage == 0 ? stages - 1 : stage - 1);
+            multiply(stage);
+            stage = stage + 1 == stages ? 0 : stage + 1;
+        }
+    } else {
+        for (; chunk < last; chunk = next_of(chunk + 1)) {
             const scorer_span s = span_of(chunk);
             source.norms(s, s.first - shift, max(0, s.begin + shift - s.first), s.count, scale_k, scale_v);
             load(chunk, 0);
             copy_wait<0>();
-        } else if (next < last) {
-            load(next, 1 - stage);
-            copy_wait<1>();
-        } else {
-            copy_wait<0>();
+            __syncthreads();
+            multiply(0);
+            __syncthreads();  // the tiles are free
         }
-        __syncthreads();
-        add_product<2, 8, 64, true, true>(acc, d_y(stage), m0, x(stage), n0);
-        __syncthreads();  // the tiles are free
-        stage = ahead ? 1 - stage : 0;
-        chunk = next;
     }
     float* const to = partial + (std::int64_t{split} * streams.heads + h) * width * source.padded;
     const int lane = lane_id();
@@ -226,26 +243,55 @@ __global__ void __launch_bounds__(256)
     }
 }
 
-/// into[h][i] += sum over the chunks of head h of partial[plane, slot][at + i], i < count; rows of `width` numbers. One warp for
-/// one number.
-template <class Float>
+/// Numbers of chunks [batch, heads, slots][width], of which into[h][i] gets those at `at` + i, i < count, added up over the chunks of head h.
+struct chunk_sum {
+    const float* partial = nullptr;
+    float* into = nullptr;
+    std::int32_t width = 0, at = 0, count = 0;
+};
+struct chunk_sums {
+    static constexpr int most = 5;
+    chunk_sum part[most];
+    std::int32_t parts = 0;
+
+    /// Nothing where nobody wants them.
+    void add(const float* partial, std::int32_t width, std::int32_t at, std::int32_t count, float* into) {
+        if (into != nullptr) {
+            part[parts++] = {partial, into, width, at, count};
+        }
+    }
+    [[nodiscard]] std::int64_t count() const {
+        std::int64_t all = 0;
+        for (int p = 0; p < parts; ++p) {
+            all += part[p].count;
+        }
+        return all;
+    }
+};
+
+/// One warp a number.
+template <class Sums>
 __global__ void __launch_bounds__(128)
-    add_sums_kernel(const Float* const partial, const std::int32_t width, const std::int32_t at,
-                    const std::int32_t count, const std::int32_t batch, const std::int32_t heads,
-                    const std::int32_t slots, Float* const into) {
-    const std::int64_t item = std::int64_t{blockIdx.x} * 4 + warp_id();
-    if (item >= std::int64_t{heads} * count) {
+    add_sums_kernel(const Sums sums, const std::int32_t batch, const std::int32_t heads,
+                    const std::int32_t slots) {
+    std::int64_t item = std::int64_t{blockIdx.x} * 4 + warp_id();
+    for (int p = 0; p < sums.parts; ++p) {
+        const chunk_sum& all = sums.part[p];
+        if (item >= std::int64_t{heads} * all.count) {
+            item -= std::int64_t{heads} * all.count;
+            continue;
+        }
+        const std::int64_t h = item / all.count, i = item % all.count;
+        float sum = 0.0f;
+        for (std::int32_t c = lane_id(); c < batch * slots; c += 32) {
+            const std::int64_t chunk = (std::int64_t{c / slots} * heads + h) * slots + c % slots;
+            sum += all.partial[chunk * all.width + all.at + i];
+        }
+        sum = warp_sum(sum);
+        if (lane_id() == 0) {
+            all.into[h * all.count + i] += sum;
+        }
         return;
-    }
-    const std::int64_t h = item / count, i = item % count;
-    float sum = 0.0f;
-    for (std::int32_t c = lane_id(); c < batch * slots; c += 32) {
-        const std::int64_t chunk = (std::int64_t{c / slots} * heads + h) * slots + c % slots;
-        sum += partial[chunk * width + at + i];
-    }
-    sum = warp_sum(sum);
-    if (lane_id() == 0) {
-        into[h * count + i] += sum;
     }
 }
 
