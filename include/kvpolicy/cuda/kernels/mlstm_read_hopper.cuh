@@ -18,7 +18,11 @@ namespace cuda_backend {
 inline constexpr int mlstm_warpgroup_threads = 128;
 /// Blocks that a multiprocessor has room for.
 template <int V>
+#if defined(KVPOLICY_MLSTM_APART)
+inline constexpr int mlstm_reads_blocks = 2;
+#else
 inline constexpr int mlstm_reads_blocks = V == 64 ? 3 : 2;
+#endif
 
 /// Shared memory of a block that reads.
 template <class E, int F, int V>
