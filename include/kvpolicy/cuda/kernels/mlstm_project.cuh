@@ -21,7 +21,8 @@ template <class T, int Slots>
 struct mlstm_project_memory {
     shared_tile<T> x;  // of the first; the others' follow
     unsigned char* slabs;
-    float* weights;      // [2][gate_weight(padded)]: of the gates, or of the skip
+    float* weights;      // [2][gate_weight(padded)]: of the gates, or of the skip; float rows
+    T* split;            // [8][padded + 8]: the same in parts (split_weight); 16-bit rows
     double* log_input;   // [Slots][64]
     double* log_forget;  // [Slots][64]
     float* ones;         // [64]: an mLSTM's input has no norms
@@ -35,7 +36,8 @@ struct mlstm_project_memory {
         x = {parts.tile<T>(scorer_chunk, Slots * padded).data, scorer_chunk};
         slabs = parts.tile<T>(slab_rows, 64).data;
         parts.tile<T>(slab_rows, 64);
-        weights = parts.take<float>(2 * gate_weight(padded));
+        weights = parts.take<float>(shared_tile<T>::plain ? 2 * gate_weight(padded) : 0);
+        split = parts.take<T>(shared_tile<T>::plain ? 0 : 8 * (padded + 8));
         log_input = parts.take<double>(Slots * scorer_chunk);
         log_forget = parts.take<double>(Slots * scorer_chunk);
         ones = parts.take<float>(scorer_chunk);
@@ -191,7 +193,7 @@ __device__ inline void project_features(const mlstm_project_warp& warp, const sh
 }
 
 /// Sums of two arrays' products with an input, two threads (neighbours) a row of a tile; both get them. `finite` is 0 or NaN.
-template <bool Both, class T>
+template <class T>
 __device__ inline void row_products(const shared_tile<T>& x, int row, int part, const float* weights,
                                     std::int32_t padded, float& first, float& second, float& finite) {
     first = 0.0f;
@@ -208,17 +210,62 @@ __device__ inline void row_products(const shared_tile<T>& x, int row, int part, 
                 const std::int32_t at = gate_weight(c) + i + h;
                 const float4 a = *reinterpret_cast<const float4*>(weights + at);
                 first += of[h] * a.x + of[h + 1] * a.y + of[h + 2] * a.z + of[h + 3] * a.w;
-                if (Both) {
-                    const float4 b = *reinterpret_cast<const float4*>(others + at);
-                    second += of[h] * b.x + of[h + 1] * b.y + of[h + 2] * b.z + of[h + 3] * b.w;
-                    finite += of[h] * 0.0f + of[h + 1] * 0.0f + of[h + 2] * 0.0f + of[h + 3] * 0.0f;
-                }
+                const float4 b = *reinterpret_cast<const float4*>(others + at);
+                second += of[h] * b.x + of[h + 1] * b.y + of[h + 2] * b.z + of[h + 3] * b.w;
+                finite += of[h] * 0.0f + of[h + 1] * 0.0f + of[h + 2] * 0.0f + of[h + 3] * 0.0f;
             }
         }
     }
     first += __shfl_xor_sync(all_lanes, first, 1);
     second += __shfl_xor_sync(all_lanes, second, 1);
     finite += __shfl_xor_sync(all_lanes, finite, 1);
+}
+
+/// What the parts of a weight that is split are multiplied by: as many bits as T has.
+template <class T>
+inline constexpr float split_scale = std::is_same_v<T, bf16> ? 256.0f : 2048.0f;
+
+/// Rows of a matrix whose products with an input, by tensor cores, are exact to fp32: two weights in three parts each, high and
+/// middle of the first, of the second, then low of both, and twice 0, whose sum is NaN where an input is not finite. Column c.
+template <class T>
+__device__ inline void split_weights(T* to, std::int32_t pitch, std::int32_t c, float first, float second) {
+    constexpr float scale = split_scale<T>;
+    const float weights[2] = {first, second};
+#pragma unroll
+    for (int i = 0; i < 2; ++i) {
+        const T high = static_cast<T>(weights[i]);
+        const float rest = (weights[i] - static_cast<float>(high)) * scale;
+        const T middle = static_cast<T>(rest);
+        to[2 * i * pitch + c] = high;
+        to[(2 * i + 1) * pitch + c] = middle;
+        to[(4 + i) * pitch + c] = static_cast<T>((rest - static_cast<float>(middle)) * scale);
+        to[(6 + i) * pitch + c] = static_cast<T>(0.0f);
+    }
+}
+/// Products of 16 rows of a tile from `row` on with both weights: lane i has those of rows row + i / 4 and 8 further.
+template <class T>
+__device__ inline void split_products(const shared_tile<T>& x, int row, const T* split, std::int32_t padded,
+                                      float (&first)[2], float (&second)[2], float (&finite)[2]) {
+    const int lane = lane_id();
+    const std::uint32_t rows = shared_address(x.data);
+    const T* const own = split + lane / 4 * (padded + 8) + lane % 4 * 2;
+    float acc[4] = {};
+    for (std::int32_t k = 0; k < padded; k += 16) {
+        std::uint32_t a[4];
+        load_matrices(a, rows + swizzled(x.rows, row + lane % 16, k / 8 + lane / 16));
+        mma_16x8x16<T>(acc, a, *reinterpret_cast<const std::uint32_t*>(own + k),
+                       *reinterpret_cast<const std::uint32_t*>(own + k + 8));
+    }
+    constexpr float by = 1.0f / split_scale<T>;
+    const int quad = lane & ~3;
+#pragma unroll
+    for (int r = 0; r < 2; ++r) {
+        const float upper = acc[2 * r] + acc[2 * r + 1] * by;
+        first[r] = __shfl_sync(all_lanes, upper, quad) + __shfl_sync(all_lanes, acc[2 * r], quad + 2) * (by * by);
+        second[r] = __shfl_sync(all_lanes, upper, quad + 1) +
+                    __shfl_sync(all_lanes, acc[2 * r + 1], quad + 2) * (by * by);
+        finite[r] = __shfl_sync(all_lanes, acc[2 * r], quad + 3);
+    }
 }
 
 /// A token's gates from its weights' products with the input: logarithms into shared memory, slopes where a backward pass wants them. A
@@ -348,9 +395,14 @@ __global__ void __launch_bounds__(128 * Slots, shared_tile<T>::plain || Slots ==
         const float* const w = queries ? problem.skip : problem.w_i;
         const std::int64_t at = std::int64_t{s.h} * source.size;
         for (auto c = static_cast<std::int32_t>(threadIdx.x); c < source.padded; c += 128 * Slots) {
-            memory.weights[gate_weight(c)] = w != nullptr && c < source.size ? w[at + c] : 0.0f;
-            memory.weights[gate_weight(source.padded) + gate_weight(c)] =
-                !queries && c < source.size ? problem.w_f[at + c] : 0.0f;
+            const float of_first = w != nullptr && c < source.size ? w[at + c] : 0.0f;
+            const float of_second = !queries && c < source.size ? problem.w_f[at + c] : 0.0f;
+            if constexpr (shared_tile<T>::plain) {
+                memory.weights[gate_weight(c)] = of_first;
+                memory.weights[gate_weight(source.padded) + gate_weight(c)] = of_second;
+            } else {
+                split_weights(memory.split, source.padded + 8, c, of_first, of_second);
+            }
         }
     }
     if constexpr (shared_tile<T>::plain) {
@@ -363,14 +415,28 @@ __global__ void __launch_bounds__(128 * Slots, shared_tile<T>::plain || Slots ==
     }
     copy_wait<0>();
     __syncthreads();
-    float of_first, of_second, finite;
-    if (queries) {
-        if (problem.skip != nullptr && active) {
-            row_products<false>(x, thread / 2, thread % 2, memory.weights, source.padded, of_first, of_second,
-                                finite);
-            if (thread % 2 == 0) {  // rows without a read have inputs that are 0
-                problem.skipped[row + thread / 2] = of_first;
+    // Calls body(row, products with both weights, 0 or NaN) for each row of the chunk, one thread a row.
+    const auto for_each_row = [&](const auto& body) {
+        if constexpr (shared_tile<T>::plain) {
+            float of_first, of_second, finite;
+            row_products(x, thread / 2, thread % 2, memory.weights, source.padded, of_first, of_second,
+                               finite);
+            if (thread % 2 == 0) {
+                body(thread / 2, of_first, of_second, finite);
             }
+        } else {
+            float of_first[2], of_second[2], finite[2];
+            const int from = thread / 32 * 16, lane = lane_id(), r = lane % 4;
+            split_products(x, from, memory.split, source.padded, of_first, of_second, finite);
+            if (r < 2) {
+                body(from + lane / 4 + 8 * r, r == 0 ? of_first[0] : of_first[1],
+                     r == 0 ? of_second[0] : of_second[1], r == 0 ? finite[0] : finite[1]);
+            }
+        }
+    };
+    if (queries) {
+        if (problem.skip != nullptr && active) {  // rows without a read have inputs that are 0
+            for_each_row([&](int r, float product, float, float) { problem.skipped[row + r] = product; });
         }
         project_features<F, Hedgehog, Slots>(
             warp, x, active, problem.stack_q + std::int64_t{s.h} * problem.rows_q * source.padded,
@@ -381,17 +447,14 @@ __global__ void __launch_bounds__(128 * Slots, shared_tile<T>::plain || Slots ==
     double* const log_forget = memory.log_forget + own * scorer_chunk;
     std::int32_t* const bad = memory.bad + own * scorer_chunk;
     if (active) {
-        row_products<true>(x, thread / 2, thread % 2, memory.weights, source.padded, of_first, of_second,
-                           finite);
-        if (thread % 2 == 0) {
-            const int r = thread / 2;
+        for_each_row([&](int r, float input, float forget, float finite) {
             const bool good = finite == 0.0f;
             double of_input, of_forget;
-            compute_gates(problem, s, r, of_first, of_second, good, of_input, of_forget);
+            compute_gates(problem, s, r, input, forget, good, of_input, of_forget);
             log_input[r] = of_input;
             log_forget[r] = of_forget;
             bad[r] = good ? 0 : 1;
-        }
+        });
     }
     __syncthreads();
     if (active) {
