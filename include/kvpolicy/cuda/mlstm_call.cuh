@@ -328,14 +328,25 @@ struct mlstm_call {
         problem.segment_chunks = (slots + segments - 1) / segments;
         problem.segments = slots == 0 ? 1 : (slots + problem.segment_chunks - 1) / problem.segment_chunks;
     }
+    template <int F, int V, bool Backward, bool Ends>
+    void launch_walk(const cuda& on, std::int64_t blocks) {
+        if constexpr (!shared_tile<E>::plain) {
+            if (has_hopper_code(device_scope(on), mlstm_walk_hopper_kernel<T, F, V, Backward, Ends>)) {
+                launch("mlstm_walk_hopper_kernel", mlstm_walk_hopper_kernel<T, F, V, Backward, Ends>, blocks,
+                       mlstm_walk_threads<true>, mlstm_walk_memory<E, 64, 64, true>(nullptr).bytes, on,
+                       problem);
+                return;
+            }
+        }
+        launch("mlstm_walk_kernel", mlstm_walk_kernel<T, F, V, walk_part, walk_part, Backward, Ends>, blocks,
+               mlstm_walk_threads<false>, mlstm_walk_memory<E, walk_part, walk_part, false>(nullptr).bytes, on,
+               problem);
+    }
     /// The states that segments begin with.
     template <int F, int V, bool Backward>
     void begin_segments(const cuda& on) {
         if (problem.segments > 1) {
-            launch("mlstm_walk_kernel (segments)",
-                   mlstm_walk_kernel<T, F, V, walk_part, walk_part, Backward, true>,
-                   planes() * (problem.segments - 1) * walk_parts(F, V), mlstm_walk_threads,
-                   mlstm_walk_memory<E, walk_part, walk_part>(nullptr).bytes, on, problem);
+            launch_walk<F, V, Backward, true>(on, planes() * (problem.segments - 1) * walk_parts(F, V));
             launch("mlstm_carry_kernel", mlstm_carry_kernel<T, F, V>,
                    (planes() * (F * (V + 1) / 4) + 255) / 256, 256, 0, on, problem, Backward);
         }
@@ -348,9 +359,7 @@ struct mlstm_call {
             problem.sum_parts = V / walk_part;
             cut(walk_segments(F, V));
             begin_segments<F, V, Backward>(on);
-            launch("mlstm_walk_kernel", mlstm_walk_kernel<T, F, V, walk_part, walk_part, Backward, false>,
-                   planes() * problem.segments * walk_parts(F, V), mlstm_walk_threads,
-                   mlstm_walk_memory<E, walk_part, walk_part>(nullptr).bytes, on, problem);
+            launch_walk<F, V, Backward, false>(on, planes() * problem.segments * walk_parts(F, V));
         });
     }
     template <int F, int V>

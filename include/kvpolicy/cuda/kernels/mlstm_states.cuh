@@ -7,7 +7,9 @@
 #pragma once
 
 #include <kvpolicy/cuda/blocks/mlstm_problem.cuh>
+#include <kvpolicy/cuda/blocks/mlstm_warpgroup.cuh>
 #include <kvpolicy/cuda/config.cuh>
+#include <kvpolicy/cuda/hopper.cuh>
 #include <kvpolicy/cuda/launch.cuh>
 
 #include <cstdint>
@@ -141,16 +143,19 @@ struct alignas(16) mlstm_step {
     std::int32_t fresh;  // a stream's first
 };
 
-inline constexpr int mlstm_walk_threads = 256;
+/// Threads of a walk: on Hopper one warpgroup, whose products are wgmma's.
+template <bool Hopper>
+inline constexpr int mlstm_walk_threads = Hopper ? 128 : 256;
 
 /// Shared memory of mlstm_walk_kernel: a ring of what chunks add.
-template <class E, int FS, int VS>
+template <class E, int FS, int VS, bool Hopper>
 struct mlstm_walk_memory {
-    static constexpr int stages = FS + VS <= 64 ? 8 : 6, batch = 64;
+    static constexpr int stages = FS + VS <= 64 ? 8 : Hopper ? 5 : 6, batch = 64;
     static constexpr int columns = (FS + VS + 63) / 64 * 64;
     static constexpr int down = FS / 16,
-                         across = mlstm_walk_threads / 32 / down;  // warps over features, over values
+                         across = mlstm_walk_threads<Hopper> / 32 / down;  // warps over features, over values
 
+    shared_tile<E> state;  // on its way out, on Hopper
     unsigned char* tiles;  // of each stage: k~ or q~, FS columns, then v~ or d N, VS columns
     float* scale;          // [stages][64]
     float* ratio;          // [stages][64]
@@ -162,6 +167,7 @@ struct mlstm_walk_memory {
 
     KVPOLICY_HOST_DEVICE explicit mlstm_walk_memory(unsigned char* memory) {
         shared_parts parts(memory);
+        state = parts.tile<E>(FS, Hopper ? VS : 0);
         tiles = parts.tile<E>(scorer_chunk, stages * columns).data;
         scale = parts.take<float>(stages * scorer_chunk);
         ratio = parts.take<float>(stages * scorer_chunk);
@@ -237,6 +243,60 @@ __device__ inline void add_outer(float (&acc)[NI][4], float (&sums)[4], const sh
         }
     }
 }
+
+#if KVPOLICY_HOPPER_CODE
+/// The same for a warpgroup, 64 columns of a tile and 64 from column b on, with row r of the first times scale[r] * add, rounded, on
+/// its way.
+template <class E>
+__device__ inline void add_scaled_outer_product(float (&acc)[8][4], float (&sums)[4],
+                                                const shared_tile<E>& tile, int b, const float* scale,
+                                                float add, const E* split) {
+    const int lane = lane_id(), half = lane / 16, eighth = lane / 8 % 2, line = lane % 8;
+    const std::uint32_t of_a = shared_address(tile.data) +
+                               swizzled(scorer_chunk, half * 8 + line, 2 * warp_id() + eighth);
+    const std::uint64_t of_b = describe_mn_major(shared_address(tile.from(b).data), scorer_chunk * 128);
+    std::uint32_t a[scorer_chunk / 16][4];
+#pragma unroll
+    for (int k = 0; k < scorer_chunk / 16; ++k) {
+        load_matrices_transposed(a[k], of_a + static_cast<std::uint32_t>(16 * k * 128));
+#pragma unroll
+        for (int i = 0; i < 2; ++i) {
+            const float2 by = *reinterpret_cast<const float2*>(scale + 16 * k + 8 * i + lane % 4 * 2);
+#pragma unroll
+            for (int e = 2 * i; e < 2 * i + 2; ++e) {
+                rounded_pair<E> pair;
+                pair.both = a[k][e];
+                pair.set(pair.first() * (by.x * add), pair.second() * (by.y * add));
+                a[k][e] = pair.both;
+            }
+        }
+    }
+    auto& flat = reinterpret_cast<float(&)[32]>(acc);
+    pin(flat);
+    pin(a);
+    wgmma_fence();
+#pragma unroll
+    for (int k = 0; k < scorer_chunk / 16; ++k) {
+        wgmma<E, 1>(flat, a[k], of_b + static_cast<std::uint64_t>(k) * (2048 / 16), 1);
+    }
+    wgmma_commit();
+#pragma unroll
+    for (int k = 0; k < scorer_chunk / 16; ++k) {
+        std::uint32_t ratio[2];
+#pragma unroll
+        for (int i = 0; i < 2; ++i) {
+            ratio[i] = split == nullptr ? (lane < 4 ? 0x3f803f80u : 0u)
+                       : lane < 8       ? *reinterpret_cast<const std::uint32_t*>(
+                                        split + lane / 4 * scorer_chunk + 16 * k + 8 * i + lane % 4 * 2)
+                                        : 0u;
+        }
+        mma_16x8x16<E>(sums, a[k], ratio[0], ratio[1]);
+    }
+    wgmma_wait<0>();
+    pin(flat);
+    pin(a);
+}
+#endif
 
 /// `count` elements side by side, a multiple of 16 bytes, by the threads from `from` on.
 template <class E>
@@ -410,10 +470,11 @@ __global__ void __launch_bounds__(256)
 /// Forwards a is k~, b v~, scale the tokens' weights; backwards a is q~, b d N, scale exp(m - M_l), ratio d g_l (forwards 1). Chunks without
 /// reads add nothing backwards. Continued sequences take up and leave the caller's states, features (width + 1) + 2 numbers in the
 /// features' own order. A block walks one segment; Ends: from nothing, and leaves only what the segment adds and keeps.
-template <class T, int F, int V, int FS, int VS, bool Backward, bool Ends>
-__global__ void __launch_bounds__(mlstm_walk_threads) mlstm_walk_kernel(const mlstm_problem<T> problem) {
+template <class T, int F, int V, int FS, int VS, bool Backward, bool Ends, bool Hopper>
+__device__ inline void walk_chunks(const mlstm_problem<T>& problem) {
     using E = mlstm_element<T>;
-    using memory_type = mlstm_walk_memory<E, FS, VS>;
+    using memory_type = mlstm_walk_memory<E, FS, VS, Hopper>;
+    constexpr int threads = mlstm_walk_threads<Hopper>;
     constexpr int stages = memory_type::stages, batch = memory_type::batch;
     constexpr int WM = memory_type::down, WN = memory_type::across;
     constexpr int NI = VS / 8 / WN, parts = F / FS * (V / VS);
@@ -468,8 +529,8 @@ __global__ void __launch_bounds__(mlstm_walk_threads) mlstm_walk_kernel(const ml
             const mlstm_step step = memory.steps[n % (2 * batch)];
             if (step.adds != 0) {
                 const shared_tile<E> tile = memory.tile(stage);
-                copy_slice<scorer_chunk, FS, mlstm_walk_threads>(tile, 0, next_a, F);
-                copy_slice<scorer_chunk, VS, mlstm_walk_threads>(tile, FS, next_b, V);
+                copy_slice<scorer_chunk, FS, threads>(tile, 0, next_a, F);
+                copy_slice<scorer_chunk, VS, threads>(tile, FS, next_b, V);
                 copy_line(memory.scale + stage * scorer_chunk, next_scale, scorer_chunk, 0);
                 if (Backward) {
                     copy_line(memory.ratio + stage * scorer_chunk, next_ratio, scorer_chunk, 32);
@@ -491,7 +552,7 @@ __global__ void __launch_bounds__(mlstm_walk_threads) mlstm_walk_kernel(const ml
     for (int n = 0; n < stages - 1; ++n) {
         prefetch(n);
     }
-    // Multiplies what came for step n by its scales.
+    // Multiplies what came for step n by its scales, which on Hopper is done on the way to the product.
     const auto scale_stage = [&](std::int32_t n) {
         if (n >= count) {
             return;
@@ -503,7 +564,7 @@ __global__ void __launch_bounds__(mlstm_walk_threads) mlstm_walk_kernel(const ml
         const int stage = n % stages;
         const shared_tile<E> tile = memory.tile(stage);
 #pragma unroll
-        for (int i = thread; i < scorer_chunk * FS / 8; i += mlstm_walk_threads) {
+        for (int i = thread; i < (Hopper ? 0 : scorer_chunk * FS / 8); i += threads) {
             const int r = i / (FS / 8), c = i % (FS / 8) * 8;
             const float by = memory.scale[stage * scorer_chunk + r] * step.add;
             float x[8];
@@ -556,12 +617,18 @@ __global__ void __launch_bounds__(mlstm_walk_threads) mlstm_walk_kernel(const ml
             problem.d_sums[((first_chunk + slot_of(n)) * problem.sum_parts + part_v) * F + f0 + thread] = sum;
         }
     };
+    const auto wait_for_others = [] {
+        if constexpr (Hopper) {
+            fence_async_proxy();
+        }
+        __syncthreads();
+    };
     copy_wait<stages - 2>();
-    __syncthreads();
+    wait_for_others();
     scale_stage(0);
     for (std::int32_t n = 0; n < count; ++n) {
         copy_wait<stages - 3>();  // step n + 1 is there
-        __syncthreads();
+        wait_for_others();
         write_sums(n - 1);
         prefetch(n + stages - 1);
         const mlstm_step step = memory.steps[n % (2 * batch)];
@@ -575,6 +642,7 @@ __global__ void __launch_bounds__(mlstm_walk_threads) mlstm_walk_kernel(const ml
             if constexpr (!Ends) {
                 E* const to = (Backward ? problem.d_memory : problem.memory) + chunk * F * V +
                               (f0 + m0 + lane / 4) * V + v0 + n0 + lane % 4 * 2;
+                [[maybe_unused]] std::uint32_t rounded[Hopper ? NI / 2 : 1][4];
                 float rho[NI][2] = {};
                 if (step.heavy >= 0) {
                     const E* const value = memory.heavy + stage * VS + n0 + lane % 4 * 2;
@@ -592,7 +660,11 @@ __global__ void __launch_bounds__(mlstm_walk_threads) mlstm_walk_kernel(const ml
 #pragma unroll
                     for (int j = 0; j < NI; ++j) {
                         float x[2] = {acc[0][j][2 * r] - z * rho[j][0], acc[0][j][2 * r + 1] - z * rho[j][1]};
-                        store_pair(to + 8 * r * V + 8 * j, x[0], x[1]);
+                        if constexpr (Hopper) {
+                            rounded[j / 2][j % 2 * 2 + r] = pack<E>(x[0], x[1]);
+                        } else {
+                            store_pair(to + 8 * r * V + 8 * j, x[0], x[1]);
+                        }
                         if (Backward) {
                             round_pair<E>(x[0], x[1]);
                             lost += (acc[0][j][2 * r] - x[0]) * rho[j][0] +
@@ -609,6 +681,23 @@ __global__ void __launch_bounds__(mlstm_walk_threads) mlstm_walk_kernel(const ml
                         problem.sums[chunk * F + f0 + row_of(r)] = sum;
                     }
                 }
+#if KVPOLICY_HOPPER_CODE
+                if constexpr (Hopper) {  // by way of shared memory, so that whole lines leave
+                    __syncwarp();
+#pragma unroll
+                    for (int k = 0; k < NI / 2; ++k) {
+                        store_rows_of(memory.state, k, rounded[k]);
+                    }
+                    __syncwarp();
+                    E* const rows = to - (lane / 4) * V - lane % 4 * 2;
+#pragma unroll
+                    for (int i = 0; i < 16; i += 32 / (VS / 8)) {
+                        const int r = i + lane / (VS / 8), c = lane % (VS / 8) * 8;
+                        *reinterpret_cast<uint4*>(rows + r * V + c) =
+                            *reinterpret_cast<const uint4*>(memory.state.data + memory.state.offset(m0 + r, c));
+                    }
+                }
+#endif
             }
 #pragma unroll
             for (int e = 0; e < 4; ++e) {
@@ -618,7 +707,15 @@ __global__ void __launch_bounds__(mlstm_walk_threads) mlstm_walk_kernel(const ml
                 }
                 of_sums[e] *= step.keep;
             }
-            if (step.adds != 0) {
+            if constexpr (Hopper) {
+#if KVPOLICY_HOPPER_CODE
+                if (step.adds != 0) {
+                    add_scaled_outer_product(acc[0], of_sums, memory.tile(stage), FS,
+                                             memory.scale + stage * scorer_chunk, step.add,
+                                             Backward ? memory.split + n % 2 * 2 * scorer_chunk : nullptr);
+                }
+#endif
+            } else if (step.adds != 0) {
                 add_outer<NI>(acc[0], of_sums, memory.tile(stage), m0, FS + n0,
                               Backward ? memory.split + n % 2 * 2 * scorer_chunk : nullptr);
             }
@@ -644,6 +741,20 @@ __global__ void __launch_bounds__(mlstm_walk_threads) mlstm_walk_kernel(const ml
             part.end(problem, plane, F, acc[0], of_sums);
         }
     }
+}
+
+template <class T, int F, int V, int FS, int VS, bool Backward, bool Ends>
+__global__ void __launch_bounds__(mlstm_walk_threads<false>)
+    mlstm_walk_kernel(const mlstm_problem<T> problem) {
+    walk_chunks<T, F, V, FS, VS, Backward, Ends, false>(problem);
+}
+/// The same by wgmma, for parts of 64 features and values.
+template <class T, int F, int V, bool Backward, bool Ends>
+__global__ void __launch_bounds__(KVPOLICY_HOPPER_THREADS(mlstm_walk_threads<true>))
+    mlstm_walk_hopper_kernel([[maybe_unused]] const mlstm_problem<T> problem) {
+#if KVPOLICY_HOPPER_CODE
+    walk_chunks<T, F, V, 64, 64, Backward, Ends, true>(problem);
+#endif
 }
 
 }  // namespace cuda_backend
