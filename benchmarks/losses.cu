@@ -235,8 +235,9 @@ void step(benchmark::State& state, S scorer, std::int32_t delay, int part) {
     const std::size_t scorer_bytes =
         std::max(kvp::score_sequence_workspace_bytes<Widths>(on, scorer, K, V, sequences, options),
                  kvp::backward_workspace_bytes<Widths>(on, scorer, call));
-    const std::size_t bytes = std::max(kvp::future_mass_workspace_bytes<T>(on, Q, K),
-                                       kvp::boundary_loss_workspace_bytes(on, loss, policy, sequences, heads));
+    const std::size_t bytes =
+        std::max(kvp::future_mass_workspace_bytes<T>(on, Q, K),
+                 kvp::boundary_loss_workspace_bytes(on, loss, policy, sequences, heads));
     const buffer<unsigned char> workspace(static_cast<std::int64_t>(bytes)),
         of_scorer(static_cast<std::int64_t>(scorer_bytes));
     const auto make_target = [&] {

@@ -5,14 +5,15 @@
 #include <kvpolicy/cuda/config.cuh>
 #include <kvpolicy/cuda/hopper.cuh>
 #include <kvpolicy/cuda/kernels/mlstm_backward.cuh>
+#include <kvpolicy/cuda/kernels/mlstm_frames.cuh>
 #include <kvpolicy/cuda/kernels/mlstm_project.cuh>
 #include <kvpolicy/cuda/kernels/mlstm_read.cuh>
 #include <kvpolicy/cuda/kernels/mlstm_read_hopper.cuh>
 #include <kvpolicy/cuda/kernels/mlstm_reads_hopper.cuh>
-#include <kvpolicy/cuda/kernels/mlstm_states.cuh>
 #include <kvpolicy/cuda/kernels/mlstm_sweep.cuh>
 #include <kvpolicy/cuda/kernels/mlstm_tokens_backward.cuh>
 #include <kvpolicy/cuda/kernels/mlstm_tokens_hopper.cuh>
+#include <kvpolicy/cuda/kernels/mlstm_walk.cuh>
 #include <kvpolicy/cuda/launch.cuh>
 #include <kvpolicy/cuda/scorer_call.cuh>
 
@@ -339,8 +340,8 @@ struct mlstm_call {
             }
         }
         launch("mlstm_walk_kernel", mlstm_walk_kernel<T, F, V, walk_part, walk_part, Backward, Ends>, blocks,
-               mlstm_walk_threads<false>, mlstm_walk_memory<E, walk_part, walk_part, false>(nullptr).bytes, on,
-               problem);
+               mlstm_walk_threads<false>, mlstm_walk_memory<E, walk_part, walk_part, false>(nullptr).bytes,
+               on, problem);
     }
     /// The states that segments begin with.
     template <int F, int V, bool Backward>

@@ -86,8 +86,8 @@ std::size_t score_sequence_workspace_bytes(
     } else if constexpr (cb::is_mlstm<S>) {
         cb::check_mlstm<Widths, T>(scorer, options.for_backward);
         const mLSTMParameters<float> shape{};
-        const cb::mlstm_call<Widths, T, cb::is_hedgehog<S>> call(scorer, k, v, sequences, 0,
-                                                                 options.for_backward ? &shape : nullptr, parts);
+        const cb::mlstm_call<Widths, T, cb::is_hedgehog<S>> call(
+            scorer, k, v, sequences, 0, options.for_backward ? &shape : nullptr, parts);
     } else if constexpr (cb::is_conv<S>) {
         const cb::conv_call<T> call(scorer, k, v, sequences, 0, options.dropout, parts);
     } else {

@@ -109,9 +109,13 @@ void check_kept(const Case& c, const S& shape, const Drawing& how) {
             std::vector<float>(static_cast<std::size_t>(c.plane()), static_cast<float>(untouched)));
         const Rows<float> to_k(c, std::vector<double>(in.k.size(), untouched), c.dim_k);
         const Rows<float> to_v(c, std::vector<double>(in.v.size(), untouched), c.dim_v);
-        ScoreBackward<T> call{k.view, v.view, sequences, c.delay,
+        ScoreBackward<T> call{k.view,
+                              v.view,
+                              sequences,
+                              c.delay,
                               view_bhs<const float>(d_scores.data(), c.batch, c.heads, c.all_rows()),
-                              to_k.view, to_v.view};
+                              to_k.view,
+                              to_v.view};
         call.kept = kept;
         ScoreOptions options;
         options.for_backward = kept;
@@ -126,8 +130,7 @@ void check_kept(const Case& c, const S& shape, const Drawing& how) {
         typename S::template parameters<float> gradients;
         for_each_parameter(scorer, gradients, [&](const char*, float*& pointer, std::size_t, bool) {
             const Array& array = weights.arrays[arrays.size()];
-            arrays.push_back(
-                std::make_unique<Device<float>>(std::vector<float>(array.values.size(), 0.25f)));
+            arrays.push_back(std::make_unique<Device<float>>(std::vector<float>(array.values.size(), 0.25f)));
             pointer = array.values.empty() ? nullptr : arrays.back()->data();
         });
         score_sequence_backward(on, scorer, call, gradients, workspace);

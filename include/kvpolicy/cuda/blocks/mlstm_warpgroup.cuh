@@ -40,7 +40,8 @@ __device__ inline std::uint64_t along_k(int k, int rows) {
 /// d = a b^T over Depth columns of a, both tiles in shared memory; b transposed: [k][n]. Starts; the caller has fenced, and commits.
 template <int Depth, bool Transposed, int N, class E>
 __device__ inline void start_product(float (&d)[N], const shared_tile<E>& a, const shared_tile<E>& b) {
-    const std::uint64_t left = describe_k_major(shared_address(a.data)), right = describe_right<Transposed>(b);
+    const std::uint64_t left = describe_k_major(shared_address(a.data)),
+                        right = describe_right<Transposed>(b);
 #pragma unroll
     for (int k = 0; k < Depth / 16; ++k) {
         if constexpr (N == 4) {
@@ -65,14 +66,14 @@ __device__ inline void start_held_product(float (&d)[N], const std::uint32_t (&a
 /// The warp's 16 rows of a tile of 16-bit elements, columns [16 k, 16 k + 16).
 template <class E>
 __device__ inline void load_rows(std::uint32_t (&to)[4], const shared_tile<E>& from, int k) {
-    load_matrices(to, shared_address(from.data) + swizzled(from.rows, 16 * warp_id() + lane_id() % 16,
-                                                           2 * k + lane_id() / 16));
+    load_matrices(to, shared_address(from.data) +
+                          swizzled(from.rows, 16 * warp_id() + lane_id() % 16, 2 * k + lane_id() / 16));
 }
 template <class E>
 __device__ inline void store_rows_of(const shared_tile<E>& to, int k, const std::uint32_t (&from)[4]) {
-    store_matrices(shared_address(to.data) + swizzled(to.rows, 16 * warp_id() + lane_id() % 16,
-                                                      2 * k + lane_id() / 16),
-                   from);
+    store_matrices(
+        shared_address(to.data) + swizzled(to.rows, 16 * warp_id() + lane_id() % 16, 2 * k + lane_id() / 16),
+        from);
 }
 
 /// Gradients of features d[F / 2] through the feature map, in place: d y = p (d - p . d) for a softmax, and Hedgehog's second half with

@@ -261,7 +261,8 @@ __device__ inline void split_products(const shared_tile<T>& x, int row, const T*
 #pragma unroll
     for (int r = 0; r < 2; ++r) {
         const float upper = acc[2 * r] + acc[2 * r + 1] * by;
-        first[r] = __shfl_sync(all_lanes, upper, quad) + __shfl_sync(all_lanes, acc[2 * r], quad + 2) * (by * by);
+        first[r] =
+            __shfl_sync(all_lanes, upper, quad) + __shfl_sync(all_lanes, acc[2 * r], quad + 2) * (by * by);
         second[r] = __shfl_sync(all_lanes, upper, quad + 1) +
                     __shfl_sync(all_lanes, acc[2 * r + 1], quad + 2) * (by * by);
         finite[r] = __shfl_sync(all_lanes, acc[2 * r], quad + 3);
@@ -420,7 +421,7 @@ __global__ void __launch_bounds__(128 * Slots, shared_tile<T>::plain || Slots ==
         if constexpr (shared_tile<T>::plain) {
             float of_first, of_second, finite;
             row_products(x, thread / 2, thread % 2, memory.weights, source.padded, of_first, of_second,
-                               finite);
+                         finite);
             if (thread % 2 == 0) {
                 body(thread / 2, of_first, of_second, finite);
             }

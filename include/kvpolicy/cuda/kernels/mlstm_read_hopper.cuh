@@ -237,8 +237,7 @@ __global__ void __launch_bounds__(KVPOLICY_HOPPER_THREADS(mlstm_warpgroup_thread
                     const float h = reads.n[4 * (i / 2) + 2 * r + i % 2] * scale[r];
                     square = fmaf(h, h, square);
                 }
-                scale[r] *=
-                    rsqrtf(row_sum(square) / static_cast<float>(problem.width) + mlstm_norm_epsilon);
+                scale[r] *= rsqrtf(row_sum(square) / static_cast<float>(problem.width) + mlstm_norm_epsilon);
             }
         }
 #pragma unroll

@@ -27,8 +27,10 @@ struct mlstm_reads_memory : mlstm_read_tiles<E, F, V> {
     float* columns;  // [4][V][2]: sums down the columns of a warp's 16 rows
 
     KVPOLICY_HOST_DEVICE explicit mlstm_reads_memory(shared_parts& parts)
-        : mlstm_read_tiles<E, F, V>(parts), d_n(parts.tile<E>(scorer_chunk, V)),
-          d_score(parts.take<float>(scorer_chunk)), columns(parts.take<float>(4 * V * 2)) {}
+        : mlstm_read_tiles<E, F, V>(parts),
+          d_n(parts.tile<E>(scorer_chunk, V)),
+          d_score(parts.take<float>(scorer_chunk)),
+          columns(parts.take<float>(4 * V * 2)) {}
     [[nodiscard]] static std::size_t bytes() {
         shared_parts parts(nullptr);
         const mlstm_reads_memory all(parts);
@@ -146,7 +148,8 @@ __global__ void __launch_bounds__(KVPOLICY_HOPPER_THREADS(mlstm_warpgroup_thread
         float* const of_warp = memory.columns + warp_id() * (2 * V);
 #pragma unroll
         for (int pair = 0; pair < V / 8; pair += 2) {
-            float down[8];  // of the readout's weight and of the gain, by columns: [2 x 8 columns][2 neighbours][which]
+            float down
+                [8];  // of the readout's weight and of the gain, by columns: [2 x 8 columns][2 neighbours][which]
 #pragma unroll
             for (int i = 0; i < 2; ++i) {
                 const int j = pair + i;
@@ -225,8 +228,8 @@ __global__ void __launch_bounds__(KVPOLICY_HOPPER_THREADS(mlstm_warpgroup_thread
             for (int r = 0; r < 2; ++r) {
                 float w[2];
                 reads.weigh(memory, j, r, w);
-                held[j / 2][j % 2 * 2 + r] =
-                    pack<E>(w[0] * (pairs[4 * j + 2 * r] + d_g[r]), w[1] * (pairs[4 * j + 2 * r + 1] + d_g[r]));
+                held[j / 2][j % 2 * 2 + r] = pack<E>(w[0] * (pairs[4 * j + 2 * r] + d_g[r]),
+                                                     w[1] * (pairs[4 * j + 2 * r + 1] + d_g[r]));
             }
         }
         wgmma_wait<0>();

@@ -116,9 +116,9 @@ __device__ inline void pairs_of_chunk(const mlstm_tokens_memory<E, F, V>& memory
 /// d of a chunk's gates from its pairs, by one warp, into memory.d_gates and the chunk's sums. `across`: pairs of a token before the chunk
 /// and a read after it; inside(j): token j's pairs with reads of the chunk; over(j): those that memory.columns leaves out for tokens after j.
 template <class T, class Memory, class Inside, class Over>
-__device__ inline void gate_gradients(const mlstm_problem<T>& problem, const scorer_span& s, std::int64_t chunk,
-                                      const Memory& memory, float across, const Inside& inside,
-                                      const Over& over) {
+__device__ inline void gate_gradients(const mlstm_problem<T>& problem, const scorer_span& s,
+                                      std::int64_t chunk, const Memory& memory, float across,
+                                      const Inside& inside, const Over& over) {
     // d log f_t = pairs across the chunk + reads from t on of earlier tokens + tokens before t read later + those inside; two
     // tokens a lane.
     const int lane = lane_id(), at = 2 * lane;
@@ -361,8 +361,11 @@ __global__ void __launch_bounds__(mlstm_threads, mlstm_blocks<T>)
             whole += memory.across[i];
         }
         // Pairs of the first 32 tokens with reads of the second half.
-        const auto over = [&](int j) { return j < scorer_chunk / 2 ? memory.inside.of[scorer_chunk + j] : 0.0f; };
-        gate_gradients(problem, s, chunk, memory, whole, [&](int j) { return memory.inside.get(j); }, over);
+        const auto over = [&](int j) {
+            return j < scorer_chunk / 2 ? memory.inside.of[scorer_chunk + j] : 0.0f;
+        };
+        gate_gradients(
+            problem, s, chunk, memory, whole, [&](int j) { return memory.inside.get(j); }, over);
     }
     // Meanwhile the other warps write what does not wait for the gates.
     T* const rows = problem.d_rows_k + row * problem.rows_k;

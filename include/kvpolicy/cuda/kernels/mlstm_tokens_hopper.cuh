@@ -20,8 +20,8 @@ struct mlstm_tokens_hopper_memory {
     shared_tile<E> q, d_n;  // then the state before the chunk
     shared_tile<E> k, v, a;
     shared_tile<E> before;
-    float *a_z, *z;  // [F]
-    float* rho;      // before the chunk
+    float *a_z, *z;                         // [F]
+    float* rho;                             // before the chunk
     float *d_g, *carried, *later, *inside;  // [64]
     float* columns;                         // [4][64]: sums down the columns, of 16 rows each
     float* across;                          // [4]
@@ -88,7 +88,8 @@ __device__ inline void weigh_pairs_of_tokens(const Memory& memory, const float (
             rounded_pair<E> weight;
             weight.set(w[0] * products[4 * i + 2 * r], w[1] * products[4 * i + 2 * r + 1]);
             weights[i / 2][i % 2 * 2 + r] = weight.both;
-            const float second = weight.second() * of_pair[1], both = fmaf(weight.first(), of_pair[0], second);
+            const float second = weight.second() * of_pair[1],
+                        both = fmaf(weight.first(), of_pair[0], second);
             float from = both;  // of this lane's columns and the quad's later ones
             float other = __shfl_down_sync(all_lanes, from, 1u);
             from += pair < 3 ? other : 0.0f;
@@ -333,8 +334,8 @@ __global__ void __launch_bounds__(KVPOLICY_HOPPER_THREADS(mlstm_warpgroup_thread
             [&](int j) { return memory.inside[j]; }, [](int) { return 0.0f; });
     } else {  // meanwhile the other warps write what does not wait for the gates
         write_tile(rows, problem.rows_k, to_k, problem.at_v, s.count, thread - 32, threads - 32);
-        write_tile(rows + problem.at_v, problem.rows_k, of_v, problem.at_i - problem.at_v, s.count, thread - 32,
-                   threads - 32);
+        write_tile(rows + problem.at_v, problem.rows_k, of_v, problem.at_i - problem.at_v, s.count,
+                   thread - 32, threads - 32);
     }
     __syncthreads();
     write_columns(rows, problem.rows_k, problem.at_i, (problem.rows_k - problem.at_i) / 8, s.count, thread,

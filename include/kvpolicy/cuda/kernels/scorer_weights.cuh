@@ -271,9 +271,8 @@ struct chunk_sums {
 
 /// One warp a number.
 template <class Sums>
-__global__ void __launch_bounds__(128)
-    add_sums_kernel(const Sums sums, const std::int32_t batch, const std::int32_t heads,
-                    const std::int32_t slots) {
+__global__ void __launch_bounds__(128) add_sums_kernel(const Sums sums, const std::int32_t batch,
+                                                       const std::int32_t heads, const std::int32_t slots) {
     std::int64_t item = std::int64_t{blockIdx.x} * 4 + warp_id();
     for (int p = 0; p < sums.parts; ++p) {
         const chunk_sum& all = sums.part[p];
