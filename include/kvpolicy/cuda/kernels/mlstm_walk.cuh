@@ -87,7 +87,7 @@ __global__ void __launch_bounds__(256)
     if (!backward && mlstm_state_part::takes_state(problem, plane)) {
         all = states[0];
     }
-#pragma unroll 4
+#pragma unroll 16
     for (std::int32_t n = 1; n < problem.segments; ++n) {
         const float keep = problem.partial_keeps[first + n - 1];
         const float4 added = states[std::int64_t{n} * size];
