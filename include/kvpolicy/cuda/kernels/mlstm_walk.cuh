@@ -87,16 +87,29 @@ __global__ void __launch_bounds__(256)
     if (!backward && mlstm_state_part::takes_state(problem, plane)) {
         all = states[0];
     }
-#pragma unroll 16
-    for (std::int32_t n = 1; n < problem.segments; ++n) {
-        const float keep = problem.partial_keeps[first + n - 1];
-        const float4 added = states[std::int64_t{n} * size];
-        const bool none = keep < 0.0f;  // not even what is not finite
-        all.x = (none ? 0.0f : keep * all.x) + added.x;
-        all.y = (none ? 0.0f : keep * all.y) + added.y;
-        all.z = (none ? 0.0f : keep * all.z) + added.z;
-        all.w = (none ? 0.0f : keep * all.w) + added.w;
-        states[std::int64_t{n} * size] = all;
+    constexpr int together = 8;  // loads that are under way at once
+    for (std::int32_t from = 1; from < problem.segments; from += together) {
+        float4 added[together];
+        float keeps[together];
+#pragma unroll
+        for (int i = 0; i < together; ++i) {
+            if (from + i < problem.segments) {
+                added[i] = states[std::int64_t{from + i} * size];
+                keeps[i] = problem.partial_keeps[first + from + i - 1];
+            }
+        }
+#pragma unroll
+        for (int i = 0; i < together; ++i) {
+            if (from + i < problem.segments) {
+                const float keep = keeps[i];
+                const bool none = keep < 0.0f;  // not even what is not finite
+                all.x = (none ? 0.0f : keep * all.x) + added[i].x;
+                all.y = (none ? 0.0f : keep * all.y) + added[i].y;
+                all.z = (none ? 0.0f : keep * all.z) + added[i].z;
+                all.w = (none ? 0.0f : keep * all.w) + added[i].w;
+                states[std::int64_t{from + i} * size] = all;
+            }
+        }
     }
 }
 
