@@ -183,7 +183,7 @@ struct mlstm_call {
     }
     /// States before each chunk.
     void states(const cuda& on) {
-        launch("mlstm_frames_kernel", mlstm_frames_kernel<T>, planes(), 32, 0, on, problem);
+        launch("mlstm_frames_kernel", mlstm_frames_kernel<T>, planes(), mlstm_frames_threads, 0, on, problem);
         walk<false>(on);
     }
     /// Scores.
@@ -201,7 +201,8 @@ struct mlstm_call {
                     return;
                 }
                 swept = true;
-                launch("mlstm_frames_kernel", mlstm_frames_kernel<T>, planes(), 32, 0, on, problem);
+                launch("mlstm_frames_kernel", mlstm_frames_kernel<T>, planes(), mlstm_frames_threads, 0, on,
+                       problem);
                 cut(sweep_segments(F, V));
                 begin_segments<F, V, false>(on);
                 launch("mlstm_sweep_kernel", mlstm_sweep_kernel<T, F, V>, planes() * problem.segments,
