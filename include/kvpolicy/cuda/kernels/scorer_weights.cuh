@@ -5,7 +5,9 @@
 
 #include <kvpolicy/cuda/blocks/scorer_problem.cuh>
 #include <kvpolicy/cuda/blocks/scorer_tile.cuh>
+#include <kvpolicy/cuda/blocks/wgmma.cuh>
 #include <kvpolicy/cuda/config.cuh>
+#include <kvpolicy/cuda/hopper.cuh>
 #include <kvpolicy/cuda/launch.cuh>
 
 #include <cstdint>
@@ -160,8 +162,32 @@ __global__ void __launch_bounds__(128)
         source.load(s, s.first - shift, max(0, s.begin + shift - s.first), s.count, scale_k, scale_v,
                     x(stage), column, 128);
     };
+    // On Hopper the four warps are a warpgroup, and acc has its layout.
+    constexpr bool hopper = !shared_tile<T>::plain && KVPOLICY_HOPPER_CODE == 1;
+    const auto wait_for_others = [] {
+        if constexpr (hopper) {
+            fence_async_proxy();
+        }
+        __syncthreads();
+    };
     const auto multiply = [&](int stage) {
-        add_product<2, 8, 64, true, true>(acc, d_y(stage), m0, x(stage), n0);
+        if constexpr (hopper) {
+            auto& flat = reinterpret_cast<float(&)[64]>(acc);
+            const std::uint64_t a = describe_mn_major(shared_address(d_y(stage).data), scorer_chunk * 128);
+            const std::uint64_t b = describe_mn_major(shared_address(x(stage).data), scorer_chunk * 128);
+            pin(flat);
+            wgmma_fence();
+#pragma unroll
+            for (int k = 0; k < scorer_chunk / 16; ++k) {
+                wgmma<T, 1, 1>(flat, a + static_cast<std::uint64_t>(k) * (2048 / 16),
+                               b + static_cast<std::uint64_t>(k) * (2048 / 16), 1);
+            }
+            wgmma_commit();
+            wgmma_wait<0>();
+            pin(flat);
+        } else {
+            add_product<2, 8, 64, true, true>(acc, d_y(stage), m0, x(stage), n0);
+        }
     };
     // Plain copies run ahead; what is computed on the way is not.
     std::int32_t chunk = next_of(split * each);
@@ -182,7 +208,7 @@ __global__ void __launch_bounds__(128)
         int stage = 0;
         for (std::int32_t done = 0; done < fetched; ++done) {
             copy_wait<(stages > 1 ? stages - 2 : 0)>();
-            __syncthreads();  // this chunk is there, and the one before has been multiplied
+            wait_for_others();  // this chunk is there, and the one before has been multiplied
             fetch(stage == 0 ? stages - 1 : stage - 1);
             multiply(stage);
             stage = stage + 1 == stages ? 0 : stage + 1;
@@ -193,7 +219,7 @@ __global__ void __launch_bounds__(128)
             source.norms(s, s.first - shift, max(0, s.begin + shift - s.first), s.count, scale_k, scale_v);
             load(chunk, 0);
             copy_wait<0>();
-            __syncthreads();
+            wait_for_others();
             multiply(0);
             __syncthreads();  // the tiles are free
         }
@@ -206,8 +232,8 @@ __global__ void __launch_bounds__(128)
         for (int j = 0; j < 8; ++j) {
 #pragma unroll
             for (int e = 0; e < 4; ++e) {
-                const int n = row + m0 + 16 * i + lane / 4 + 8 * (e / 2);
-                const int c = column + n0 + 8 * j + lane % 4 * 2 + e % 2;
+                const int n = row + (hopper ? 16 * warp_id() : m0 + 16 * i) + lane / 4 + 8 * (e / 2);
+                const int c = column + (hopper ? 64 * i : n0) + 8 * j + lane % 4 * 2 + e % 2;
                 if (c < source.padded) {
                     to[std::int64_t{n} * source.padded + c] = acc[i][j][e];
                 }
