@@ -82,11 +82,6 @@ struct mlstm_call {
     float* partial = nullptr;
     bool direct_values = false;
 
-#if defined(KVPOLICY_MLSTM_APART)
-    static constexpr bool apart_always = true;
-#else
-    static constexpr bool apart_always = false;
-#endif
     using one = std::integral_constant<int, 1>;
     using two = std::integral_constant<int, 2>;
 
@@ -194,10 +189,9 @@ struct mlstm_call {
                 constexpr int F = features, V = values;
                 const std::size_t shared = mlstm_sweep_memory<E, F, V>(nullptr).bytes;
                 const int room = device_scope(on).attribute(cudaDevAttrMaxSharedMemoryPerBlockOptin);
-                // With many planes a walk has the whole card in one go, and a chunk that is read by itself takes less than a sweep's.
-                const bool apart = (apart_always || planes() * walk_parts(F, V) >= processors) &&
-                                   has_hopper_code(device_scope(on), mlstm_read_hopper_kernel<T, F, V>);
-                if (apart || shared > static_cast<std::size_t>(room)) {
+                // On Hopper a walk and a read of each chunk by itself take less than a sweep.
+                if (has_hopper_code(device_scope(on), mlstm_read_hopper_kernel<T, F, V>) ||
+                    shared > static_cast<std::size_t>(room)) {
                     return;
                 }
                 swept = true;
@@ -248,8 +242,9 @@ struct mlstm_call {
                                mlstm_reads_memory<E, F, V>::bytes(), on, problem);
                         walk<true>(on);
                         launch("mlstm_tokens_hopper_kernel", mlstm_tokens_hopper_kernel<T, F, V>,
-                               call.chunks(), mlstm_warpgroup_threads,
-                               mlstm_tokens_hopper_memory<E, F, V>(nullptr).bytes, on, problem);
+                               std::min(call.chunks(), std::int64_t{problem.ahead} * mlstm_tokens_blocks),
+                               mlstm_warpgroup_threads, mlstm_tokens_hopper_memory<E, F, V>(nullptr).bytes,
+                               on, problem);
                         return;
                     }
                 }

@@ -18,11 +18,7 @@ namespace cuda_backend {
 inline constexpr int mlstm_warpgroup_threads = 128;
 /// Blocks that a multiprocessor has room for.
 template <int V>
-#if defined(KVPOLICY_MLSTM_APART)
-inline constexpr int mlstm_reads_blocks = 2;
-#else
 inline constexpr int mlstm_reads_blocks = V == 64 ? 3 : 2;
-#endif
 
 /// Shared memory of a block that reads.
 template <class E, int F, int V>
@@ -77,29 +73,89 @@ struct mlstm_read_tiles {
         copy_slice<scorer_chunk, F, mlstm_warpgroup_threads>(
             k, 0, static_cast<const E*>(problem.k) + std::int64_t{chunk} * (scorer_chunk * F), F);
     }
-    /// What does not come by copies. The caller synchronises.
-    template <class T>
-    __device__ void load_numbers(const mlstm_problem<T>& problem, const scorer_span& s,
-                                 const mlstm_frame& frame, std::int32_t chunk) const {
+    /// What does not come by copies, from registers. The caller synchronises.
+    template <class Numbers>
+    __device__ void store_numbers(const Numbers& from) const {
         const auto thread = static_cast<int>(threadIdx.x);
         if (thread < F) {
-            const float whole = problem.sums[std::int64_t{chunk} * F + thread];
-            const E rounded = static_cast<E>(whole);
-            z[thread] = whole;
+            const E rounded = static_cast<E>(from.z);
+            z[thread] = from.z;
             *reinterpret_cast<E*>(z_tile.data + z_tile.offset(0, thread)) = rounded;
             *reinterpret_cast<E*>(z_tile.data + z_tile.offset(1, thread)) =
-                static_cast<E>(whole - static_cast<float>(rounded));
+                static_cast<E>(from.z - static_cast<float>(rounded));
         }
         if (thread < V) {
-            const std::int64_t plane_row = std::int64_t{s.plane} * problem.streams.slots * scorer_chunk;
-            const bool in = thread < problem.width;
-            rho[thread] = reference_before(problem, frame, plane_row, V, thread);
-            const std::int64_t at = std::int64_t{s.h} * problem.width + thread;
-            numbers[thread] = make_float2(in && problem.norm_gain != nullptr ? problem.norm_gain[at] : 1.0f,
-                                          in ? problem.readout[at] : 0.0f);
+            rho[thread] = from.share * static_cast<float>(from.heavy);
+            numbers[thread] = from.number;
         }
-        const std::int64_t row = std::int64_t{chunk} * scorer_chunk;
-        exponents.load(problem.log_source + row, problem.log_top + row, frame.m);
+        if (thread < scorer_chunk) {
+            exponents.set(from.source, from.top, from.last, from.m);
+        }
+    }
+};
+
+/// What a block must know of a chunk before it loads anything of it.
+struct mlstm_read_frame {
+    double m;
+    float share, keep;
+    std::int32_t reads, count, bad, before;
+
+    /// Nothing where there is no such chunk.
+    template <class T>
+    __device__ void load(const mlstm_problem<T>& problem, std::int32_t chunk, std::int32_t chunks) {
+        reads = scorer_chunk;
+        count = 0;
+        if (chunk < chunks) {
+            const mlstm_frame& frame = problem.frames[chunk];
+            m = frame.m;
+            share = frame.share;
+            keep = frame.keep;
+            reads = frame.reads;
+            count = frame.count;
+            bad = frame.bad;
+            before = frame.before;
+        }
+    }
+    [[nodiscard]] __device__ bool reads_any() const { return reads < count; }
+};
+
+/// A thread's share of a chunk's numbers, on their way from global memory while the chunk before is still at work.
+template <class E, int F, int V>
+struct mlstm_read_numbers {
+    double source, top, last, m;
+    float z, share;
+    E heavy;        // of the value that is the reference
+    float2 number;  // the norm's gain, the readout's weight
+
+    /// Nothing where the chunk does not read.
+    template <class T>
+    __device__ void load(const mlstm_problem<T>& problem, std::int32_t chunk, const mlstm_read_frame& frame) {
+        *this = {};  // nothing of the chunk before stays in registers
+        if (!frame.reads_any()) {
+            return;
+        }
+        const auto thread = static_cast<int>(threadIdx.x);
+        const std::int32_t plane = chunk / problem.streams.slots;
+        m = frame.m;
+        if (thread < scorer_chunk) {
+            const std::int64_t row = std::int64_t{chunk} * scorer_chunk;
+            source = problem.log_source[row + thread];
+            top = problem.log_top[row + thread];
+            last = problem.log_top[row + scorer_chunk - 1];
+        }
+        if (thread < F) {
+            z = problem.sums[std::int64_t{chunk} * F + thread];
+        }
+        if (thread < V) {
+            const bool in = thread < problem.width;
+            const std::int64_t at = std::int64_t{plane % problem.streams.heads} * problem.width + thread;
+            number = make_float2(in && problem.norm_gain != nullptr ? problem.norm_gain[at] : 1.0f,
+                                 in ? problem.readout[at] : 0.0f);
+            share = frame.before >= 0 ? frame.share : 0.0f;
+            const std::int64_t reference = std::int64_t{plane} * problem.streams.slots * scorer_chunk +
+                                           (frame.before >= 0 ? frame.before : 0);
+            heavy = frame.before >= 0 ? problem.v[reference * V + thread] : static_cast<E>(0.0f);
+        }
     }
 };
 
@@ -191,39 +247,50 @@ __global__ void __launch_bounds__(KVPOLICY_HOPPER_THREADS(mlstm_warpgroup_thread
     const mlstm_read_tiles<E, F, V> memory(parts);
     const scorer_streams& streams = problem.streams;
     const std::int32_t chunks = streams.batch * streams.heads * streams.slots;
-    // The first chunk from this one on, among the block's, that reads.
-    const auto next_of = [&](std::int32_t chunk) {
-        while (chunk < chunks && problem.frames[chunk].reads >= problem.frames[chunk].count) {
-            chunk += static_cast<std::int32_t>(gridDim.x);
-        }
-        return chunk;
-    };
-    memory.clear_sums();
-    __syncthreads();
-    std::int32_t chunk = next_of(static_cast<std::int32_t>(blockIdx.x));
-    if (chunk < chunks) {
+    const auto step = static_cast<std::int32_t>(gridDim.x);
+    const auto load_all = [&](std::int32_t chunk) {
         memory.load_state(problem, chunk);
         memory.load_queries(problem, chunk);
         memory.load_keys(problem, chunk);
+    };
+    memory.clear_sums();
+    __syncthreads();
+    auto chunk = static_cast<std::int32_t>(blockIdx.x);
+    mlstm_read_frame frame, following;
+    mlstm_read_numbers<E, F, V> numbers;
+    frame.load(problem, chunk, chunks);
+    following.load(problem, chunk + step, chunks);
+    if (frame.reads_any()) {
+        load_all(chunk);
     }
     copy_commit();
-    while (chunk < chunks) {
-        const std::int32_t next = next_of(chunk + static_cast<std::int32_t>(gridDim.x));
-        const mlstm_frame& frame = problem.frames[chunk];
+    numbers.load(problem, chunk, frame);
+    for (; chunk < chunks; chunk += step) {
+        const mlstm_read_frame own = frame;
+        const std::int32_t next = chunk + step;
+        // The next chunk's rows and numbers, once this one's tiles are free.
+        const auto load_next = [&] {
+            if (following.reads_any()) {
+                load_all(next);
+            }
+            copy_commit();
+            numbers.load(problem, next, following);
+            frame = following;
+            following.load(problem, next + step, chunks);
+        };
+        if (!own.reads_any()) {
+            load_next();
+            continue;
+        }
+        memory.store_numbers(numbers);
         const scorer_span s = streams.span(chunk / streams.slots, chunk % streams.slots);
-        memory.load_numbers(problem, s, frame, chunk);
         copy_wait<0>();
         fence_async_proxy();
         __syncthreads();
         mlstm_warpgroup_reads<E, F, V> reads;
         reads.read(memory);
         __syncthreads();  // the tiles are free
-        if (next < chunks) {
-            memory.load_state(problem, next);
-            memory.load_queries(problem, next);
-            memory.load_keys(problem, next);
-        }
-        copy_commit();
+        load_next();
         const bool norm = problem.norm_gain != nullptr;
         const float bias = problem.readout_bias != nullptr ? problem.readout_bias[s.h] : 0.0f;
         float score[2] = {}, scale[2];
@@ -256,14 +323,13 @@ __global__ void __launch_bounds__(KVPOLICY_HOPPER_THREADS(mlstm_warpgroup_thread
         for (int r = 0; r < 2; ++r) {
             const int l = reads.row(r);
             score[r] = row_sum(score[r]);
-            if (lane_id() % 4 == 0 && l >= frame.reads && l < frame.count) {
-                const float skipped =
+            if (lane_id() % 4 == 0 && l >= own.reads && l < own.count) {
+                const float of_skip =
                     problem.skip != nullptr ? problem.skipped[std::int64_t{chunk} * scorer_chunk + l] : 0.0f;
-                scores[l] = l < frame.bad ? score[r] + bias + skipped : NAN;
+                scores[l] = l < own.bad ? score[r] + bias + of_skip : NAN;
             }
         }
         __syncthreads();  // the next chunk's numbers may come
-        chunk = next;
     }
 #endif
 }

@@ -54,9 +54,6 @@ __global__ void __launch_bounds__(KVPOLICY_HOPPER_THREADS(mlstm_warpgroup_thread
     const int lane = lane_id(), l0 = 16 * warp_id() + lane / 4, c0 = lane % 4 * 2;
     const bool norm = problem.norm_gain != nullptr;
 
-    const auto reads_in = [&](std::int32_t chunk) {
-        return chunk < chunks && problem.frames[chunk].reads < problem.frames[chunk].count;
-    };
     const auto load_all = [&](std::int32_t chunk) {
         memory.load_state(problem, chunk);
         memory.load_queries(problem, chunk);
@@ -65,16 +62,30 @@ __global__ void __launch_bounds__(KVPOLICY_HOPPER_THREADS(mlstm_warpgroup_thread
 
     memory.clear_sums();
     __syncthreads();
+    const auto step = static_cast<std::int32_t>(gridDim.x);
     auto chunk = static_cast<std::int32_t>(blockIdx.x);
-    bool there = reads_in(chunk);
-    if (there) {
+    mlstm_read_frame frame, following;
+    mlstm_read_numbers<E, F, V> numbers;
+    float slope = 0.0f;  // d of the score that row `thread` has
+    const auto load_numbers = [&](std::int32_t of, const mlstm_read_frame& from) {
+        numbers.load(problem, of, from);
+        slope = 0.0f;
+        if (from.reads_any() && thread >= from.reads && thread < from.count) {
+            const scorer_span s = streams.span(of / streams.slots, of % streams.slots);
+            slope = problem.d_scores.head(s.b, s.h)[s.first + thread - streams.delay];
+        }
+    };
+    frame.load(problem, chunk, chunks);
+    following.load(problem, chunk + step, chunks);
+    if (frame.reads_any()) {
         load_all(chunk);
     }
     copy_commit();
-    for (; chunk < chunks; chunk += static_cast<std::int32_t>(gridDim.x)) {
-        const std::int32_t next = chunk + static_cast<std::int32_t>(gridDim.x);
-        const bool follows = reads_in(next);
-        const std::int32_t count = problem.frames[chunk].count;
+    load_numbers(chunk, frame);
+    for (; chunk < chunks; chunk += step) {
+        const std::int32_t next = chunk + step;
+        const std::int32_t skipped = frame.reads, count = frame.count;
+        const bool there = frame.reads_any(), follows = following.reads_any();
         const std::int64_t row = std::int64_t{chunk} * scorer_chunk;
         float* const sums = problem.d_readout + std::int64_t{chunk} * (2 * width + 1);
         T* const d_rows = problem.d_rows_q + row * problem.rows_q;
@@ -85,23 +96,25 @@ __global__ void __launch_bounds__(KVPOLICY_HOPPER_THREADS(mlstm_warpgroup_thread
             for (int i = thread; i < count * problem.rows_q / 8; i += threads) {
                 *reinterpret_cast<uint4*>(d_rows + std::int64_t{i} * 8) = make_uint4(0, 0, 0, 0);
             }
+            load_numbers(next, following);
             if (follows) {
                 load_all(next);
             }
             copy_commit();
-            there = follows;
+            frame = following;
+            following.load(problem, next + step, chunks);
             continue;
         }
-        const mlstm_frame& frame = problem.frames[chunk];
-        const scorer_span s = streams.span(chunk / streams.slots, chunk % streams.slots);
-        const std::int32_t skipped = frame.reads;
         if (thread < scorer_chunk) {
-            memory.d_score[thread] =
-                thread >= skipped && thread < count
-                    ? gradient_of_score(streams, problem.d_scores, s, s.first + thread - streams.delay)
-                    : 0.0f;
+            memory.d_score[thread] = slope;
+            if (!(fabsf(slope) <= 3.402823466e38f)) {
+                streams.report(chunk / streams.slots / streams.heads, status_not_finite);
+            }
         }
-        memory.load_numbers(problem, s, frame, chunk);
+        memory.store_numbers(numbers);
+        mlstm_look_ahead<T> ahead(next, follows);
+        ahead.array(problem.q, scorer_chunk * F);
+        ahead.array(problem.k, scorer_chunk * F);
         copy_wait<0>();
         fence_async_proxy();
         __syncthreads();
@@ -240,6 +253,9 @@ __global__ void __launch_bounds__(KVPOLICY_HOPPER_THREADS(mlstm_warpgroup_thread
             memory.load_state(problem, next);
         }
         copy_commit();
+        load_numbers(next, following);
+        frame = following;
+        following.load(problem, next + step, chunks);
         // d q~ = exp(m - M_l) (C d N + z d g) + sum_j w_lj G_lj k~_j
 #pragma unroll
         for (int j = 0; j < F / 8; ++j) {
@@ -314,7 +330,6 @@ __global__ void __launch_bounds__(KVPOLICY_HOPPER_THREADS(mlstm_warpgroup_thread
             memory.load_keys(problem, next);
         }
         copy_commit();
-        there = follows;
     }
 #endif
 }
