@@ -28,6 +28,7 @@ struct mlstm_read_tiles {
     float* z;
     float* rho;
     float2* numbers;  // [V]: the norm's gain, the readout's weight
+    float* added;     // [64]: what a score has besides
     mlstm_exponents<E> exponents;
 
     KVPOLICY_HOST_DEVICE explicit mlstm_read_tiles(shared_parts& parts) {
@@ -39,6 +40,7 @@ struct mlstm_read_tiles {
         z = parts.take<float>(F);
         rho = parts.take<float>(V);
         numbers = parts.take<float2>(V);
+        added = parts.take<float>(scorer_chunk);
         exponents.source = parts.take<typename mlstm_exponents<E>::number>(scorer_chunk);
         exponents.most = parts.take<typename mlstm_exponents<E>::number>(scorer_chunk);
         exponents.kept = parts.take<float>(scorer_chunk);
@@ -90,6 +92,7 @@ struct mlstm_read_tiles {
         }
         if (thread < scorer_chunk) {
             exponents.set(from.source, from.top, from.last, from.m);
+            added[thread] = from.added;
         }
     }
 };
@@ -126,6 +129,7 @@ struct mlstm_read_numbers {
     float z, share;
     E heavy;        // of the value that is the reference
     float2 number;  // the norm's gain, the readout's weight
+    float added;    // what a score has besides
 
     /// Nothing where the chunk does not read.
     template <class T>
@@ -142,6 +146,9 @@ struct mlstm_read_numbers {
             source = problem.log_source[row + thread];
             top = problem.log_top[row + thread];
             last = problem.log_top[row + scorer_chunk - 1];
+            added = (problem.readout_bias != nullptr ? problem.readout_bias[plane % problem.streams.heads]
+                                                     : 0.0f) +
+                    (problem.skip != nullptr ? problem.skipped[row + thread] : 0.0f);
         }
         if (thread < F) {
             z = problem.sums[std::int64_t{chunk} * F + thread];
@@ -292,7 +299,6 @@ __global__ void __launch_bounds__(KVPOLICY_HOPPER_THREADS(mlstm_warpgroup_thread
         __syncthreads();  // the tiles are free
         load_next();
         const bool norm = problem.norm_gain != nullptr;
-        const float bias = problem.readout_bias != nullptr ? problem.readout_bias[s.h] : 0.0f;
         float score[2] = {}, scale[2];
 #pragma unroll
         for (int r = 0; r < 2; ++r) {
@@ -324,9 +330,7 @@ __global__ void __launch_bounds__(KVPOLICY_HOPPER_THREADS(mlstm_warpgroup_thread
             const int l = reads.row(r);
             score[r] = row_sum(score[r]);
             if (lane_id() % 4 == 0 && l >= own.reads && l < own.count) {
-                const float of_skip =
-                    problem.skip != nullptr ? problem.skipped[std::int64_t{chunk} * scorer_chunk + l] : 0.0f;
-                scores[l] = l < own.bad ? score[r] + bias + of_skip : NAN;
+                scores[l] = l < own.bad ? score[r] + memory.added[l] : NAN;
             }
         }
         __syncthreads();  // the next chunk's numbers may come
