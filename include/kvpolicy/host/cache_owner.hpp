@@ -96,7 +96,7 @@ typename CacheOwner<Derived, P, T>::common_plan CacheOwner<Derived, P, T>::plan_
     plan.pinned = memory.take(P::has_keep ? heads * sizeof(std::int32_t) : 0);
     plan.victim = memory.take(heads * sizeof(std::int32_t));
     plan.proposed = memory.take(slots * sizeof(std::int32_t));
-    plan.taken = memory.take(slots * sizeof(std::int32_t));
+    plan.taken = memory.take(heads * sizeof(std::int32_t));
     if constexpr (P::has_eviction) {
         const std::size_t query =
             host_backend::product_of(shape_.query_heads / shape_.kv_heads, shape_.dim_k, sizeof(T));
@@ -240,7 +240,8 @@ void CacheOwner<Derived, P, T>::advance(const host&, const Batch& batch) {
             if (taken[batch.slot(i)] != batch.tokens(i)) [[unlikely]] {
                 detail::refuse(detail::text("tokens of entry ", i).c_str(), batch.tokens(i),
                                detail::text("the ", taken[batch.slot(i)], " that layer ", layer,
-                                            " has taken: every layer takes a token once"));
+                                            " has taken: advance() takes the same Batch as the layers, and every "
+                                            "layer takes a token once"));
             }
         }
     }

@@ -25,7 +25,7 @@ namespace ragged {
 template <class T>
 struct paged_source {
     struct tile_rows {
-        const T* k;  // of the tile's first row; the others follow
+        const T* k;  // of the tile's first row; the others follow at k_row() and v_row()
         const T* v;
     };
     PagedRows<T> rows;
@@ -42,15 +42,17 @@ struct paged_source {
             if (mine < pages) {
                 const std::int32_t id = rows.table[mine];
                 const Slab<T>& slab = rows.slabs[id / rows.slab_pages];
-                const std::int64_t at = std::int64_t{id % rows.slab_pages} * rows.page_rows;
-                k_page = slab.k + at * rows.dim_k;
-                v_page = slab.v + at * rows.dim_v;
+                const std::int64_t in_slab = id % rows.slab_pages;
+                k_page = slab.k + in_slab * rows.strides.k_page;
+                v_page = slab.v + in_slab * rows.strides.v_page;
             }
         }
         const std::int64_t in_page = row - page * rows.page_rows;
-        return {of_lane(k_page, page - first) + in_page * rows.dim_k,
-                of_lane(v_page, page - first) + in_page * rows.dim_v};
+        return {of_lane(k_page, page - first) + in_page * rows.strides.k_row,
+                of_lane(v_page, page - first) + in_page * rows.strides.v_row};
     }
+    [[nodiscard]] __device__ std::int32_t k_row() const { return rows.strides.k_row; }
+    [[nodiscard]] __device__ std::int32_t v_row() const { return rows.strides.v_row; }
     __device__ const T* key(std::int32_t row) const { return rows.k(row); }
     __device__ const T* value(std::int32_t row) const { return rows.v(row); }
 
@@ -293,8 +295,9 @@ class tensor_stream {
             const int chunk = lane_id() % chunks, first = lane_id() / chunks;
             const std::int32_t row = tile * stream_tile + first;
             const auto from = rows_.source.tile(tile);
-            const T* k = from.k + first * rows_.dim_k + 8 * chunk;
-            const T* v = from.v + first * rows_.dim_v + 8 * chunk;
+            const std::int32_t k_row = rows_.source.k_row(), v_row = rows_.source.v_row();
+            const T* k = from.k + first * k_row + 8 * chunk;
+            const T* v = from.v + first * v_row + 8 * chunk;
             const std::uint32_t of_k = 8 * chunk < rows_.dim_k ? 16 : 0,
                                 of_v = 8 * chunk < rows_.dim_v ? 16 : 0;
             const std::uint32_t to = shared_ + stage * S::tile_bytes + first * S::Dim * 2;
@@ -304,8 +307,8 @@ class tensor_stream {
                 const std::uint32_t at = to + i * S::Dim * 2 + ((chunk ^ ((first + i) % 8)) << 4);
                 copy_16(at, k, in_use ? of_k : 0);
                 copy_16(at + S::half_bytes, v, in_use ? of_v : 0);
-                k += rows * rows_.dim_k;
-                v += rows * rows_.dim_v;
+                k += rows * k_row;
+                v += rows * v_row;
             }
         }
         copy_commit();

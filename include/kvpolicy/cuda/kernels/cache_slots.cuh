@@ -55,29 +55,54 @@ __global__ void __launch_bounds__(slot_threads)
         cache.pinned[index] = 0;
     }
     cache.victim[index] = -1;
+    cache.taken[index] = 0;
     cache.arrivals[index] = 0;
     if (head == 0) {
         cache.proposed[slot] = 0;
         if (layer == 0) {
             cache.length[slot] = 0;
+            if constexpr (Ref::pooled) {
+                cache.reserved[slot] = 0;
+            }
         }
     }
 }
 
-/// One block.
-template <class Length>
+/// Moves slots on, if every head of every layer has taken the tokens. A block an entry.
+template <class View, class Ref>
 __global__ void __launch_bounds__(slot_threads)
-    advance_kernel(Length* const length, const std::int32_t slots, const Batch batch,
+    advance_kernel(const Ref* const refs, const std::int32_t layers, const Batch batch,
                    std::uint32_t* const status) {
-    for (auto i = static_cast<std::int32_t>(threadIdx.x); i < batch.count; i += slot_threads) {
-        const std::int32_t slot = batch.slot(i), tokens = batch.tokens(i);
-        if (slot < 0 || slot >= slots || tokens < 0) {
-            if (status != nullptr) {
-                atomicOr(status + i, static_cast<std::uint32_t>(status_bad_length));
-            }
-        } else {
-            length[slot] += tokens;
+    const auto i = static_cast<std::int32_t>(blockIdx.x);
+    const active_entry active(View(refs[0]), batch, i, never);
+    const std::int32_t tokens = active.tokens, kv_heads = refs[0].kv_heads;
+    std::uint32_t wrong = active.wrong;
+    if (wrong == 0 && !active.there) {
+        return;
+    }
+    if (wrong == 0) {
+        bool differs = false, lacks = false;
+        for (auto x = static_cast<std::int32_t>(threadIdx.x); x < layers * kv_heads; x += slot_threads) {
+            const std::int32_t taken =
+                refs[x / kv_heads].taken[refs[0].head_index(active.slot, x % kv_heads)];
+            differs = differs || (taken != tokens && !(taken < 0 && tokens == 0));
+            lacks = lacks || (taken < 0 && tokens != 0);
         }
+        differs = __syncthreads_or(differs ? 1 : 0) != 0;
+        lacks = __syncthreads_or(lacks ? 1 : 0) != 0;
+        wrong = lacks ? status_pool_exhausted : differs ? status_not_taken : status_ok;
+    }
+    if (wrong != 0) {
+        if (threadIdx.x == 0 && status != nullptr) {
+            atomicOr(status + i, wrong);
+        }
+        return;
+    }
+    for (auto x = static_cast<std::int32_t>(threadIdx.x); x < layers * kv_heads; x += slot_threads) {
+        refs[x / kv_heads].taken[refs[0].head_index(active.slot, x % kv_heads)] = 0;
+    }
+    if (threadIdx.x == 0) {
+        refs[0].length[active.slot] += tokens;
     }
 }
 
@@ -234,6 +259,10 @@ __global__ void __launch_bounds__(slot_threads)
     move_words<std::uint32_t, std::uint32_t>(
         all, moves.count, scratch, thread, threads, cache.kv_heads,
         [&](std::int32_t slot) { return cache.kept + cache.head_index(slot, 0); },
+        [&](const slot_move&) { return std::int64_t{cache.kv_heads}; });
+    move_words<std::uint32_t, std::uint32_t>(
+        all, moves.count, scratch, thread, threads, cache.kv_heads,
+        [&](std::int32_t slot) { return cache.taken + cache.head_index(slot, 0); },
         [&](const slot_move&) { return std::int64_t{cache.kv_heads}; });
     if (blockIdx.x == 0) {
         move_words<std::uint32_t, std::uint32_t>(
