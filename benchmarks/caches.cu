@@ -177,6 +177,14 @@ void decode(benchmark::State& state, const P& policy, std::int32_t batch, std::i
     }
     measure_layers(state, calls.stream, layers, bytes, token);
     state.counters["workspace_bytes"] = static_cast<double>(needed);
+    // Of one layer of one sequence: rows of s + w + k keys and values, and all else.
+    const double sequences = static_cast<double>(batch) * layers;
+    const double held = static_cast<double>(cache.bytes().keys_and_values) / sequences;
+    state.counters["kv_bytes_per_sequence"] = held;
+    state.counters["bytes_per_sequence"] = static_cast<double>(cache.bytes().total()) / sequences;
+    if (held != bytes / batch) {
+        state.SkipWithError("a cache takes other bytes than heads * (s + w + k) * 2 * head_dim * 2");
+    }
 }
 
 using Given = kvp::Policy<kvp::Sink<>, kvp::Window<>, kvp::TopKBudget<>>;

@@ -55,9 +55,8 @@ struct NaiveSlots {
     void append(std::int32_t slot, std::int32_t h, const float* k, const float* v, float score) {
         std::vector<float>& known = scores[at(slot, h)];
         known.push_back(score);
-        head[at(slot, h)].append(
-            {k, k + dim}, {v, v + dim},
-            [&](kvpolicy::position_t t) { return known[static_cast<std::size_t>(t)]; });
+        head[at(slot, h)].append({k, k + dim}, {v, v + dim},
+                                 [&](kvpolicy::position_t t) { return known[static_cast<std::size_t>(t)]; });
     }
 };
 

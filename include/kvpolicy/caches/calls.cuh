@@ -52,7 +52,8 @@ std::size_t step_workspace_bytes(const cuda& on, const FixedBudgetRef<P, T>& cac
 
 /// Both for all layers of a cache, of either kind: the most that any of them needs, where budgets differ by layer.
 template <class Dims = all_head_dims, CacheObject Cache>
-std::size_t cache_workspace_bytes(const cuda& on, const Cache& cache, std::int32_t count, std::int32_t tokens) {
+std::size_t cache_workspace_bytes(const cuda& on, const Cache& cache, std::int32_t count,
+                                  std::int32_t tokens) {
     std::size_t most = 0;
     for (std::int32_t layer = 0; layer < cache.shape().layers; ++layer) {
         const std::size_t bytes = cache_workspace_bytes<Dims>(on, cache.ref(layer), count, tokens);

@@ -30,8 +30,8 @@ struct DualRef : LayerRef<P, T> {
     std::int32_t* table = nullptr;               // [slots, table_offset[kv_heads]]: page ids
     const std::int64_t* table_offset = nullptr;  // [kv_heads + 1]
     std::int32_t* held = nullptr;                // [slots, kv_heads]: pages that the table names
-    position_t* reserved = nullptr;              // [slots], of all layers: the length up to which reserve() gave pages
-    PlainRows<T> spare;                          // [slots, kv_heads, proposals]
+    position_t* reserved = nullptr;  // [slots], of all layers: the length up to which reserve() gave pages
+    PlainRows<T> spare;              // [slots, kv_heads, proposals]
     std::int32_t most_slabs = 0;
     bool limited = false;  // whether some head's rows are bounded by `longest` only
     position_t longest = 0;
@@ -45,9 +45,14 @@ struct DualRef : LayerRef<P, T> {
         return table + slot * table_offset[this->kv_heads] + table_offset[head];
     }
     KVPOLICY_HOST_DEVICE constexpr PagedRows<T> head_rows(std::int64_t slot, std::int32_t head) const {
-        return {
-            pages(slot, head),          pool.slabs, pool.slab_pages, pool.page_rows, this->dim_k, this->dim_v,
-            this->selection.page_rows(), pool.strides};
+        return {pages(slot, head),
+                pool.slabs,
+                pool.slab_pages,
+                pool.page_rows,
+                this->dim_k,
+                this->dim_v,
+                this->selection.page_rows(),
+                pool.strides};
     }
     /// The rows that proposed tokens wait in; they are not of the pool.
     KVPOLICY_HOST_DEVICE constexpr PlainRows<T> spare_rows(std::int64_t slot, std::int32_t head) const {

@@ -112,7 +112,7 @@ struct LayerRef {
     // Tokens that advance() has not counted: [slots] on the host; [slots, kv_heads] on a device, where the heads of a step do not wait
     // for each other, and -1 says that a call found no pages.
     std::int32_t* taken = nullptr;
-    float* state = nullptr;            // [slots, kv_heads, state_size]
+    float* state = nullptr;  // [slots, kv_heads, state_size]
     std::int64_t state_size = 0;
     scorer_type scorer;
     typename P::gate_type gate;

@@ -24,19 +24,24 @@ enum status_bits : std::uint32_t {
 /// What one bit of a status word says, as a sentence; null for a word of no bit or of several.
 constexpr const char* status_sentence(std::uint32_t bit) {
     switch (bit) {
-        case status_nan_score: return "a score was NaN, and ranked last";
+        case status_nan_score:
+            return "a score was NaN, and ranked last";
         case status_pool_exhausted:
             return "no page was left: lend a slab (add_slab) and call the layer again for this sequence";
         case status_bad_length:
-            return "a length, token count or slot in device memory was out of range: the sequence counted as empty";
-        case status_not_finite: return "what a backward pass reads was NaN or infinite: its results mean nothing";
-        case status_bad_index: return "a label or index in device memory was outside its row, and left out";
+            return "a length, token count or slot in device memory was out of range: it counted as no token";
+        case status_not_finite:
+            return "what a backward pass reads was NaN or infinite: its results mean nothing";
+        case status_bad_index:
+            return "a label or index in device memory was outside its row, and left out";
         case status_taken_twice:
             return "a layer was called again before advance(): the second call left this sequence alone";
         case status_not_taken:
-            return "advance() found a layer that has not taken these tokens, and did not move the sequence: call that "
-                   "layer, then advance() again";
-        default: return nullptr;
+            return "a layer has not taken these tokens, so advance() did not move the sequence: call that "
+                   "layer, "
+                   "then advance() again";
+        default:
+            return nullptr;
     }
 }
 /// Calls visit(sentence) for every bit of a status word.

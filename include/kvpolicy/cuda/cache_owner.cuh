@@ -81,8 +81,9 @@ void FixedBudgetCache<P, T>::advance(const cuda& on, const Batch& batch, std::ui
     detail::require(batch.count >= 0 && batch.count <= this->shape_.slots, "batch.count", batch.count,
                     [&] { return detail::text("0 to the cache's slots, ", this->shape_.slots); });
     const cb::device_scope device(on);
-    cb::launch("advance_kernel", cb::advance_kernel<cb::cache_view<T>, ref_type>, batch.count, cb::slot_threads,
-               0, on, this->template at<const ref_type>(refs_at_), this->shape_.layers, batch, status);
+    cb::launch("advance_kernel", cb::advance_kernel<cb::cache_view<T>, ref_type>, batch.count,
+               cb::slot_threads, 0, on, this->template at<const ref_type>(refs_at_), this->shape_.layers,
+               batch, status);
 }
 
 inline namespace KVPOLICY_CUDA_NAMESPACE KVPOLICY_HIDDEN {

@@ -43,7 +43,7 @@
     KVPOLICY_DETAIL_VERSIONED(KVPOLICY_VERSION_MAJOR, KVPOLICY_VERSION_MINOR, KVPOLICY_VERSION_PATCH)
 
 #if defined(__CUDA_ARCH__) && __CUDA_ARCH__ < 800
-#error "kvpolicy: CUDA code needs compute capability 8.0 or later: say nvcc -arch=sm_80 or later (-arch=native takes 7.5 where there is no card)"
+#error "kvpolicy: needs nvcc -arch=sm_80 or later (-arch=native is sm_75 where there is no card)"
 #endif
 
 // The architectures of this translation unit, as a list and as text.

@@ -97,7 +97,9 @@ void DualCache<P, T>::add_pages(const cuda& on, T* k, T* v, void* notes, std::si
         detail::require(stride % each == 0, "strides of the pool's pages", stride,
                         [&] { return detail::text("multiples of ", each, " on CUDA"); });
     }
-    const auto unaligned = [](const T* rows) { return reinterpret_cast<std::uintptr_t>(rows) % (each * sizeof(T)); };
+    const auto unaligned = [](const T* rows) {
+        return reinterpret_cast<std::uintptr_t>(rows) % (each * sizeof(T));
+    };
     detail::require(unaligned(k) == 0, "k", "a row that is not aligned", "rows at multiples of 16 bytes");
     detail::require(unaligned(v) == 0, "v", "a row that is not aligned", "rows at multiples of 16 bytes");
     this->template lend<Build>(on, slab_of(k, v, notes, notes_bytes));
@@ -215,8 +217,9 @@ void DualCache<P, T>::advance(const cuda& on, const Batch& batch, std::uint32_t*
     detail::require(batch.count >= 0 && batch.count <= this->shape_.slots, "batch.count", batch.count,
                     [&] { return detail::text("0 to the cache's slots, ", this->shape_.slots); });
     const cb::device_scope device(on);
-    cb::launch("advance_kernel", cb::advance_kernel<cb::dual_view<T>, ref_type>, batch.count, cb::slot_threads,
-               0, on, this->template at<const ref_type>(refs_at_), this->shape_.layers, batch, status);
+    cb::launch("advance_kernel", cb::advance_kernel<cb::dual_view<T>, ref_type>, batch.count,
+               cb::slot_threads, 0, on, this->template at<const ref_type>(refs_at_), this->shape_.layers,
+               batch, status);
 }
 
 inline namespace KVPOLICY_CUDA_NAMESPACE KVPOLICY_HIDDEN {

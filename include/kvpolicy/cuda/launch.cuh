@@ -108,7 +108,8 @@ inline void allow_shared(const char* name, const void* kernel, std::size_t share
     check(cudaFuncGetAttributes(&code, kernel), name);
     const int allowed = most - static_cast<int>(code.sharedSizeBytes);
     detail::require(static_cast<std::int64_t>(shared_bytes) <= allowed, name, shared_bytes, [&] {
-        return detail::text("at most the ", allowed, " bytes of shared memory that a block has on this device");
+        return detail::text("at most the ", allowed,
+                            " bytes of shared memory that a block has on this device");
     });
     if (code.maxDynamicSharedSizeBytes != allowed) {
         check(cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, allowed), name);
@@ -293,8 +294,9 @@ void launch_cooperative(const char* name, void (*kernel)(Parameters...), int mos
     allow_shared(name, reinterpret_cast<const void*>(kernel), shared_bytes);
     int fit = 0;
     check(cudaOccupancyMaxActiveBlocksPerMultiprocessor(&fit, kernel, threads, shared_bytes), name);
-    detail::require(fit > 0, name, "no room for a block on a multiprocessor",
-                    [&] { return detail::text("a device with ", shared_bytes, " bytes of shared memory for it"); });
+    detail::require(fit > 0, name, "no room for a block on a multiprocessor", [&] {
+        return detail::text("a device with ", shared_bytes, " bytes of shared memory for it");
+    });
     const int each = fit < most ? fit : most;
     launch_attributes together;
     together.add(cudaLaunchAttributeCooperative).val.cooperative = 1;

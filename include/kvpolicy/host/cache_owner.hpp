@@ -238,10 +238,11 @@ void CacheOwner<Derived, P, T>::advance(const host&, const Batch& batch) {
         const std::int32_t* const taken = self().ref(layer).taken;
         for (std::int32_t i = 0; i < batch.count; ++i) {
             if (taken[batch.slot(i)] != batch.tokens(i)) [[unlikely]] {
-                detail::refuse(detail::text("tokens of entry ", i).c_str(), batch.tokens(i),
-                               detail::text("the ", taken[batch.slot(i)], " that layer ", layer,
-                                            " has taken: advance() takes the same Batch as the layers, and every "
-                                            "layer takes a token once"));
+                detail::refuse(
+                    detail::text("tokens of entry ", i).c_str(), batch.tokens(i),
+                    detail::text("the ", taken[batch.slot(i)], " that layer ", layer,
+                                 " has taken: advance() takes the same Batch as the layers, and every "
+                                 "layer takes a token once"));
             }
         }
     }

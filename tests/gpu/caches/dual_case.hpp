@@ -373,7 +373,7 @@ class BothDuals {
             CHECK(held[h] == host_ref.held[host_ref.head_index(slot, head)]);
             const auto table = table_of(layer, slot, head);
             const kvpolicy::PagedRows<T> rows{
-                table.data(), arrays.data(), ref.pool.slab_pages,      shape.page_rows,
+                table.data(), arrays.data(), ref.pool.slab_pages,       shape.page_rows,
                 ref.dim_k,    ref.dim_v,     ref.selection.page_rows(), ref.pool.strides};
             for (std::int32_t r = 0; r < used && std::int64_t{held[h]} * shape.page_rows >= used; ++r) {
                 add_rows(rows.k(r), ref.dim_k);

@@ -75,7 +75,8 @@ TEST_CASE("floats and 16-bit rows") {
 
 TEST_CASE("keys and queries that are no numbers") {
     // A query with a logit that is none counts for nothing; a NaN key makes all that see it such, until it is dropped.
-    constexpr double none = std::numeric_limits<double>::quiet_NaN(), infinite = std::numeric_limits<double>::infinity();
+    constexpr double none = std::numeric_limits<double>::quiet_NaN(),
+                     infinite = std::numeric_limits<double>::infinity();
     for (const double bad : {none, infinite, -infinite}) {
         for (const bool of_key : {true, false}) {
             CAPTURE(bad);
@@ -89,8 +90,8 @@ TEST_CASE("keys and queries that are no numbers") {
                                            .dim_k = 8,
                                            .dim_v = 8,
                                            .page_rows = 16},
-                                          {.slab_pages = 64, .most_slabs = 1, .longest = 300}, policy, nullptr,
-                                          nullptr, {.scale = 0.375f});
+                                          {.slab_pages = 64, .most_slabs = 1, .longest = 300}, policy,
+                                          nullptr, nullptr, {.scale = 0.375f});
             both.add_slab();
             both.outputs_count = false;
             std::mt19937 generator(7);
@@ -123,15 +124,16 @@ TEST_CASE("a reservation holds across evictions") {
         while (both.oracle.cache.free_pages() != 0) {
             taken += 16;
             REQUIRE(both.oracle.cache.reserve(both.on, {.count = 1, .slots = &other, .length = taken}) == 0);
-            REQUIRE(both.cache.reserve(both.device, {.count = 1, .slots = slot.data(), .length = taken}) == 0);
+            REQUIRE(both.cache.reserve(both.device, {.count = 1, .slots = slot.data(), .length = taken}) ==
+                    0);
         }
     };
     for (std::int32_t round = 0; round < 12; ++round) {
         CHECK(both.reserve({0}, {25}));
         drain();
         for (std::int32_t t = 0; t < 25; ++t) {
-            const bool refused =
-                both.call(Mode::step, {0}, {1}, CallTensors<double>(both.shape, 1, 1, Scores::random, generator));
+            const bool refused = both.call(Mode::step, {0}, {1},
+                                           CallTensors<double>(both.shape, 1, 1, Scores::random, generator));
             REQUIRE(!refused);
             drain();
         }
@@ -177,10 +179,11 @@ TEST_CASE("one graph serves all later steps, with evictions and selections") {
         void token() {
             CacheExtras extras;
             extras.scores = view_bhs<const float>(scores.data(), slots, heads, 1);
-            step<Dims>(on, cache.ref(0), {slots}, view_bhsd<const bf16>(q.data(), slots, heads * group, 1, dim),
-                 view_bhsd<const bf16>(k.data(), slots, heads, 1, dim),
-                 view_bhsd<const bf16>(v.data(), slots, heads, 1, dim),
-                 view_bhsd(out.data(), slots, heads * group, 1, dim), *workspace, status.data(), extras);
+            step<Dims>(
+                on, cache.ref(0), {slots}, view_bhsd<const bf16>(q.data(), slots, heads * group, 1, dim),
+                view_bhsd<const bf16>(k.data(), slots, heads, 1, dim),
+                view_bhsd<const bf16>(v.data(), slots, heads, 1, dim),
+                view_bhsd(out.data(), slots, heads * group, 1, dim), *workspace, status.data(), extras);
             cache.advance(on, {slots}, status.data());
             cache.evict(on, {slots}, *eviction, reports.data(), status.data());
         }

@@ -233,10 +233,12 @@ void check_graph(std::int32_t steps) {
 
 }  // namespace
 
-TEST_CASE("one graph, few steps") { check_graph(60); }
+TEST_CASE("few steps by one graph") { check_graph(60); }
 TEST_CASE("one graph serves 10,000 steps, across promotions and slabs") { check_graph(10000); }
 
-TEST_CASE("a pool that runs out: nothing is lost, and pages come back") {
+namespace {
+
+void check_scarce(std::int32_t tokens) {
     Call scarce(0);
     const Device<unsigned char> workspace(scarce.bytes());
     const std::vector<std::uint32_t> none(Call::slots, 0), all(Call::slots, status_pool_exhausted);
@@ -246,7 +248,7 @@ TEST_CASE("a pool that runs out: nothing is lost, and pages come back") {
     for (const bf16 x : scarce.out.read()) {
         CHECK(static_cast<float>(x) == 0.0f);
     }
-    for (std::int32_t t = 0; t < 300; ++t) {
+    for (std::int32_t t = 0; t < tokens; ++t) {
         for (std::int32_t layer = 0; layer < 2; ++layer) {
             ok(cudaMemset(scarce.status.data(), 0, scarce.status.bytes()));
             scarce.run({Call::slots}, workspace, layer);
@@ -272,12 +274,17 @@ TEST_CASE("a pool that runs out: nothing is lost, and pages come back") {
         CHECK(scarce.status.read() == none);
     }
     CHECK(BothDuals<Call::P, bf16>::fetch(scarce.cache.ref(0).length, Call::slots) ==
-          std::vector<position_t>(Call::slots, 300));
+          std::vector<position_t>(Call::slots, tokens));
     for (std::int32_t slot = 0; slot < Call::slots; ++slot) {
         scarce.cache.clear(scarce.on, slot);
     }
     CHECK(scarce.cache.free_pages(scarce.on) == scarce.cache.lent_pages());
 }
+
+}  // namespace
+
+TEST_CASE("few tokens from a pool that runs out") { check_scarce(40); }
+TEST_CASE("a pool that runs out: nothing is lost, and pages come back") { check_scarce(300); }
 
 TEST_CASE("pages of heads as sequences, and what a device finds too late") {
     Call call(16);

@@ -14,7 +14,8 @@ using namespace test;
 namespace {
 
 template <class T, class P>
-void check(const P& policy, std::int32_t group, Scores kind, position_t rebase_limit = kvpolicy::rebase_limit) {
+void check(const P& policy, std::int32_t group, Scores kind,
+           position_t rebase_limit = kvpolicy::rebase_limit) {
     CAPTURE(group);
     BothCaches<P, T, head_dims<64>> both(
         {.layers = 1, .slots = 2, .query_heads = 2 * group, .kv_heads = 2, .dim_k = 8, .dim_v = 8}, policy,
@@ -35,13 +36,15 @@ TEST_CASE_TEMPLATE("budgets, decays, capped gates, windows alone", T, bf16, fp16
     const auto group = [&](std::int32_t i) { return groups[(i + shift) % 5]; };
     check<T>(Policy<Sink<>, Window<>, TopKBudget<>>{sink, window, budget}, group(0), Scores::random);
     check<T>(Policy<Sink<>, Window<>, TopKBudget<>>{sink, window, budget}, group(1), Scores::few_values);
-    check<T>(Policy<Sink<>, Window<>, TopKBudget<>, Decay<dynamic>>{sink, window, budget, Decay<dynamic>{-0.01f, 1}},
+    check<T>(Policy<Sink<>, Window<>, TopKBudget<>, Decay<dynamic>>{sink, window, budget,
+                                                                    Decay<dynamic>{-0.01f, 1}},
              group(2), Scores::improving, 4099);
-    check<T>(Policy<Sink<>, Window<>, TopKBudget<>, Decay<dynamic>>{sink, window, budget, Decay<dynamic>{-0.05f, 5}},
+    check<T>(Policy<Sink<>, Window<>, TopKBudget<>, Decay<dynamic>>{sink, window, budget,
+                                                                    Decay<dynamic>{-0.05f, 5}},
              group(3), Scores::random);
-    check<T>(
-        Policy<Sink<>, Window<>, ThresholdGate<above>, TopKBudget<>>{sink, window, ThresholdGate<above>{0.5f}, budget},
-        group(4), Scores::few_values);
+    check<T>(Policy<Sink<>, Window<>, ThresholdGate<above>, TopKBudget<>>{sink, window,
+                                                                          ThresholdGate<above>{0.5f}, budget},
+             group(4), Scores::few_values);
     check<T>(Policy<Sink<>, Window<>>{sink, window}, group(2), Scores::random);
 }
 

@@ -35,9 +35,10 @@ void check_long(Both& both, Scores kind, const Reserve& reserve) {
     std::normal_distribution<float> normal;
     for (std::size_t i = 0; i < given.size(); ++i) {
         const float x = normal(generator);
-        given[i] = kind == Scores::few_values  ? std::round(x)
-                   : kind == Scores::improving ? x + 1e-3f * static_cast<float>(i / static_cast<std::size_t>(each))
-                                               : x;
+        given[i] = kind == Scores::few_values ? std::round(x)
+                   : kind == Scores::improving
+                       ? x + 1e-3f * static_cast<float>(i / static_cast<std::size_t>(each))
+                       : x;
     }
     const Device<float> scores(given);
     const auto ref = both.cache.ref(0);
@@ -57,15 +58,15 @@ void check_long(Both& both, Scores kind, const Reserve& reserve) {
         const std::int64_t at = t % returning * each;
         kvpolicy::step<Dims>(
             both.device, ref, batch,
-            kvpolicy::view_bhsd<const T>(q.data() + at * (query_heads / heads) * shape.dim_k, slots, query_heads,
-                                         1, shape.dim_k),
+            kvpolicy::view_bhsd<const T>(q.data() + at * (query_heads / heads) * shape.dim_k, slots,
+                                         query_heads, 1, shape.dim_k),
             kvpolicy::view_bhsd<const T>(k.data() + at * shape.dim_k, slots, heads, 1, shape.dim_k),
             kvpolicy::view_bhsd<const T>(v.data() + at * shape.dim_v, slots, heads, 1, shape.dim_v),
             kvpolicy::view_bhsd(out.data(), slots, query_heads, 1, shape.dim_v), workspace, status.data(),
             device_extras);
         both.cache.advance(both.device, batch, status.data());
-        kvpolicy::step(both.on, host_ref, batch, token.q.view(), token.k.view(), token.v.view(), host_out.view(),
-                       host_workspace, nullptr, extras);
+        kvpolicy::step(both.on, host_ref, batch, token.q.view(), token.k.view(), token.v.view(),
+                       host_out.view(), host_workspace, nullptr, extras);
         both.oracle.cache.advance(both.on, batch);
         if (t % 5000 == 4999) {
             both.same_rows("after " + std::to_string(t + 1) + " steps");

@@ -87,8 +87,8 @@ struct Side {
         }
         const auto ref = cache.ref(layer);
         if (mode == Mode::step) {
-            step<head_dims<64>>(on, ref, batch, rows(q, 4, dim_k), rows(k, heads, dim_k), rows(v, heads, dim_v),
-                                to, *workspace, status.data(), extras);
+            step<head_dims<64>>(on, ref, batch, rows(q, 4, dim_k), rows(k, heads, dim_k),
+                                rows(v, heads, dim_v), to, *workspace, status.data(), extras);
         } else if (mode == Mode::prefill) {
             prefill<head_dims<64>>(on, ref, batch, rows(q, 4, dim_k), rows(k, heads, dim_k),
                                    rows(v, heads, dim_v), to, *workspace, status.data(), extras);

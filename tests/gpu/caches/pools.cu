@@ -124,7 +124,8 @@ void check(bool nhd) {
         T untouched;
         std::memset(&untouched, 0x5a, sizeof untouched);
         for (const std::int32_t plane : {0, rows * heads * dim}) {
-            CHECK(std::memcmp(&numbers[static_cast<std::size_t>(plane + at)], &untouched, sizeof untouched) == 0);
+            CHECK(std::memcmp(&numbers[static_cast<std::size_t>(plane + at)], &untouched, sizeof untouched) ==
+                  0);
         }
     }
     theirs.clear(on, 0);
@@ -148,8 +149,7 @@ TEST_CASE("steps and chunks of floats") {
 TEST_CASE("rows that kernels cannot read are refused") {
     const kvpolicy::cuda on{};
     DualCache<P, bf16> cache(
-        shape,
-        {.slab_pages = pages, .most_slabs = 1, .longest = 400, .strides = {2048, 2048, 68, 64}},
+        shape, {.slab_pages = pages, .most_slabs = 1, .longest = 400, .strides = {2048, 2048, 68, 64}},
         P{{}, {}, ThresholdGate<at_least>{0.0f}});
     const Device<unsigned char> memory(cache.bytes().total()), notes(cache.notes_bytes());
     const Device<bf16> numbers(std::size_t{64});

@@ -4,6 +4,17 @@
 using namespace kvpolicy;
 using namespace test;
 
+TEST_CASE("few calls") {
+    check_scorer(sized<LinearScorer<>>(), true, 3, 6);
+    auto silu = sized<MlpScorer<>>();
+    silu.hidden = 37;
+    check_scorer(silu, true, 3, 6);
+    check_scorer<bf16>(silu, true, 3, 6);
+    auto gelu = sized<BasicMlpScorer<KeyValueInput, GeluErf>>();
+    gelu.hidden = 5;
+    check_scorer(gelu, false, 3, 6);
+}
+
 TEST_CASE("LinearScorer") {
     check_scorer(sized<LinearScorer<>>(), true);
     check_scorer(sized<LinearScorer<>>(), false);

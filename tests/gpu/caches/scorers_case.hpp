@@ -35,8 +35,8 @@ struct BothScored {
     BothScored(const S& sizes, bool optional, std::int32_t slots, std::int32_t proposals,
                std::mt19937& generator)
         : scorers(sizes, optional, generator),
-          both(scored_shape(sizes, slots, proposals), Scored<S>{{}, {}, {}, scorers.of_host}, &scorers.of_host,
-               &scorers.of_device) {}
+          both(scored_shape(sizes, slots, proposals), Scored<S>{{}, {}, {}, scorers.of_host},
+               &scorers.of_host, &scorers.of_device) {}
 };
 
 template <class T = float, class S>

@@ -8,6 +8,18 @@
 using namespace kvpolicy;
 using namespace test;
 
+TEST_CASE("few calls") {
+    auto hedgehog = sized<mLSTMScorer<>>();
+    hedgehog.d_qk = 20;
+    check_scorer(hedgehog, true, 3, 6);
+    check_scorer<bf16>(sized<mLSTMScorer<>>(), true, 40, 3);
+    auto direct = sized<mLSTMScorer<dynamic, Softmax, DirectValues>>();
+    check_scorer(direct, false, 9, 6);
+    direct.dim_k = direct.dim_v = 128;
+    direct.d_qk = 256;  // more than a cluster's blocks hold
+    check_scorer(direct, false, 2, 3);
+}
+
 TEST_CASE("mLSTMScorer") {
     auto hedgehog = sized<mLSTMScorer<>>();
     hedgehog.d_qk = 20;
@@ -52,7 +64,8 @@ TEST_CASE("mLSTMScorer, the batch changes no bit") {
     using S = mLSTMScorer<>;
     constexpr std::int32_t count = 9;
     std::mt19937 generator(5), again(5);
-    BothScored<float, S> first(sized<S>(), true, count, 0, generator), second(sized<S>(), true, count, 0, again);
+    BothScored<float, S> first(sized<S>(), true, count, 0, generator),
+        second(sized<S>(), true, count, 0, again);
     auto &together = first.both, &alone = second.both;
     const CacheShape& shape = together.shape;
     const std::vector<std::int32_t> ones(count, 1);

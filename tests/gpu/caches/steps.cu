@@ -169,7 +169,7 @@ void check_graph(std::int32_t steps) {
 
 }  // namespace
 
-TEST_CASE("one graph, few steps") { check_graph(12); }
+TEST_CASE("few steps by one graph") { check_graph(12); }
 TEST_CASE("one graph serves 10,000 steps") { check_graph(10000); }
 
 TEST_CASE("what a host would refuse: counts, slots and scores in device memory") {
@@ -273,7 +273,8 @@ TEST_CASE("the workspace of a batch serves smaller ones, whose heads are cut amo
 TEST_CASE("rows that begin beyond 2^31 and 2^32 bytes") {
     constexpr std::int32_t budget = 4300000;  // keys of 2.2e9 bytes a slot
     FixedBudgetCache<Budget, bf16> cache(
-        {.layers = 1, .slots = 3, .query_heads = 4, .kv_heads = 2, .dim_k = 128, .dim_v = 8}, policy_of(budget));
+        {.layers = 1, .slots = 3, .query_heads = 4, .kv_heads = 2, .dim_k = 128, .dim_v = 8},
+        policy_of(budget));
     void* lent = nullptr;
     if (cudaMalloc(&lent, cache.bytes().total()) != cudaSuccess) {
         static_cast<void>(cudaGetLastError());
@@ -299,8 +300,8 @@ TEST_CASE("rows that begin beyond 2^31 and 2^32 bytes") {
             const Device<bf16> out(std::size_t{4} * 8);
             step<head_dims<128>>(on, ref, {1, named.data()}, view_bhsd<const bf16>(q.data(), 1, 4, 1, 128),
                                  view_bhsd<const bf16>(k.data(), 1, 2, 1, 128),
-                                 view_bhsd<const bf16>(v.data(), 1, 2, 1, 8), view_bhsd(out.data(), 1, 4, 1, 8),
-                                 workspace, nullptr, extras);
+                                 view_bhsd<const bf16>(v.data(), 1, 2, 1, 8),
+                                 view_bhsd(out.data(), 1, 4, 1, 8), workspace, nullptr, extras);
             cache.advance(on, {1, named.data()});
             std::vector<std::uint16_t> bits;
             for (const bf16 x : out.read()) {

@@ -53,7 +53,8 @@ class Watchdog {
             still = number_ == last ? still + 1 : 0;
             last = number_;
             if (still > 600) {
-                std::fprintf(stderr, "operation %d, %s, has not ended in a minute\n", last, operation_.load());
+                std::fprintf(stderr, "operation %d, %s, has not ended in a minute\n", last,
+                             operation_.load());
                 std::_Exit(1);
             }
         }
@@ -72,8 +73,8 @@ struct Tokens {
 
     Tokens(std::mt19937& generator, std::int32_t entries, std::int32_t n) : count(entries), length(n) {
         std::normal_distribution<float> normal;
-        const auto fill = [&](std::vector<float>& into, std::unique_ptr<Device<float>>& copy, std::int32_t rows,
-                              std::int32_t width) {
+        const auto fill = [&](std::vector<float>& into, std::unique_ptr<Device<float>>& copy,
+                              std::int32_t rows, std::int32_t width) {
             into.resize(static_cast<std::size_t>(entries * rows * n * width));
             for (float& one : into) {
                 one = normal(generator);
@@ -221,11 +222,13 @@ void stress(std::uint32_t seed, std::int32_t operations) {
     std::vector<unsigned char> blob;
     std::unique_ptr<Tokens> proposed;  // of proposed_slot, if any
     std::int32_t proposed_slot = -1, proposed_count = 0;
-    const auto forget = [&](std::int32_t slot) { proposed_slot = slot == proposed_slot ? -1 : proposed_slot; };
+    const auto forget = [&](std::int32_t slot) {
+        proposed_slot = slot == proposed_slot ? -1 : proposed_slot;
+    };
     double worst = 0.0;
     // Tells the model what an entry of a call brought, and compares the outputs of every token.
-    const auto follow = [&](Model& of, const Tokens& call, std::int32_t entry, std::int32_t slot, std::int32_t n,
-                            const std::vector<float>& out) {
+    const auto follow = [&](Model& of, const Tokens& call, std::int32_t entry, std::int32_t slot,
+                            std::int32_t n, const std::vector<float>& out) {
         const auto at = [&](std::int32_t row, std::int32_t j) {
             return static_cast<std::ptrdiff_t>((row * call.length + j) * dim);
         };
@@ -372,7 +375,8 @@ void stress(std::uint32_t seed, std::int32_t operations) {
                 commit<head_dims<64>>(on, ref, batch, room, status.data());
                 const std::uint32_t found = status.read()[0];
                 // Another slot's proposals may wait there still, from before a call that the model knows nothing of.
-                CHECK((found == status_bad_length || found == 0 || (found == status_pool_exhausted && pooled)));
+                CHECK(
+                    (found == status_bad_length || found == 0 || (found == status_pool_exhausted && pooled)));
                 if (found == 0) {
                     bound.restore(slot, before, &word);
                     REQUIRE(word == 0);

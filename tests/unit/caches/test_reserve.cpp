@@ -168,23 +168,21 @@ TEST_CASE("an engine's pool: FlashInfer's pages, NHD and HND, with a page that i
     const host on(1);
     using P = Policy<Sink<2>, Window<5>, ThresholdGate<at_least>>;
     const P policy{{}, {}, ThresholdGate<at_least>{0.0f}};
-    const CacheShape two{.slots = 3,
-                         .query_heads = 4,
-                         .kv_heads = 2,
-                         .dim_k = 8,
-                         .dim_v = 8,
-                         .page_rows = 16,
-                         .proposals = 3};
+    const CacheShape two{
+        .slots = 3, .query_heads = 4, .kv_heads = 2, .dim_k = 8, .dim_v = 8, .page_rows = 16, .proposals = 3};
     for (const bool nhd : {true, false}) {
         CAPTURE(nhd);
         EnginePages engine{nhd};
         test::BoundDual<P, float> own(on, two, {.slab_pages = 60, .most_slabs = 2, .longest = 400}, policy);
         own.add_slab(on);
         own.add_slab(on);
-        DualCache<P, float> theirs(
-            two,
-            {.slab_pages = 60, .most_slabs = 2, .longest = 400, .spared_pages = 1, .strides = engine.strides()},
-            policy);
+        DualCache<P, float> theirs(two,
+                                   {.slab_pages = 60,
+                                    .most_slabs = 2,
+                                    .longest = 400,
+                                    .spared_pages = 1,
+                                    .strides = engine.strides()},
+                                   policy);
         std::vector<unsigned char> memory(theirs.bytes().total(), test::poison), notes[2];
         theirs.bind(on, memory.data(), memory.size());
         for (std::int32_t h = 0; h < 2; ++h) {
@@ -219,7 +217,8 @@ TEST_CASE("an engine's pool: FlashInfer's pages, NHD and HND, with a page that i
                 theirs.fork(on, 0, 1);
             }
             for (std::int32_t slot = 0; slot < 3; ++slot) {
-                const bool same = test::content_of(own.cache.ref(0), slot) == test::content_of(theirs.ref(0), slot);
+                const bool same =
+                    test::content_of(own.cache.ref(0), slot) == test::content_of(theirs.ref(0), slot);
                 CHECK(same);
             }
         }
@@ -238,10 +237,12 @@ TEST_CASE("an engine's pool: FlashInfer's pages, NHD and HND, with a page that i
                 CHECK(engine.row(0, true, r, 0)[3] == -7.0f);
             }
         }
-        CHECK_REFUSED(own.cache.add_pages(on, nullptr, engine.values(0), notes[0].data(), notes[0].size()), "k: null");
-        CHECK_REFUSED(theirs.add_slab(on, notes[0].data(), notes[0].size()),
-                      "slab: memory without strides is not allowed; it must be pages by add_pages(), since the pool's "
-                      "strides are an engine's");
+        CHECK_REFUSED(own.cache.add_pages(on, nullptr, engine.values(0), notes[0].data(), notes[0].size()),
+                      "k: null");
+        CHECK_REFUSED(
+            theirs.add_slab(on, notes[0].data(), notes[0].size()),
+            "slab: memory without strides is not allowed; it must be pages by add_pages(), since the pool's "
+            "strides are an engine's");
         const PoolShape some{.slab_pages = 60, .most_slabs = 2, .longest = 400, .strides = {256, 256, 4, 8}};
         CHECK_REFUSED((DualCache<P, float>(two, some, policy)), "strides.k_row: 4");
     }

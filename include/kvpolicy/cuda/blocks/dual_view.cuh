@@ -235,12 +235,15 @@ struct chosen_view : dual_view<T> {
     }
     [[nodiscard]] __device__ ragged::paged_source<T> source(const dual_head<T>& /*head*/, std::int32_t pair,
                                                             std::int32_t used) const {
-        return {{chosen + pair * most, this->pool.slabs, this->pool.slab_pages * parts(), this->bound_rows,
+        return {{chosen + pair * most,
+                 this->pool.slabs,
+                 this->pool.slab_pages * parts(),
+                 this->bound_rows,
                  this->dim_k,
                  this->dim_v,
                  this->bound_rows,
-                 {std::int64_t{this->bound_rows} * this->dim_k,
-                  std::int64_t{this->bound_rows} * this->dim_v, this->dim_k, this->dim_v}},
+                 {std::int64_t{this->bound_rows} * this->dim_k, std::int64_t{this->bound_rows} * this->dim_v,
+                  this->dim_k, this->dim_v}},
                 (used + this->bound_rows - 1) / this->bound_rows};
     }
 };

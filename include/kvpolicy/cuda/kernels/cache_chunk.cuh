@@ -200,8 +200,7 @@ __global__ void __launch_bounds__(chunk_threads)
     }
     if constexpr (std::is_same_v<View, cache_view<typename View::value_type>>) {
         if (thread == 0) {
-            call.first_row[at.pair] =
-                at.active.slot * call.cache.rows + call.cache.row_offset[at.head];
+            call.first_row[at.pair] = at.active.slot * call.cache.rows + call.cache.row_offset[at.head];
         }
     }
     __syncthreads();
