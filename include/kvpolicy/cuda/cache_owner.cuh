@@ -81,9 +81,16 @@ void FixedBudgetCache<P, T>::advance(const cuda& on, const Batch& batch, std::ui
     detail::require(batch.count >= 0 && batch.count <= this->shape_.slots, "batch.count", batch.count,
                     [&] { return detail::text("0 to the cache's slots, ", this->shape_.slots); });
     const cb::device_scope device(on);
-    cb::launch("advance_kernel", cb::advance_kernel<cb::cache_view<T>, ref_type>, batch.count,
-               cb::slot_threads, 0, on, this->template at<const ref_type>(refs_at_), this->shape_.layers,
-               batch, status);
+    cb::launch("advance_kernel", cb::advance_kernel<cb::advance_launch>, batch.count, cb::advance_threads, 0,
+               on,
+               cb::advance_launch{.length = this->template at<position_t>(this->length_at_),
+                                  .taken = this->template at<std::int32_t>(this->taken_at_),
+                                  .layers = this->shape_.layers,
+                                  .slots = this->shape_.slots,
+                                  .kv_heads = this->shape_.kv_heads,
+                                  .longest = std::numeric_limits<position_t>::max(),
+                                  .batch = batch,
+                                  .status = status});
 }
 
 inline namespace KVPOLICY_CUDA_NAMESPACE KVPOLICY_HIDDEN {

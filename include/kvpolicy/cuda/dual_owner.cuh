@@ -14,6 +14,7 @@
 #include <algorithm>
 #include <cstddef>
 #include <cstdint>
+#include <limits>
 #include <vector>
 
 namespace kvpolicy {
@@ -217,9 +218,18 @@ void DualCache<P, T>::advance(const cuda& on, const Batch& batch, std::uint32_t*
     detail::require(batch.count >= 0 && batch.count <= this->shape_.slots, "batch.count", batch.count,
                     [&] { return detail::text("0 to the cache's slots, ", this->shape_.slots); });
     const cb::device_scope device(on);
-    cb::launch("advance_kernel", cb::advance_kernel<cb::dual_view<T>, ref_type>, batch.count,
-               cb::slot_threads, 0, on, this->template at<const ref_type>(refs_at_), this->shape_.layers,
-               batch, status);
+    // Where budgets bound all heads of a layer, nothing bounds a sequence.
+    const bool limited = std::find(limited_.begin(), limited_.end(), 1) != limited_.end();
+    cb::launch("advance_kernel", cb::advance_kernel<cb::advance_launch>, batch.count, cb::advance_threads, 0,
+               on,
+               cb::advance_launch{.length = this->template at<position_t>(this->length_at_),
+                                  .taken = this->template at<std::int32_t>(this->taken_at_),
+                                  .layers = this->shape_.layers,
+                                  .slots = this->shape_.slots,
+                                  .kv_heads = this->shape_.kv_heads,
+                                  .longest = limited ? pool_.longest : std::numeric_limits<position_t>::max(),
+                                  .batch = batch,
+                                  .status = status});
 }
 
 inline namespace KVPOLICY_CUDA_NAMESPACE KVPOLICY_HIDDEN {

@@ -179,9 +179,9 @@ void check(const typename Side<Cache>::P& policy,
         }
     }
     // A copy of a slot has taken what the slot has; an emptied or restored one nothing.
-    CHECK(wrong.call(Mode::step, 0, 1, seed) == fine);
     std::vector<unsigned char> blob(wrong.cache.snapshot_bytes(wrong.on, 0));
     wrong.cache.snapshot(wrong.on, 0, blob.data(), blob.size());
+    CHECK(wrong.call(Mode::step, 0, 1, seed) == fine);
     wrong.cache.clear(wrong.on, 1);
     CHECK(wrong.call(Mode::step, 0, 1, seed) == Words{status_taken_twice, 0, status_taken_twice});
     wrong.cache.clear(wrong.on, 1);
@@ -215,5 +215,6 @@ TEST_CASE("a state is not advanced twice") {
     using P = Policy<Sink<2>, Window<5>, TopKBudget<9>, S>;
     std::mt19937 generator(5);
     const TwoScorers<S> scorers(sized<S>(), true, generator);
-    check<FixedBudgetCache<P, float>>(P{{}, {}, {}, scorers.of_host}, &scorers.of_device);
+    const S by_layer[layers] = {scorers.of_device, scorers.of_device};
+    check<FixedBudgetCache<P, float>>(P{{}, {}, {}, scorers.of_host}, by_layer);
 }
