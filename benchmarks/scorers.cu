@@ -170,9 +170,15 @@ void backward(benchmark::State& state, const shape& of, const S& blank, bool inp
     }
 }
 
-/// Features, values and gates are there; timed is what follows: scores, and with Both also the gradients of features, values and gates,
-/// for which the states are computed again, as score_sequence_backward does.
-template <bool Both>
+/// What of an mLSTM is timed.
+enum class passes : std::uint8_t {
+    scores,  ///< forward
+    both,  ///< and backward, for which the states are computed again, as score_sequence_backward does by itself
+    both_kept,  ///< backward goes on from the states that the scores left, as it does with `kept`
+};
+
+/// Features, values and gates are there; timed is what follows: scores, and gradients of features, values and gates.
+template <passes Which>
 void without_projections(benchmark::State& state, const shape& of) {
     using S = kvp::mLSTMScorer<kvp::dynamic, kvp::Softmax, kvp::DirectValues>;
     using Widths = kvp::mlstm_widths<128, 128>;
@@ -180,9 +186,9 @@ void without_projections(benchmark::State& state, const shape& of) {
     const kvp::cuda on{calls.stream};
     const problem<S> all(of, S{});
     const auto make = [&](cb::workspace_parts& parts) {
-        return cb::mlstm_call<Widths, kvp::bf16, false>(all.scorer, all.rows(*all.k), all.rows(*all.v),
-                                                        all.sequences, delay, Both ? &all.gradients : nullptr,
-                                                        parts);
+        return cb::mlstm_call<Widths, kvp::bf16, false>(
+            all.scorer, all.rows(*all.k), all.rows(*all.v), all.sequences, delay,
+            Which == passes::scores ? nullptr : &all.gradients, parts);
     };
     cb::workspace_parts measured(nullptr);
     static_cast<void>(make(measured));
@@ -196,9 +202,16 @@ void without_projections(benchmark::State& state, const shape& of) {
     measure(
         state, calls.stream,
         [&] {
-            call.scores(on);
-            if (Both) {
+            if (Which == passes::both_kept) {
                 call.states(on);
+                call.read(on);
+            } else {
+                call.scores(on);
+            }
+            if (Which == passes::both) {
+                call.states(on);
+            }
+            if (Which != passes::scores) {
                 call.tokens_backward(on);
             }
         },
@@ -286,9 +299,12 @@ int main(int argc, char** argv) {
          {std::pair{"16k x 8", shape{1, 16384, 128}}, {"batch 8, 16k x 8", shape{8, 16384, 128}}}) {
         const shape s = of;
         const std::string prefix = std::string("mlstm without projections/") + name;
-        add(prefix + "/forward", [=](benchmark::State& state) { without_projections<false>(state, s); });
+        add(prefix + "/forward",
+            [=](benchmark::State& state) { without_projections<passes::scores>(state, s); });
         add(prefix + "/forward + backward",
-            [=](benchmark::State& state) { without_projections<true>(state, s); });
+            [=](benchmark::State& state) { without_projections<passes::both>(state, s); });
+        add(prefix + "/forward + backward, states kept",
+            [=](benchmark::State& state) { without_projections<passes::both_kept>(state, s); });
     }
     const shape s{1, 16384, 128};
     const std::string size = "16k x 8";

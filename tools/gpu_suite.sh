@@ -77,12 +77,17 @@ future mass/32k          | 8.2  | 6.8  | FlexAttention future mass 32k
 
 profiled[caches]='step(, mLSTM)?/4096 x (1|8)/'
 sanitized[caches]="
-gpu.caches.policies | $all_checks | capped gates*
-gpu.caches.steps    | memcheck synccheck racecheck | one graph*,attention over*
-gpu.caches.scorers  | $all_checks | *
-gpu.caches.dual_steps   | $all_checks | a pool*,pages of*
-gpu.caches.dual_half    | memcheck synccheck racecheck | *
-gpu.caches.dual_scorers | $all_checks | mLSTM*
+gpu.caches.policies | $all_checks | few calls
+gpu.caches.half     | $all_checks | few calls
+gpu.caches.steps    | $all_checks | few*,attention over*
+gpu.caches.scorers  | $all_checks | few calls
+gpu.caches.scorers_mlstm | $all_checks | few calls
+gpu.caches.once         | memcheck synccheck racecheck | a FixedBudgetCache,a DualCache
+gpu.caches.stress       | $all_checks | few operations
+gpu.caches.pools        | memcheck synccheck racecheck | steps of*
+gpu.caches.dual_steps   | $all_checks | few*,pages of*
+gpu.caches.dual_half    | $all_checks | few calls
+gpu.caches.dual_scorers | $all_checks | few calls
 gpu.caches.select       | $all_checks | few calls
 gpu.caches.dual_select  | $all_checks | few calls
 gpu.caches.dual_evict   | $all_checks | few calls

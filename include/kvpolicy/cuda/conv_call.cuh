@@ -230,6 +230,7 @@ struct conv_backward_call {
                conv_memory<T, 64, conv_rows + conv_lead + 8>(nullptr, conv.problem).bytes, on, problem);
         float* const into[3] = {to.w1, to.w2, to.w3};
         float* const biases[3] = {to.b1, to.b2, to.b3};
+        chunk_sums sums;
         std::int32_t at = 0;
         for (int l = 0; l < 3; ++l) {
             const conv_layer_problem<T>& layer = conv.problem.layer[l];
@@ -248,12 +249,13 @@ struct conv_backward_call {
                        static_cast<const float*>(partial), splits[l], streams.heads, layer.width,
                        layer.padded, layer.inputs, layer.padded_inputs, into[l]);
             }
-            add_sums(on, streams, problem.sums, problem.sums_width, at, layer.width, biases[l]);
+            sums.add(problem.sums, problem.sums_width, at, layer.width, biases[l]);
             at += layer.width;
         }
         const std::int32_t last = conv.problem.layer[2].width;
-        add_sums(on, streams, problem.sums, problem.sums_width, at, last, to.readout);
-        add_sums(on, streams, problem.sums, problem.sums_width, at + last, 1, to.readout_bias);
+        sums.add(problem.sums, problem.sums_width, at, last, to.readout);
+        sums.add(problem.sums, problem.sums_width, at + last, 1, to.readout_bias);
+        add_sums(on, streams, sums);
         if (problem.d_x != nullptr) {
             launch("conv_input_gradient_kernel", conv_input_gradient_kernel<T>, conv.call.chunks(), 128, 0,
                    on, problem, call.d_k, call.d_v);
@@ -314,14 +316,16 @@ struct conv_backward_call {
         add_gradient<shape::channels(2)>(on, 1, shape::channels(1), 4, to.w2);
         add_gradient<shape::channels(3)>(on, 2, shape::channels(2), 0, to.w3);
         float* const biases[3] = {to.b1, to.b2, to.b3};
+        chunk_sums sums{};
         std::int32_t at = 0;
         for (int l = 0; l < 3; ++l) {
-            add_sums(on, streams, tiles.sums, tiles.sums_width, at, conv.problem.layer[l].width, biases[l]);
+            sums.add(tiles.sums, tiles.sums_width, at, conv.problem.layer[l].width, biases[l]);
             at += conv.problem.layer[l].width;
         }
         const std::int32_t last = conv.problem.layer[2].width;
-        add_sums(on, streams, tiles.sums, tiles.sums_width, at, last, to.readout);
-        add_sums(on, streams, tiles.sums, tiles.sums_width, at + last, 1, to.readout_bias);
+        sums.add(tiles.sums, tiles.sums_width, at, last, to.readout);
+        sums.add(tiles.sums, tiles.sums_width, at + last, 1, to.readout_bias);
+        add_sums(on, streams, sums);
     }
     /// into += d W of layer l + 1, whose inputs stand `shift` rows after its gradients.
     template <int Width>

@@ -282,7 +282,8 @@ class score_cluster {
         slot_ = tokens_ = 0;
         base_ = 0;
         if (threadIdx.x < Entries && entry < call_.batch.count) {
-            const active_entry active(call_.cache, call_.batch, entry, call_.tokens.most);
+            const active_entry active =
+                active_entry(call_.cache, call_.batch, entry, call_.tokens.most).once(call_.cache);
             tokens_ = active.tokens;
             slot_ = tokens_ != 0 ? active.slot : 0;
             base_ = call_.cache.length[slot_];

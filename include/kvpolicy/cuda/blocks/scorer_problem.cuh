@@ -244,6 +244,12 @@ struct scorer_source {
                          const float* scale_v, const shared_tile<T>& to, int from, int columns, int thread,
                          int threads) const {
         const int across = columns / 8, step_r = threads / across, step_c = threads % across;
+        if constexpr (!shared_tile<T>::plain) {
+            if (input == scorer_input::key_value && step_c == 0) {
+                copy_columns(s, first, low, high, to, from, thread % across * 8, thread / across, step_r);
+                return;
+            }
+        }
         for (int r = thread / across, i = thread % across; r < scorer_chunk; r += step_r) {
             const int c = from + i * 8, line = r;
             i += step_c;
@@ -280,6 +286,23 @@ struct scorer_source {
     }
 
   private:
+    /// load() of eight columns from from + column on, in rows begin, begin + step and so on: keys and values as they are, whose widths are
+    /// multiples of 8.
+    __device__ void copy_columns(const scorer_span& s, std::int32_t first, int low, int high,
+                                 const shared_tile<T>& to, int from, int column, int begin, int step) const {
+        const int c = from + column;
+        const bool of_key = c < k.dim, there = c < size;
+        const rows_view<const T>& of = of_key ? k : v;
+        const T* const head = of.row(s.b, s.h, 0) + (of_key ? c : there ? c - k.dim : 0);
+        const std::int64_t stride = of.row_stride;
+        const std::uint32_t tile = shared_address(to.data);
+#pragma unroll 4
+        for (int r = begin; r < scorer_chunk; r += step) {
+            const bool in = there && r >= low && r < high;
+            copy_16(tile + to.offset(r, column), in ? head + (first + r) * stride : head, in ? 16 : 0);
+        }
+        copy_commit();
+    }
     __device__ float inverse_norm(const T* row, std::int32_t dim) const {
         float sum = 0.0f;
         for (int c = lane_id(); c < dim; c += 32) {

@@ -1,7 +1,7 @@
 // Matrix products of one warpgroup (compute capability 9.0a): D[64 x N] (+)= A[64 x 16] B[16 x N], bf16 or fp16, fp32 sums.
 //
-// The overload goes by the size of d: N / 2 values a thread, for N = 16, 32 (A in shared memory), 64 and 128. A comes from shared memory (a
-// descriptor) or from registers, B from shared memory. Trans = 0 says K-major: A as [m][k], B as [n][k] (K in Q K^T);
+// The overload goes by the size of d: N / 2 values a thread, for N = 8 (bf16, both K-major), 16, 32 (A in shared memory), 64 and 128. A
+// comes from shared memory (a descriptor) or from registers, B from shared memory. Trans = 0 says K-major: A as [m][k], B as [n][k] (K in Q K^T);
 // Trans = 1 says MN-major: A as [k][m], B as [k][n] (V in P V). add = 0 overwrites d. All are asynchronous:
 //
 //     wgmma_fence(); wgmma(...); ...; wgmma_commit(); wgmma_wait<pending groups>();
@@ -88,6 +88,17 @@ __device__ inline void pin(std::uint32_t (&values)[N][4]) {
             asm volatile("" : "+r"(values[i][j])::"memory");
         }
     }
+}
+
+/// N = 8.
+template <class = void>
+__device__ inline void wgmma_narrow(float (&d)[4], std::uint64_t a, std::uint64_t b, int add) {
+    asm volatile(
+        "{\n.reg .pred p;\nsetp.ne.b32 p, %6, 0;\n"
+        "wgmma.mma_async.sync.aligned.m64n8k16.f32.bf16.bf16 {%0, %1, %2, %3}, %4, %5, p, 1, 1, 0, 0;\n}\n"
+        : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3])
+        : "l"(a), "l"(b), "r"(add)
+        : "memory");
 }
 
 // clang-format off: operand lists, eight a line
