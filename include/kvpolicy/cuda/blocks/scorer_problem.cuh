@@ -103,21 +103,25 @@ enum class scorer_input : std::uint8_t {
     turned,      ///< [k before RoPE; v]
 };
 
-/// sin and cos of a RoPE angle for rows of T; where those are rounded to 16 bits, by the special function unit, to 1e-6.
+/// Up to this angle rope_sine_quick is exact to 1e-6.
+inline constexpr float most_quick_angle = 1e5f;
+/// sin and cos by the special function unit, of an angle from which turns are taken first: angle - 2 pi k, whose first product is exact.
+__device__ inline void rope_sine_quick(float angle, float& sine, float& cosine) {
+    constexpr float rounds = 12582912.0f;  // 1.5 2^23: adding it rounds to an integer
+    const float turns = fmaf(angle, 0.15915494309189535f, rounds) - rounds;
+    float rest = fmaf(turns, -6.28125f, angle);
+    rest = fmaf(turns, -1.93530716933310031891e-3f, rest);
+    rest = fmaf(turns, -1.0253132e-11f, rest);
+    sine = __sinf(rest);
+    cosine = __cosf(rest);
+}
+/// sin and cos of a RoPE angle for rows of T; where those are rounded to 16 bits, quickly.
 template <class T>
 __device__ inline void rope_sine(float angle, float& sine, float& cosine) {
-    if constexpr (std::is_same_v<T, float>) {
-        sincosf(angle, &sine, &cosine);
-    } else if (fabsf(angle) > 1e5f) {
+    if (std::is_same_v<T, float> || fabsf(angle) > most_quick_angle) {
         sincosf(angle, &sine, &cosine);
     } else {
-        // angle - 2 pi k, whose first product is exact
-        const float turns = rintf(angle * 0.15915494309189535f);
-        float rest = fmaf(turns, -6.28125f, angle);
-        rest = fmaf(turns, -1.93530716933310031891e-3f, rest);
-        rest = fmaf(turns, -1.0253132e-11f, rest);
-        sine = __sinf(rest);
-        cosine = __cosf(rest);
+        rope_sine_quick(angle, sine, cosine);
     }
 }
 
