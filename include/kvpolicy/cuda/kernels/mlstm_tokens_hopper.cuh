@@ -377,6 +377,11 @@ __global__ void __launch_bounds__(KVPOLICY_HOPPER_THREADS(mlstm_warpgroup_thread
         {
             constexpr int rows_at_once = threads / (V / 8);
             const int column = thread % (V / 8) * 8, first = thread / (V / 8);
+            static_assert(rows_at_once % 8 ==
+                          0);  // the same 16 bytes of rows so far apart stand in the same places
+            const auto at_row = [](const shared_tile<E>& tile, int i) {
+                return shared_tile<E>{tile.data + i * 128, F};
+            };
             float rho[8];
 #pragma unroll
             for (int e = 0; e < 8; ++e) {
@@ -385,8 +390,8 @@ __global__ void __launch_bounds__(KVPOLICY_HOPPER_THREADS(mlstm_warpgroup_thread
 #pragma unroll 4
             for (int i = 0; i < F; i += rows_at_once) {
                 float x[8], y[8];
-                memory.before.get_eight(first + i, column, x);
-                memory.a.get_eight(first + i, column, y);
+                at_row(memory.before, i).get_eight(first, column, x);
+                at_row(memory.a, i).get_eight(first, column, y);
                 const float z = memory.z[first + i];
 #pragma unroll
                 for (int e = 0; e < 8; ++e) {
