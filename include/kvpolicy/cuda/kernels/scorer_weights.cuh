@@ -58,24 +58,41 @@ template <class T>
 __global__ void __launch_bounds__(256)
     stack_weights_kernel(const weight_stack stack, const std::int32_t heads, const std::int32_t size,
                          const std::int32_t padded, T* const to) {
-    const std::int64_t count = std::int64_t{heads} * stack.rows * padded;
-    for (std::int64_t i = std::int64_t{blockIdx.x} * 256 + threadIdx.x; i < count;
+    const std::int32_t across = padded / 8, lines = heads * stack.rows;  // eight neighbours a thread
+    for (std::int64_t i = std::int64_t{blockIdx.x} * 256 + threadIdx.x; i < std::int64_t{lines} * across;
          i += std::int64_t{gridDim.x} * 256) {
-        const auto c = static_cast<std::int32_t>(i % padded);
-        const auto n = static_cast<std::int32_t>(i / padded % stack.rows);
-        const std::int64_t h = i / padded / stack.rows;
-        float weight = 0.0f;
+        const auto line = static_cast<std::int32_t>(i / across);
+        const std::int32_t c = static_cast<std::int32_t>(i % across) * 8, n = line % stack.rows,
+                           h = line / stack.rows;
+        float weights[8] = {};
         for (int p = 0; p < stack.parts; ++p) {
             const weight_rows& part = stack.part[p];
             const std::int32_t r = n - part.at;
-            if (r < 0 || r >= part.count || c >= size) {
+            if (r < 0 || r >= part.count) {
                 continue;
             }
-            weight = part.weights != nullptr                ? part.weights[(h * part.count + r) * size + c]
-                     : part.unit >= 0 && c == part.unit + r ? 1.0f
-                                                            : 0.0f;
+            const float* const from = part.weights == nullptr
+                                          ? nullptr
+                                          : part.weights + (std::int64_t{h} * part.count + r) * size + c;
+#pragma unroll
+            for (int e = 0; e < 8; ++e) {
+                if (c + e < size) {
+                    weights[e] = from != nullptr                            ? from[e]
+                                 : part.unit >= 0 && c + e == part.unit + r ? 1.0f
+                                                                            : 0.0f;
+                }
+            }
         }
-        to[i] = static_cast<T>(weight);
+        T* const row = to + std::int64_t{line} * padded + c;
+#pragma unroll
+        for (int e = 0; e < 8; e += 2) {
+            if constexpr (shared_tile<T>::plain) {
+                row[e] = weights[e];
+                row[e + 1] = weights[e + 1];
+            } else {
+                reinterpret_cast<std::uint32_t*>(row)[e / 2] = pack<T>(weights[e], weights[e + 1]);
+            }
+        }
     }
 }
 
