@@ -312,9 +312,17 @@ __global__ void __launch_bounds__(KVPOLICY_HOPPER_THREADS(mlstm_warpgroup_thread
             for (int k = 0; k < V / 16; ++k) {
 #pragma unroll
                 for (int i = 0; i < 4; ++i) {
-                    const int column = 16 * k + 8 * (i / 2) + c0;
-                    to_v[k][i] = pack<T>(column < problem.width ? d_v[8 * k + 2 * i] : 0.0f,
-                                         column + 1 < problem.width ? d_v[8 * k + 2 * i + 1] : 0.0f);
+                    to_v[k][i] = pack<T>(d_v[8 * k + 2 * i], d_v[8 * k + 2 * i + 1]);
+                }
+            }
+            if (problem.width < V) {  // nothing beyond the values, whatever is there
+#pragma unroll
+                for (int k = 0; k < V / 16; ++k) {
+#pragma unroll
+                    for (int i = 0; i < 4; ++i) {
+                        const std::int32_t left = problem.width - (16 * k + 8 * (i / 2) + c0);
+                        to_v[k][i] &= left >= 2 ? 0xffffffffu : left == 1 ? 0xffffu : 0u;
+                    }
                 }
             }
         }
