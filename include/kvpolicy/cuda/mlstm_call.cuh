@@ -169,11 +169,7 @@ struct mlstm_call {
                     .bytes;
             };
             // Two chunks share what is loaded of the weights, where two such blocks fit on a multiprocessor.
-            #if defined(KVPOLICY_PROJECT_ONE)
-            if (const std::size_t both = shared(two{}); both <= 0) {
-#else
             if (const std::size_t both = shared(two{}); both <= 112 * 1024) {
-#endif
                 with(two{}, both);
             } else {
                 with(one{}, shared(one{}));
