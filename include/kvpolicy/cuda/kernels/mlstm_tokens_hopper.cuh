@@ -252,13 +252,6 @@ __global__ void __launch_bounds__(KVPOLICY_HOPPER_THREADS(mlstm_warpgroup_thread
             streams.report(s.b, status_not_finite);
         }
         const int lane = lane_id(), j0 = 16 * warp_id() + lane / 4, c0 = lane % 4 * 2;
-        mlstm_look_ahead<T> ahead(next, following.count > 0);
-        ahead.array(problem.q, scorer_chunk * F);
-        ahead.array(problem.d_n, scorer_chunk * V);
-        ahead.array(problem.k, scorer_chunk * F);
-        ahead.array(problem.v, scorer_chunk * V);
-        ahead.array(problem.d_memory, F * V);
-        ahead.array(problem.memory, F * V);
         copy_wait<1>();
         fence_async_proxy();
         __syncthreads();
@@ -377,6 +370,13 @@ __global__ void __launch_bounds__(KVPOLICY_HOPPER_THREADS(mlstm_warpgroup_thread
         for (int k = 0; k < V / 16; ++k) {
             store_rows_of(of_v, k, to_v[k]);
         }
+        // Not before: what all blocks ask for early would be gone from the L2 cache again when they load it.
+        mlstm_look_ahead<T> ahead(next, following.count > 0);
+        ahead.array(problem.q, scorer_chunk * F);
+        ahead.array(problem.d_n, scorer_chunk * V);
+        ahead.array(problem.k, scorer_chunk * F);
+        ahead.array(problem.v, scorer_chunk * V);
+        ahead.array(problem.d_memory, F * V);
         load_next();
         copy_wait<0>();
         __syncthreads();
