@@ -121,7 +121,7 @@ mlstm without projections/batch 8, 16k x 8/forward + backward  | 2.8  | 2.2  | m
 # Triton compiles for most of a minute, beside the build.
 compiled[scorers]='--compile'
 baselines[scorers]="
-| 60
+| 100
 "
 
 # ---- losses ----------------------------------------------------------------------------------------------------------
