@@ -67,11 +67,15 @@ struct scorer_streams {
     /// The chunk of a plane; `chunk` is its tokens at most where a kernel cuts streams into others than scorer_chunk.
     __device__ scorer_span span(std::int32_t plane, std::int32_t slot,
                                 std::int32_t chunk = scorer_chunk) const {
+        return span_of(plane / heads, plane % heads, slot, chunk);
+    }
+    __device__ scorer_span span_of(std::int32_t b, std::int32_t h, std::int32_t slot,
+                                   std::int32_t chunk = scorer_chunk) const {
         scorer_span s;
-        s.plane = plane;
+        s.plane = b * heads + h;
         s.slot = slot;
-        s.b = plane / heads;
-        s.h = plane % heads;
+        s.b = b;
+        s.h = h;
         const std::int32_t n = length_of(s.b);
         std::int32_t before = slot;
         s.segment = 0;
@@ -295,11 +299,14 @@ struct scorer_source {
         const rows_view<const T>& of = of_key ? k : v;
         const T* const head = of.row(s.b, s.h, 0) + (of_key ? c : there ? c - k.dim : 0);
         const std::int64_t stride = of.row_stride;
-        const std::uint32_t tile = shared_address(to.data);
+        const std::uint32_t tile = shared_address(to.data), own = tile + to.offset(begin, column);
+        const T* row = head + (first + begin) * stride;
+        const bool same = step % 8 == 0;  // rows whose 16 bytes stand in the same places
 #pragma unroll 4
-        for (int r = begin; r < scorer_chunk; r += step) {
+        for (int r = begin; r < scorer_chunk; r += step, row += step * stride) {
             const bool in = there && r >= low && r < high;
-            copy_16(tile + to.offset(r, column), in ? head + (first + r) * stride : head, in ? 16 : 0);
+            copy_16(same ? own + static_cast<std::uint32_t>((r - begin) * 128) : tile + to.offset(r, column),
+                    in ? row : head, in ? 16 : 0);
         }
         copy_commit();
     }
