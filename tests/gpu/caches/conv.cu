@@ -94,7 +94,8 @@ void check_fixed(const ConvScorer<>& sizes, std::int32_t turns, std::int32_t lon
             }
         }
         CHECK(same);
-        // 16-bit roundings are of the terms of a score, not of what is left of them.
+        // 16-bit roundings are of the terms of a score, not of what is left of them. Rounding keys, values, weights and layers to bf16 alone,
+        // with everything else in double, is off by 0.2 to 0.5% in the norm.
         if (std::is_same_v<T, float>) {
             CHECK(worst <= tolerance);
         }
@@ -143,5 +144,6 @@ TEST_CASE("DualCache, bf16: tiles") {
     BothDuals<P, bf16, head_dims<64>, true> both(shape,
                                                  {.slab_pages = 64, .most_slabs = 100, .longest = 4000},
                                                  policy, &scorers.of_host, &scorers.of_device);
+    // Of single scores, whose root mean square is 1.9, bf16 alone is off by up to 0.018 (1 + |score|).
     live<bf16>(both, shape, 18, 200, generator, [&] { both.near_rows(4e-2f); });
 }
