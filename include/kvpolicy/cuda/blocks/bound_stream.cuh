@@ -1,0 +1,179 @@
+// How much a query can find in a page at most, for 32 pages at a time, one a lane: rows of 16 bits.
+//
+// A bound is a sum over the dimensions in their order, as on the host, so that a lane has a page to itself. Its numbers lie far
+// from its neighbour's, so a warp copies them into shared memory first, in lines of 128 bytes, one stage ahead.
+#pragma once
+
+#include <kvpolicy/cuda/blocks/async.cuh>
+#include <kvpolicy/cuda/blocks/warp.cuh>
+#include <kvpolicy/cuda/config.cuh>
+
+#include <cstdint>
+#include <cstring>
+
+namespace kvpolicy {
+inline namespace KVPOLICY_CUDA_NAMESPACE KVPOLICY_HIDDEN {
+namespace cuda_backend {
+
+/// A product that is rounded before anything is added to it.
+__device__ inline float rounded_product(float a, float b) { return __fmul_rn(a, b); }
+__device__ inline double rounded_product(double a, double b) { return __dmul_rn(a, b); }
+
+/// The larger; NaN where one of them is. Where no NaN comes out, it is std::max but for the sign of 0.
+__device__ inline float larger_or_nan(float a, float b) {
+    float larger;
+    asm("max.NaN.f32 %0, %1, %2;" : "=f"(larger) : "f"(a), "f"(b));
+    return larger;
+}
+
+/// The bound of a page for one query head, `x` its scaled query, every `stride`-th number, one dimension after the other: what the host does.
+template <class Real, class T>
+__device__ Real bound_of_page(const Real* x, std::int32_t stride, const T* least, std::int32_t dim) {
+    Real bound = Real(0);
+    for (std::int32_t d = 0; d < dim; ++d) {
+        const Real a = rounded_product(x[d * stride], static_cast<Real>(least[d])),
+                   b = rounded_product(x[d * stride], static_cast<Real>(least[dim + d]));
+        bound += a < b ? b : a;
+    }
+    return bound;
+}
+
+/// Sizes of a warp's stages.
+struct bound_stages {
+    static constexpr int together = 4;                    // query heads that share a look at a page
+    static constexpr int width = 64;                      // dimensions of a stage
+    static constexpr int row_bytes = 2 * 2 * width + 16;  // both bounds of a page; odd, so that banks differ
+    static constexpr int bytes = 32 * row_bytes, count = 2;  // of a stage; stages
+    static constexpr int warp_bytes = count * bytes;
+    static_assert(row_bytes % 128 == 16);
+};
+
+/// Bounds of a head's pages, a warp of several. T is a 16-bit type.
+template <class T>
+class bound_stream {
+    using S = bound_stages;
+    static constexpr int each = 8;  // numbers in 16 bytes
+    struct alignas(16) eight {
+        T at[each];
+    };
+
+  public:
+    /// `query`: [batches of S::together heads, dim, S::together], 0 for the heads that are not there. `stages`: S::warp_bytes.
+    __device__ bound_stream(const float* query, unsigned char* stages, std::int32_t dim, std::int32_t group)
+        : query_(query),
+          stages_(stages),
+          dim_(dim),
+          group_(group),
+          chunks_((dim + S::width - 1) / S::width),
+          batches_((group + S::together - 1) / S::together) {}
+
+    /// visit(page, bound of the group) for pages begin, begin + step, ... of 32 each, up to `pages`; rows.bounds(page) is where a page's
+    /// bounds are. By all lanes of a warp.
+    template <class Rows, class Visit>
+    __device__ void run(const Rows& rows, std::int32_t pages, std::int32_t begin, std::int32_t step,
+                        bool mean, const Visit& visit) {
+        const std::int32_t of_batch = chunks_ * batches_;  // stages of 32 pages
+        const std::int32_t turns = pages > 32 * begin ? ((pages + 31) / 32 - begin + step - 1) / step : 0;
+        const std::int32_t all = turns * of_batch;
+        const T *ahead = nullptr, *now = nullptr;
+        float bound[S::together] = {}, joined = 0.0f;
+        std::int32_t asked = 0;
+        const auto ask = [&] {
+            if (asked < all) {
+                if (asked % of_batch == 0) {
+                    const std::int32_t page = 32 * (begin + asked / of_batch * step) + lane_id();
+                    ahead = page < pages ? rows.bounds(page) : nullptr;
+                }
+                copy(ahead, asked % chunks_, asked % S::count);
+            }
+            copy_commit();  // empty ones too, so that the wait below counts right
+            ++asked;
+        };
+        ask();
+        for (std::int32_t stage = 0; stage < all; ++stage) {
+            if (stage % of_batch == 0) {
+                now = ahead;
+                joined = 0.0f;
+            }
+            ask();
+            copy_wait<S::count - 1>();
+            __syncwarp();
+            const std::int32_t chunk = stage % chunks_, batch = stage / chunks_ % batches_;
+            add(bound, query_ + batch * dim_ * S::together, chunk, stage % S::count);
+            if (chunk == chunks_ - 1) {
+                join(bound, joined, batch, now, mean);
+                const std::int32_t page = 32 * (begin + stage / of_batch * step) + lane_id();
+                if (batch == batches_ - 1 && page < pages) {
+                    visit(page, joined);
+                }
+            }
+            __syncwarp();  // the next turn's copies may overwrite it
+        }
+        copy_wait<0>();
+    }
+
+  private:
+    /// Sets out to copy `chunk` of the lanes' pages into a stage.
+    __device__ void copy(const T* page, std::int32_t chunk, std::int32_t stage) const {
+        const std::uint32_t to = shared_address(stages_ + stage * S::bytes);
+        const int piece = lane_id() % 8, high = lane_id() / 8 % 2;
+        const std::int32_t column = chunk * S::width + piece * each;
+#pragma unroll 4
+        for (int i = 0; i < 16; ++i) {
+            const int row = 2 * i + lane_id() / 16;
+            const T* const from = reinterpret_cast<const T*>(
+                __shfl_sync(all_lanes, reinterpret_cast<unsigned long long>(page), row));
+            if (from != nullptr && column < dim_) {
+                copy_16(
+                    to + static_cast<std::uint32_t>(row * S::row_bytes + high * 2 * S::width + piece * 16),
+                    from + high * dim_ + column);
+            }
+        }
+    }
+    /// The dimensions of a stage, of the lane's page. Pages that are not there add what they find.
+    __device__ void add(float (&bound)[S::together], const float* query, std::int32_t chunk,
+                        std::int32_t stage) const {
+        const unsigned char* const row = stages_ + stage * S::bytes + lane_id() * S::row_bytes;
+        const std::int32_t first = chunk * S::width, left = dim_ - first;
+#pragma unroll 1
+        for (std::int32_t d = 0; d < S::width && d < left; d += each) {
+            const eight low = *reinterpret_cast<const eight*>(row + 2 * d),
+                        high = *reinterpret_cast<const eight*>(row + 2 * (S::width + d));
+#pragma unroll
+            for (int i = 0; i < each; ++i) {
+                const float4 x = *reinterpret_cast<const float4*>(query + (first + d + i) * S::together);
+                const auto a = static_cast<float>(low.at[i]), b = static_cast<float>(high.at[i]);
+                bound[0] += larger_or_nan(rounded_product(x.x, a), rounded_product(x.x, b));
+                bound[1] += larger_or_nan(rounded_product(x.y, a), rounded_product(x.y, b));
+                bound[2] += larger_or_nan(rounded_product(x.z, a), rounded_product(x.z, b));
+                bound[3] += larger_or_nan(rounded_product(x.w, a), rounded_product(x.w, b));
+            }
+        }
+    }
+    /// Takes the bounds of a batch's heads into the group's, and begins those of the next.
+    __device__ void join(float (&bound)[S::together], float& joined, std::int32_t batch, const T* page,
+                         bool mean) const {
+#pragma unroll
+        for (int g = 0; g < S::together; ++g) {
+            if (batch * S::together + g < group_) {
+                if (bound[g] != bound[g] && page != nullptr) {
+                    // A NaN on either side: which of them counts depends on the side.
+                    bound[g] =
+                        bound_of_page(query_ + batch * dim_ * S::together + g, S::together, page, dim_);
+                }
+                joined = mean                                          ? joined + bound[g]
+                         : (batch == 0 && g == 0) || joined < bound[g] ? bound[g]
+                                                                       : joined;
+            }
+            bound[g] = 0.0f;
+        }
+    }
+
+    const float* query_;
+    unsigned char* stages_;
+    std::int32_t dim_, group_, chunks_, batches_;
+};
+
+}  // namespace cuda_backend
+}  // namespace KVPOLICY_HIDDEN
+}  // namespace kvpolicy
