@@ -1,0 +1,189 @@
+// Softmax states of several warps or blocks become one.
+#pragma once
+
+#include <kvpolicy/cuda/blocks/cluster.cuh>
+#include <kvpolicy/cuda/blocks/step_launch.cuh>
+#include <kvpolicy/cuda/blocks/step_stream.cuh>
+#include <kvpolicy/cuda/blocks/warp.cuh>
+#include <kvpolicy/cuda/config.cuh>
+
+#include <cstdint>
+
+namespace kvpolicy {
+inline namespace KVPOLICY_CUDA_NAMESPACE KVPOLICY_HIDDEN {
+namespace cuda_backend {
+
+/// Four columns of one query head.
+template <class Compute>
+struct alignas(16) four_columns {
+    Compute x[4];
+};
+
+/// Reads what other blocks wrote: past the L1 cache.
+struct load_shared_between_blocks {
+    __device__ float operator()(const float* from) const { return __ldcg(from); }
+    __device__ double operator()(const double* from) const { return __ldcg(from); }
+    template <class Four>
+    __device__ Four operator()(const Four* from) const {
+        Four to;
+        static_assert(sizeof(Four) % sizeof(float4) == 0);
+#pragma unroll
+        for (unsigned i = 0; i < sizeof(Four) / sizeof(float4); ++i) {
+            reinterpret_cast<float4*>(&to)[i] = __ldcg(reinterpret_cast<const float4*>(from) + i);
+        }
+        return to;
+    }
+};
+struct load_of_block {
+    template <class Value>
+    __device__ Value operator()(const Value* from) const {
+        return *from;
+    }
+};
+
+/// Where softmax states are: those of a block's warps in its memory, of blocks in the workspace (which are read past the L1 cache), or of the
+/// blocks of a cluster in the memory of each.
+template <class Compute>
+struct states_of_warps {
+    const Compute* first;
+    std::int64_t stride;
+
+    __device__ const Compute* at(std::int32_t i) const { return first + i * stride; }
+    template <class Value>
+    __device__ static Value load(const Value* from) {
+        return *from;
+    }
+};
+template <class Compute>
+struct states_of_blocks {
+    const Compute* first;
+    std::int64_t stride;
+
+    __device__ const Compute* at(std::int32_t i) const { return first + i * stride; }
+    template <class Value>
+    __device__ static Value load(const Value* from) {
+        return load_shared_between_blocks{}(from);
+    }
+};
+template <class Compute>
+struct states_of_cluster {
+    const Compute* mine;
+
+    __device__ const Compute* at(std::int32_t block) const { return in_cluster(mine, block); }
+    template <class Value>
+    __device__ static Value load(const Value* from) {
+        return *from;
+    }
+};
+
+/// What weigh() leaves of a part's query heads: the weights of their states, the largest logit, and the sum.
+template <class Rows>
+struct state_weights {
+    using Compute = typename Rows::Compute;
+    static constexpr std::int32_t most = most_splits + 1;
+    Compute weight[Rows::heads][most];
+    Compute top[Rows::heads], sum[Rows::heads];
+};
+
+/// Mixes states of `width` columns a head, dim_v of them in use, by all threads of a block.
+template <class Rows>
+class state_mixer {
+    using Compute = typename Rows::Compute;
+    using Four = four_columns<Compute>;
+    static constexpr std::int32_t most_states = state_weights<Rows>::most;
+
+  public:
+    __device__ state_mixer(state_weights<Rows>& memory, std::int32_t width, std::int32_t dim_v)
+        : memory_(memory), width_(width), dim_v_(dim_v) {}
+
+    /// What the softmax states of `count` warps or blocks weigh beside each other, for all threads to read. Instructions count here:
+    /// they are run once, by a cold cache, while the card has little else to do.
+    template <class States>
+    __device__ void weigh(const States& states, std::int32_t count, std::int32_t heads) const {
+        constexpr int turns = (most_states + 31) / 32;
+        for (std::int32_t head = warp_id(); head < heads; head += Rows::warps) {
+            Compute m[turns], l[turns];
+            Compute top = static_cast<Compute>(minus_infinity()), sum = Compute(0);
+#pragma unroll
+            for (int t = 0; t < turns; ++t) {
+                const std::int32_t i = 32 * t + lane_id();
+                const Compute* const state = states.at(i < count ? i : 0) + head;
+                m[t] = i < count ? states.load(state) : static_cast<Compute>(minus_infinity());
+                l[t] = i < count ? states.load(state + Rows::heads) : Compute(0);
+                top = fmax(top, m[t]);
+            }
+#pragma unroll
+            for (int step = 16; step != 0; step /= 2) {
+                top = fmax(top, __shfl_xor_sync(all_lanes, top, step));
+            }
+            const Compute finite = top == static_cast<Compute>(minus_infinity()) ? Compute(0) : top;
+#pragma unroll
+            for (int t = 0; t < turns; ++t) {
+                const std::int32_t i = 32 * t + lane_id();
+                const Compute weight = exp2(m[t] - finite);
+                sum += weight * l[t];
+                if (i < count) {
+                    memory_.weight[head][i] = weight;
+                }
+            }
+#pragma unroll
+            for (int step = 16; step != 0; step /= 2) {
+                sum += __shfl_xor_sync(all_lanes, sum, step);
+            }
+            if (lane_id() == 0) {
+                memory_.top[head] = top;
+                memory_.sum[head] = sum;
+            }
+        }
+        __syncthreads();
+    }
+    /// Four columns of the states that were weighed, `Batch` of them asked for at once.
+    template <int Batch, class States>
+    __device__ Four mix(const States& states, std::int32_t count, std::int32_t head,
+                        std::int32_t column) const {
+        const std::int64_t at = stream_state<Rows::heads>::header + head * width_ + column;
+        Four all{};
+#pragma unroll 1
+        for (std::int32_t first = 0; first < count; first += Batch) {
+            Four some[Batch];
+#pragma unroll
+            for (int i = 0; i < Batch; ++i) {
+                some[i] = states.load(
+                    reinterpret_cast<const Four*>(states.at(first + i < count ? first + i : 0) + at));
+            }
+#pragma unroll
+            for (int i = 0; i < Batch; ++i) {
+                const Compute weight = first + i < count ? memory_.weight[head][first + i] : Compute(0);
+#pragma unroll
+                for (int c = 0; c < 4; ++c) {
+                    all.x[c] += first + i < count ? weight * some[i].x[c] : Compute(0);
+                }
+            }
+        }
+        return all;
+    }
+
+    /// The warps' states become the block's, in memory that the last block reads.
+    __device__ void merge_warps(const states_of_warps<Compute>& of_warps, Compute* to,
+                                std::int32_t heads) const {
+        const std::int32_t fours = dim_v_ / 4;
+        weigh(of_warps, Rows::warps, heads);
+        for (std::int32_t i = static_cast<std::int32_t>(threadIdx.x); i < heads * fours; i += Rows::threads) {
+            const std::int32_t head = i / fours, column = i % fours * 4;
+            *reinterpret_cast<Four*>(to + stream_state<Rows::heads>::header + head * width_ + column) =
+                mix<Rows::warps>(of_warps, Rows::warps, head, column);
+            if (column == 0) {
+                to[head] = memory_.top[head];
+                to[Rows::heads + head] = memory_.sum[head];
+            }
+        }
+    }
+
+  private:
+    state_weights<Rows>& memory_;
+    std::int32_t width_, dim_v_;
+};
+
+}  // namespace cuda_backend
+}  // namespace KVPOLICY_HIDDEN
+}  // namespace kvpolicy
