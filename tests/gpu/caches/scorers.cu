@@ -116,8 +116,16 @@ TEST_CASE("mLSTMScorer, large heads") {
     auto wide = sized<mLSTMScorer<dynamic, Softmax, DirectValues>>();
     wide.dim_k = wide.dim_v = 128;
     check(wide, true, 2, 15);
-    wide.d_qk = 256;  // more than a cluster's blocks hold
+    wide.d_qk = 256;
     check(wide, false, 2, 6);
+    check(wide, false, 19, 3);
+}
+
+// Sizes that clusters do not take.
+TEST_CASE("mLSTMScorer, odd sizes") {
+    auto odd = sized<mLSTMScorer<dynamic, Softmax, DirectValues>>();
+    odd.d_qk = 17;
+    check(odd, true, 3, 20);
 }
 
 // Steps on the tensor cores begin beside the scorer's launch: as clusters, with a block that only decides, and with one block a head.
@@ -131,11 +139,13 @@ TEST_CASE("16-bit caches") {
     }
 }
 
-// Alone a sequence has a cluster of blocks for itself, in a batch it shares one: its sums are the same.
-TEST_CASE("mLSTMScorer, the batch changes no bit") {
+namespace {
+
+/// Alone a sequence has a cluster of blocks for itself, in a batch it shares one, or a block that streams states: its sums are the same.
+void check_bits(std::int32_t count) {
+    CAPTURE(count);
     using S = mLSTMScorer<>;
     using P = Policy<Sink<2>, Window<7>, TopKBudget<40>, S>;
-    constexpr std::int32_t count = 9;
     std::mt19937 generator(5);
     const S sizes = sized<S>();
     const TwoScorers<S> scorers(sizes, true, generator);
@@ -150,7 +160,7 @@ TEST_CASE("mLSTMScorer, the batch changes no bit") {
                            .proposals = 0};
     BothCaches<P, float> together(shape, policy, &scorers.of_host, &scorers.of_device);
     BothCaches<P, float> alone(shape, policy, &scorers.of_host, &scorers.of_device);
-    const std::vector<std::int32_t> ones(count, 1);
+    const std::vector<std::int32_t> ones(static_cast<std::size_t>(count), 1);
     std::vector<std::int32_t> slots;
     for (std::int32_t i = 0; i < count; ++i) {
         slots.push_back(i);
@@ -180,4 +190,11 @@ TEST_CASE("mLSTMScorer, the batch changes no bit") {
         CHECK(same(together.fetch(x.state, states), alone.fetch(y.state, states)));
         CHECK(same(together.fetch(x.score, rows), alone.fetch(y.score, rows)));
     }
+}
+
+}  // namespace
+
+TEST_CASE("mLSTMScorer, the batch changes no bit") {
+    check_bits(9);
+    check_bits(70);
 }
