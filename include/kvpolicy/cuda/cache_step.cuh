@@ -83,7 +83,8 @@ class cache_step_call {
                                                                    .batch = batch,
                                                                    .tokens = {.k = k, .v = v},
                                                                    .scores = computed_,
-                                                                   .scorer = call_.scorer});
+                                                                   .scorer = call_.scorer,
+                                                                   .beside = true});
         }
         run();
     }

@@ -67,9 +67,17 @@ struct PageRows {
 };
 
 template <class T>
-__global__ void __launch_bounds__(32) bound(const float* query, PageRows<T> rows, std::int32_t pages,
+__global__ void __launch_bounds__(32) bound(const float* queries, PageRows<T> rows, std::int32_t pages,
                                             std::int32_t dim, std::int32_t group, bool mean, float* bounds) {
-    cb::bound_stream<T>(query, cb::dynamic_shared(), dim, group)
+    using Stream = cb::bound_stream<T>;
+    unsigned char* const stages = cb::dynamic_shared();
+    auto* const query = reinterpret_cast<float*>(stages + cb::bound_stages::warp_bytes);
+    const auto given = [&](std::int32_t g, std::int32_t d) { return queries[g * dim + d]; };
+    for (auto i = static_cast<std::int32_t>(threadIdx.x); i < Stream::query_numbers(group, dim); i += 32) {
+        query[i] = Stream::query_number(i, group, dim, given);
+    }
+    __syncwarp();
+    Stream(query, stages, dim, group)
         .run(rows, pages, static_cast<std::int32_t>(blockIdx.x), static_cast<std::int32_t>(gridDim.x), mean,
              [&](std::int32_t page, float x) { bounds[page] = x; });
 }
@@ -87,21 +95,25 @@ void check_bounds(std::int32_t dim, std::int32_t group, std::int32_t pages, bool
         const float strange[] = {infinity, -infinity, std::numeric_limits<float>::quiet_NaN(), 0.0f, -0.0f};
         return generator() % 900 == 0 ? strange[generator() % 5] : normal(generator);
     };
-    constexpr std::int32_t together = cb::bound_stages::together;
-    const std::int32_t heads = (group + together - 1) / together * together;
-    std::vector<float> query(static_cast<std::size_t>(heads * dim));
+    std::vector<float> query(static_cast<std::size_t>(group * dim));
     std::vector<T> rows(static_cast<std::size_t>(pages * 2 * dim));
     std::vector<float> expected(static_cast<std::size_t>(pages));
     const auto of_query = [&](std::int32_t g, std::int32_t d) -> float& {
-        return query[static_cast<std::size_t>((g / together * dim + d) * together + g % together)];
+        return query[static_cast<std::size_t>(g * dim + d)];
     };
     for (std::int32_t g = 0; g < group; ++g) {
         for (std::int32_t d = 0; d < dim; ++d) {
-            of_query(g, d) = d == 3 ? 0.0f : normal(generator);
+            of_query(g, d) = d == 3 ? 0.0f : d == 5 ? -0.0f : normal(generator);
         }
     }
-    for (T& x : rows) {
-        x = T(some());
+    for (std::size_t i = 0; i < rows.size(); ++i) {
+        const std::size_t row = i / static_cast<std::size_t>(dim);
+        const float x = some(), y = some();
+        rows[i] = T(x);
+        if (row % 2 != 0) {  // the high bound
+            T& low = rows[i - static_cast<std::size_t>(dim)];
+            rows[i] = static_cast<float>(low) > y ? low : T(y);
+        }
     }
     for (std::int32_t page = 0; page < pages; ++page) {
         const T* const least = rows.data() + std::ptrdiff_t{page} * 2 * dim;
@@ -121,9 +133,12 @@ void check_bounds(std::int32_t dim, std::int32_t group, std::int32_t pages, bool
     }
     const Device<float> of_device(query), bounds(expected.size());
     const Device<T> row_memory(rows);
-    cb::allow_shared("bound", reinterpret_cast<const void*>(bound<T>), cb::bound_stages::warp_bytes);
-    bound<T><<<3, 32, cb::bound_stages::warp_bytes>>>(of_device.data(), PageRows<T>{row_memory.data(), dim},
-                                                      pages, dim, group, mean, bounds.data());
+    const std::size_t shared =
+        cb::bound_stages::warp_bytes +
+        static_cast<std::size_t>(cb::bound_stream<T>::query_numbers(group, dim)) * sizeof(float);
+    cb::allow_shared("bound", reinterpret_cast<const void*>(bound<T>), shared);
+    bound<T><<<3, 32, shared>>>(of_device.data(), PageRows<T>{row_memory.data(), dim}, pages, dim, group,
+                                mean, bounds.data());
     const std::vector<float> found = bounds.read();
     bool same = true;
     for (std::size_t i = 0; i < found.size(); ++i) {

@@ -19,20 +19,20 @@ namespace cuda_backend {
 __device__ inline float rounded_product(float a, float b) { return __fmul_rn(a, b); }
 __device__ inline double rounded_product(double a, double b) { return __dmul_rn(a, b); }
 
-/// The larger; NaN where one of them is. Where no NaN comes out, it is std::max but for the sign of 0.
-__device__ inline float larger_or_nan(float a, float b) {
-    float larger;
-    asm("max.NaN.f32 %0, %1, %2;" : "=f"(larger) : "f"(a), "f"(b));
-    return larger;
+/// The larger of two rounded products, of a query's number with the low and the high bound: that with the high one where it is above 0, else
+/// that with the low one. `above` is the number or 0, `below` 0 or the number, so one product is 0 and the sum is the other's. It is a NaN
+/// wherever a number is not finite and the other comparison might have found something else.
+__device__ inline float larger_product(float above, float below, float low, float high) {
+    return fmaf(above, high, rounded_product(below, low));
 }
 
-/// The bound of a page for one query head, `x` its scaled query, every `stride`-th number, one dimension after the other: what the host does.
-template <class Real, class T>
-__device__ Real bound_of_page(const Real* x, std::int32_t stride, const T* least, std::int32_t dim) {
+/// The bound of a page for one query head, whose scaled query has the numbers x(d), one dimension after the other: what the host does.
+template <class Real, class T, class Query>
+__device__ Real bound_of_page(const Query& x, const T* least, std::int32_t dim) {
     Real bound = Real(0);
     for (std::int32_t d = 0; d < dim; ++d) {
-        const Real a = rounded_product(x[d * stride], static_cast<Real>(least[d])),
-                   b = rounded_product(x[d * stride], static_cast<Real>(least[dim + d]));
+        const Real a = rounded_product(x(d), static_cast<Real>(least[d])),
+                   b = rounded_product(x(d), static_cast<Real>(least[dim + d]));
         bound += a < b ? b : a;
     }
     return bound;
@@ -58,7 +58,22 @@ class bound_stream {
     };
 
   public:
-    /// `query`: [batches of S::together heads, dim, S::together], 0 for the heads that are not there. `stages`: S::warp_bytes.
+    /// Numbers of queries in shared memory.
+    __host__ __device__ static constexpr std::int32_t query_numbers(std::int32_t group, std::int32_t dim) {
+        return (group + S::together - 1) / S::together * dim * 2 * S::together;
+    }
+    /// What number i of them is, where scaled(head, dimension) is a query's.
+    template <class Scaled>
+    __device__ static float query_number(std::int32_t i, std::int32_t group, std::int32_t dim,
+                                         const Scaled& scaled) {
+        const std::int32_t g = i / (dim * 2 * S::together) * S::together + i % S::together,
+                           d = i / (2 * S::together) % dim;
+        const float x = g < group ? scaled(g, d) : 0.0f;
+        const bool below = i / S::together % 2 != 0;
+        return (x < 0.0f) == below || x != x ? x : 0.0f;
+    }
+
+    /// `query`: [batches of S::together heads, dim, 2, S::together], numbers above 0 and below, 0 for the heads that are not there: see place(). `stages`: S::warp_bytes.
     __device__ bound_stream(const float* query, unsigned char* stages, std::int32_t dim, std::int32_t group)
         : query_(query),
           stages_(stages),
@@ -99,7 +114,7 @@ class bound_stream {
             copy_wait<S::count - 1>();
             __syncwarp();
             const std::int32_t chunk = stage % chunks_, batch = stage / chunks_ % batches_;
-            add(bound, query_ + batch * dim_ * S::together, chunk, stage % S::count);
+            add(bound, query_ + batch * dim_ * 2 * S::together, chunk, stage % S::count);
             if (chunk == chunks_ - 1) {
                 join(bound, joined, batch, now, mean);
                 const std::int32_t page = 32 * (begin + stage / of_batch * step) + lane_id();
@@ -139,14 +154,15 @@ class bound_stream {
         for (std::int32_t d = 0; d < S::width && d < left; d += each) {
             const eight low = *reinterpret_cast<const eight*>(row + 2 * d),
                         high = *reinterpret_cast<const eight*>(row + 2 * (S::width + d));
+            const auto* const x = reinterpret_cast<const float4*>(query + (first + d) * 2 * S::together);
 #pragma unroll
             for (int i = 0; i < each; ++i) {
-                const float4 x = *reinterpret_cast<const float4*>(query + (first + d + i) * S::together);
+                const float4 above = x[2 * i], below = x[2 * i + 1];
                 const auto a = static_cast<float>(low.at[i]), b = static_cast<float>(high.at[i]);
-                bound[0] += larger_or_nan(rounded_product(x.x, a), rounded_product(x.x, b));
-                bound[1] += larger_or_nan(rounded_product(x.y, a), rounded_product(x.y, b));
-                bound[2] += larger_or_nan(rounded_product(x.z, a), rounded_product(x.z, b));
-                bound[3] += larger_or_nan(rounded_product(x.w, a), rounded_product(x.w, b));
+                bound[0] += larger_product(above.x, below.x, a, b);
+                bound[1] += larger_product(above.y, below.y, a, b);
+                bound[2] += larger_product(above.z, below.z, a, b);
+                bound[3] += larger_product(above.w, below.w, a, b);
             }
         }
     }
@@ -157,9 +173,14 @@ class bound_stream {
         for (int g = 0; g < S::together; ++g) {
             if (batch * S::together + g < group_) {
                 if (bound[g] != bound[g] && page != nullptr) {
-                    // A NaN on either side: which of them counts depends on the side.
-                    bound[g] =
-                        bound_of_page(query_ + batch * dim_ * S::together + g, S::together, page, dim_);
+                    // Not finite: which of two products counts is as on the host.
+                    const float* const x = query_ + batch * dim_ * 2 * S::together + g;
+                    bound[g] = bound_of_page<float>(
+                        [&](std::int32_t d) {
+                            const float above = x[2 * d * S::together], below = x[(2 * d + 1) * S::together];
+                            return below == 0.0f ? above : below;
+                        },
+                        page, dim_);
                 }
                 joined = mean                                          ? joined + bound[g]
                          : (batch == 0 && g == 0) || joined < bound[g] ? bound[g]

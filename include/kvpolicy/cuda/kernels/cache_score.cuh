@@ -22,18 +22,17 @@ __global__ void __launch_bounds__(score_threads)
     score_block(call, reinterpret_cast<float*>(dynamic_shared()));
 }
 
-/// Bounds for a block of more threads than there are: 128 registers a thread, so that blocks of a step have room beside it.
-inline constexpr int cluster_bounds = 512;
-
 /// cluster_blocks blocks a cluster, whose sequences score_cluster names.
 template <class Sizes, class View, std::int32_t D, class Feature, class Values>
-__global__ void __launch_bounds__(cluster_bounds) cache_score_cluster_kernel(
+__global__ void __launch_bounds__(cluster_threads, 1) cache_score_cluster_kernel(
     const __grid_constant__ score_launch<View, mLSTMScorer<D, Feature, Values>> call) {
     if constexpr (compiled_for_clusters) {
         let_next_kernel_start();  // see cache_score_kernel
         score_cluster<Sizes, View, D, Feature, Values>(call, dynamic_shared()).run();
     }
 }
+
+inline constexpr std::int64_t many_beside = 8;  // sequences of a block beside a step, at least
 
 /// A block has call.together sequences of one head.
 template <class View, std::int32_t D, class Feature, class Values>
@@ -62,9 +61,10 @@ bool launch_many(const cuda& on, const device_scope& device,
     const std::int64_t heads = call.cache.kv_heads,
                        room = std::max<std::int64_t>(device.attribute(cudaDevAttrMultiProcessorCount) / heads,
                                                      1);
-    const std::int64_t count = call.batch.count, together = (count + room - 1) / room;
-    constexpr std::int64_t least = 1;  // sequences of a block, for which its look at the weights pays
-    if (call.tokens.most != 1 || together < least || !many_fit(inputs, call.features, call.width)) {
+    // Alone it takes the whole card. Beside a step some of it are enough: the step's blocks need the rest meanwhile.
+    const std::int64_t count = call.batch.count, least = call.beside ? many_beside : 1,
+                       together = std::max((count + room - 1) / room, std::min(count, least));
+    if (call.tokens.most != 1 || !many_fit(inputs, call.features, call.width)) {
         return false;
     }
     constexpr auto kernel = cache_score_many_kernel<View, D, Feature, Values>;

@@ -76,10 +76,8 @@ struct page_keys {
 template <class T>
 __host__ __device__ constexpr std::size_t bound_shared_bytes(std::int32_t group, std::int32_t dim) {
     if constexpr (sizeof(T) == 2) {
-        constexpr std::int32_t together = bound_stages::together;
-        const auto heads = static_cast<std::size_t>((group + together - 1) / together * together);
         return bound_threads / 32 * std::size_t{bound_stages::warp_bytes} +
-               heads * static_cast<std::size_t>(dim) * sizeof(float);
+               static_cast<std::size_t>(bound_stream<T>::query_numbers(group, dim)) * sizeof(float);
     } else {
         return static_cast<std::size_t>(group) * static_cast<std::size_t>(dim) * sizeof(compute_t<T>);
     }
@@ -105,13 +103,12 @@ __global__ void __launch_bounds__(bound_threads)
         return call.scale * static_cast<Real>(call.q.row(at.entry, at.head * group + g, 0)[d]);
     };
     if constexpr (sizeof(T) == 2) {
-        constexpr std::int32_t together = bound_stages::together, warps = bound_threads / 32;
+        constexpr std::int32_t warps = bound_threads / 32;
         unsigned char* const stages = dynamic_shared();
-        auto* const query = reinterpret_cast<Real*>(stages + warps * bound_stages::warp_bytes);
-        const std::int32_t numbers = (group + together - 1) / together * together * dim;
+        auto* const query = reinterpret_cast<float*>(stages + warps * bound_stages::warp_bytes);
+        const std::int32_t numbers = bound_stream<T>::query_numbers(group, dim);
         for (auto i = static_cast<std::int32_t>(threadIdx.x); i < numbers; i += bound_threads) {
-            const std::int32_t g = i / (dim * together) * together + i % together;
-            query[i] = g < group ? scaled(g, i / together % dim) : Real(0);
+            query[i] = bound_stream<T>::query_number(i, group, dim, scaled);
         }
         __syncthreads();
         bound_stream<T>(query, stages + warp_id() * bound_stages::warp_bytes, dim, group)
@@ -127,7 +124,8 @@ __global__ void __launch_bounds__(bound_threads)
              page < at.pages; page += pieces * bound_threads) {
             Real joined = Real(0);
             for (std::int32_t g = 0; g < group; ++g) {
-                const Real bound = bound_of_page(query + g * dim, 1, at.rows.rows.bounds(page), dim);
+                const Real bound = bound_of_page<Real>([&](std::int32_t d) { return query[g * dim + d]; },
+                                                       at.rows.rows.bounds(page), dim);
                 joined = call.cache.mean_bound ? joined + bound : g == 0 || joined < bound ? bound : joined;
             }
             keys(page, joined);
