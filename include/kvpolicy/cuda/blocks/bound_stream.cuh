@@ -4,12 +4,14 @@
 // from its neighbour's, so a warp copies them into shared memory first, in lines of 128 bytes, one stage ahead.
 #pragma once
 
+#include <kvpolicy/core/types.hpp>
 #include <kvpolicy/cuda/blocks/async.cuh>
 #include <kvpolicy/cuda/blocks/warp.cuh>
 #include <kvpolicy/cuda/config.cuh>
 
 #include <cstdint>
 #include <cstring>
+#include <type_traits>
 
 namespace kvpolicy {
 inline namespace KVPOLICY_CUDA_NAMESPACE KVPOLICY_HIDDEN {
@@ -54,7 +56,20 @@ class bound_stream {
     using S = bound_stages;
     static constexpr int each = 8;  // numbers in 16 bytes
     struct alignas(16) eight {
-        T at[each];
+        std::uint32_t pairs[each / 2];
+
+        /// One instruction each for bf16, whose numbers are the upper halves of floats.
+        [[nodiscard]] __device__ float number(int i) const {
+            const std::uint32_t pair = pairs[i / 2];
+            if constexpr (std::is_same_v<T, bf16>) {
+                return __uint_as_float(i % 2 == 0 ? pair << 16 : pair & 0xffff0000u);
+            } else {
+                const auto half = static_cast<std::uint16_t>(i % 2 == 0 ? pair : pair >> 16);
+                T x;
+                std::memcpy(&x, &half, sizeof(x));
+                return static_cast<float>(x);
+            }
+        }
     };
 
   public:
@@ -158,7 +173,7 @@ class bound_stream {
 #pragma unroll
             for (int i = 0; i < each; ++i) {
                 const float4 above = x[2 * i], below = x[2 * i + 1];
-                const auto a = static_cast<float>(low.at[i]), b = static_cast<float>(high.at[i]);
+                const float a = low.number(i), b = high.number(i);
                 bound[0] += larger_product(above.x, below.x, a, b);
                 bound[1] += larger_product(above.y, below.y, a, b);
                 bound[2] += larger_product(above.z, below.z, a, b);

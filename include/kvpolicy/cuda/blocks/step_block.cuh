@@ -11,6 +11,7 @@
 #include <kvpolicy/caches/places.hpp>
 #include <kvpolicy/core/status.hpp>
 #include <kvpolicy/core/view.hpp>
+#include <kvpolicy/cuda/blocks/async.cuh>
 #include <kvpolicy/cuda/blocks/cache_view.cuh>
 #include <kvpolicy/cuda/blocks/cluster.cuh>
 #include <kvpolicy/cuda/blocks/score_row.cuh>
@@ -42,7 +43,9 @@ class step_block {
         detail::ranked_place worst[Rows::warps];
         std::uint32_t last;
         state_weights<Rows> weights;
-        step_note note;  // of a cluster
+        // Of a cluster:
+        std::uint64_t all_states;  // a barrier
+        step_note note;
     };
 
     __device__ step_block(const Launch& call, Memory& memory, unsigned char* regions)
@@ -86,6 +89,18 @@ class step_block {
         typename stream_of<Rows>::type stream(region, rows);
         stream.start();
 
+        if constexpr (compiled_for_clusters && Rows::clusters) {
+            if (call_.clustered) {
+                if (decides() && threadIdx.x == 0) {
+                    const std::uint32_t barrier = shared_address(&memory_.all_states);
+                    barrier_init(barrier, 1);
+                    barrier_init_fence();
+                    barrier_expect(barrier, static_cast<std::uint32_t>(call_.blocks()) *
+                                                mixer_.merged_bytes(call_.cache.group));
+                }
+                cluster_arrive_relaxed();
+            }
+        }
         const std::int32_t first_head = part_ * Rows::heads;
         const std::int32_t heads_left = call_.cache.group - first_head;
         const stream_queries<T> queries{call_.q.row(entry_, head_ * call_.cache.group + first_head, 0),
@@ -133,18 +148,21 @@ class step_block {
         const step_rows<Rows, Launch> moving(call_, entry_, head_, slot_);
         if constexpr (compiled_for_clusters && Rows::clusters) {
             if (call_.clustered) {
-                // Behind the first warp's own state, where its tiles were.
-                Compute* const mine = reinterpret_cast<Compute*>(regions_) + state_size();
                 const moved_rows moved = decides() ? moving.fetch(head, q, memory_.note) : moved_rows{};
-                mixer_.merge_warps(warps, mine, queries.heads);
-                cluster_barrier();  // all have read the cache, and left their states
+                cluster_wait();  // all have begun, and the decider's barrier is ready
+                const std::uint32_t barrier = shared_address(&memory_.all_states);
+                const Compute* const mine = inbox() + split_ * state_size();
+                mixer_.merge_warps(warps, queries.heads,
+                                   state_in_cluster{cluster_address(shared_address(mine), call_.splits),
+                                                    cluster_address(barrier, call_.splits)});
                 if (decides()) {
-                    write_results(states_of_cluster<Compute>{mine}, call_.blocks(), 0);
+                    barrier_wait(barrier, 0);  // all have read the cache, and left their states
+                    __syncthreads();           // the weights of this block's warps have been read
+                    write_results(states_of_warps<Compute>{inbox(), state_size()}, call_.blocks(), 0);
                     if (call_.writes) {
                         moving.write(head, q, moved);
                     }
                 }
-                cluster_barrier();  // their memory has been read
                 return;
             }
         }
@@ -153,7 +171,7 @@ class step_block {
             moved = moving.fetch(head, q, memory_.note);
             write_results(warps, Rows::warps, 0);
         } else {
-            mixer_.merge_warps(warps, state(part_, split_), queries.heads);
+            mixer_.merge_warps(warps, queries.heads, state_in_memory<Compute>{state(part_, split_)});
             if (!arrives_last(head.index)) {
                 return;
             }
@@ -184,6 +202,10 @@ class step_block {
         return split_ == (call_.deciders != 0 ? call_.splits : 0);
     }
     [[nodiscard]] __device__ int region_bytes() const { return Rows::shared_bytes(call_.cache.dim_v); }
+    /// Where the decider of a cluster has the states of its blocks: behind the regions.
+    [[nodiscard]] __device__ Compute* inbox() const {
+        return reinterpret_cast<Compute*>(regions_ + Rows::warps * region_bytes());
+    }
     [[nodiscard]] __device__ std::int64_t state_size() const {
         return stream_state<Rows::heads>::size(call_.width);
     }
@@ -359,7 +381,6 @@ class step_block {
     }
 
     __device__ static void next_part(states_of_warps<Compute>&, std::int64_t) {}  // there is one
-    __device__ static void next_part(states_of_cluster<Compute>&, std::int64_t) {}
     __device__ static void next_part(states_of_blocks<Compute>& states, std::int64_t stride) {
         states.first += stride;
     }

@@ -41,8 +41,8 @@ struct load_of_block {
     }
 };
 
-/// Where softmax states are: those of a block's warps in its memory, of blocks in the workspace (which are read past the L1 cache), or of the
-/// blocks of a cluster in the memory of each.
+/// Where softmax states are: those of a block's warps, or of the blocks of a cluster, in a block's shared memory, or those of blocks in
+/// the workspace, which are read past the L1 cache.
 template <class Compute>
 struct states_of_warps {
     const Compute* first;
@@ -65,14 +65,26 @@ struct states_of_blocks {
         return load_shared_between_blocks{}(from);
     }
 };
+/// Where the state of a block goes: to memory that the last block reads.
 template <class Compute>
-struct states_of_cluster {
-    const Compute* mine;
+struct state_in_memory {
+    Compute* to;
 
-    __device__ const Compute* at(std::int32_t block) const { return in_cluster(mine, block); }
-    template <class Value>
-    __device__ static Value load(const Value* from) {
-        return *from;
+    __device__ void columns(std::int32_t place, const four_columns<Compute>& x) const {
+        *reinterpret_cast<four_columns<Compute>*>(to + place) = x;
+    }
+    __device__ void number(std::int32_t place, Compute x) const { to[place] = x; }
+};
+/// To shared memory of the block of a cluster that decides, whose barrier counts it.
+struct state_in_cluster {
+    std::uint32_t to, barrier;
+
+    __device__ void columns(std::int32_t place, const four_columns<float>& x) const {
+        send_in_cluster(to + 4u * static_cast<std::uint32_t>(place),
+                        make_float4(x.x[0], x.x[1], x.x[2], x.x[3]), barrier);
+    }
+    __device__ void number(std::int32_t place, float x) const {
+        send_in_cluster(to + 4u * static_cast<std::uint32_t>(place), x, barrier);
     }
 };
 
@@ -163,20 +175,25 @@ class state_mixer {
         return all;
     }
 
-    /// The warps' states become the block's, in memory that the last block reads.
-    __device__ void merge_warps(const states_of_warps<Compute>& of_warps, Compute* to,
-                                std::int32_t heads) const {
+    /// The warps' states become the block's: to.columns(place in a state, four columns), to.number(place, its number).
+    template <class To>
+    __device__ void merge_warps(const states_of_warps<Compute>& of_warps, std::int32_t heads,
+                                const To& to) const {
         const std::int32_t fours = dim_v_ / 4;
         weigh(of_warps, Rows::warps, heads);
         for (std::int32_t i = static_cast<std::int32_t>(threadIdx.x); i < heads * fours; i += Rows::threads) {
             const std::int32_t head = i / fours, column = i % fours * 4;
-            *reinterpret_cast<Four*>(to + stream_state<Rows::heads>::header + head * width_ + column) =
-                mix<Rows::warps>(of_warps, Rows::warps, head, column);
+            to.columns(stream_state<Rows::heads>::header + head * width_ + column,
+                       mix<Rows::warps>(of_warps, Rows::warps, head, column));
             if (column == 0) {
-                to[head] = memory_.top[head];
-                to[Rows::heads + head] = memory_.sum[head];
+                to.number(head, memory_.top[head]);
+                to.number(Rows::heads + head, memory_.sum[head]);
             }
         }
+    }
+    /// Bytes that it hands on.
+    [[nodiscard]] __device__ std::uint32_t merged_bytes(std::int32_t heads) const {
+        return static_cast<std::uint32_t>(heads * (dim_v_ + 2)) * static_cast<std::uint32_t>(sizeof(Compute));
     }
 
   private:
