@@ -36,6 +36,7 @@ class step_block {
     using Compute = typename Rows::Compute;
     using Four = four_columns<Compute>;
     static constexpr bool given = scores_come_along<Scorer>;
+    static constexpr bool finds_rivals = scored_before<Scorer>;
     static constexpr bool on_leaving = Scorer::when == score_time::on_leaving;
 
   public:
@@ -116,8 +117,14 @@ class step_block {
                 if (alone && warp_id() == 0) {
                     stream.bring(extra);
                 }
-                if (alone && warp_id() == 1) {
-                    warm_next_victim(head, kept, found);
+                if (alone && part_ == 0 && warp_id() == 1 && found.hidden.b >= 0) {
+                    if constexpr (finds_rivals) {  // there is time until the scores come
+                        rivals_ = detail::rivals_of(warp_group{}, head.places(call_.cache.rebase_limit),
+                                                    call_.cache.tile_victims + head.tile, kept, q,
+                                                    found.hidden.b - head.layout.place(0));
+                    } else {
+                        warm_next_victim(head, kept, found);
+                    }
                 }
                 if (!scored_before<Scorer>) {
                     decide(head, q, kept, victim, found, extra);  // while the first rows are on their way
@@ -278,9 +285,6 @@ class step_block {
     __device__ void warm_next_victim(const head_view<T>& head, std::int32_t kept,
                                      const candidates& found) const {
         const std::int32_t first = head.layout.place(0), b = found.hidden.b;
-        if (b < 0 || part_ != 0) {
-            return;
-        }
         const auto warm = [&](std::int32_t row) {
             asm volatile("prefetch.global.L2 [%0];" ::"l"(head.score + row));
             asm volatile("prefetch.global.L2 [%0];" ::"l"(head.position + row));
@@ -325,8 +329,16 @@ class step_block {
             detail::settle_step(step, head.rule, ranked, worst);
         }
         if (part_ == 0 && warp_id() == 1) {  // the first warp goes on to attention
-            const std::int32_t next = detail::next_victim(
-                warp_group{}, places, call_.cache.tile_victims + head.tile, step, ranked, q);
+            std::int32_t* const record = call_.cache.tile_victims + head.tile;
+            std::int32_t next = -1;
+            if constexpr (finds_rivals) {
+                if (call_.deciders != 0) {
+                    next = detail::next_victim(warp_group{}, head.rule, rivals_, record, step, ranked);
+                }
+            }
+            if (!finds_rivals || call_.deciders == 0) {
+                next = detail::next_victim(warp_group{}, places, record, step, ranked, q);
+            }
             if (lane_id() == 0) {
                 step_note& note = note_to_write();
                 note.promoted = step.promoted;
@@ -430,6 +442,9 @@ class step_block {
     unsigned char* regions_;
     std::int32_t split_, part_, pair_, entry_, head_;
     std::int32_t slot_ = 0;
+    struct nothing {};
+    // Of the worst place, where they are found before the scores come.
+    std::conditional_t<finds_rivals, detail::place_rivals, nothing> rivals_;
 };
 
 }  // namespace cuda_backend
