@@ -7,6 +7,7 @@
 #include <kvpolicy/cuda.cuh>
 #include <kvpolicy/kvpop.hpp>
 #include <kvpolicy/scorers/linear.hpp>
+#include <kvpolicy/scorers/mlp.hpp>
 #include <kvpolicy/scorers/mlstm.hpp>
 
 #include "cold.cuh"
@@ -107,42 +108,23 @@ void measure_layers(benchmark::State& state, cudaStream_t stream, std::int32_t l
         }
         return;
     }
-    cudaGraph_t graph = nullptr;
-    cudaGraphExec_t ready = nullptr;
-    ok(cudaStreamBeginCapture(stream, cudaStreamCaptureModeThreadLocal));
-    token();
-    ok(cudaStreamEndCapture(stream, &graph));
-    ok(cudaGraphInstantiate(&ready, graph, 0));
+    const captured graph(stream, token);
     for (std::int32_t t = 0; t < 10; ++t) {
-        ok(cudaGraphLaunch(ready, stream));
+        graph();
     }
     ok(cudaStreamSynchronize(stream));
-    cudaEvent_t begin = nullptr, end = nullptr;
-    ok(cudaEventCreate(&begin));
-    ok(cudaEventCreate(&end));
+    const stopwatch watch(stream);
     std::vector<double> times;
     for (auto _ : state) {
-        ok(cudaEventRecord(begin, stream));
-        ok(cudaGraphLaunch(ready, stream));
-        ok(cudaEventRecord(end, stream));
-        ok(cudaEventSynchronize(end));
-        float ms = 0.0f;
-        ok(cudaEventElapsedTime(&ms, begin, end));
-        times.push_back(static_cast<double>(ms) / layers);
+        times.push_back(watch.time(graph) / layers);
         state.SetIterationTime(times.back() * 1e-3);
     }
-    std::nth_element(times.begin(), times.begin() + static_cast<std::ptrdiff_t>(times.size() / 2),
-                     times.end());
-    const double median = times[times.size() / 2];
+    const double median = median_of(times);
     state.counters["median_ms"] = median;
     state.counters["median_us"] = 1e3 * median;
     state.counters["layers"] = layers;
     state.counters["kv_bytes"] = bytes;
     state.counters["gb_per_s"] = bytes / median * 1e-6;
-    ok(cudaEventDestroy(begin));
-    ok(cudaEventDestroy(end));
-    ok(cudaGraphExecDestroy(ready));
-    ok(cudaGraphDestroy(graph));
 }
 
 template <class P>
@@ -196,6 +178,14 @@ void decode(benchmark::State& state, const P& policy, std::int32_t batch, std::i
     }
     measure_layers(state, calls.stream, layers, bytes, token);
     state.counters["workspace_bytes"] = static_cast<double>(needed);
+    // Of one layer of one sequence: rows of s + w + k keys and values, and all else.
+    const double sequences = static_cast<double>(batch) * layers;
+    const double held = static_cast<double>(cache.bytes().keys_and_values) / sequences;
+    state.counters["kv_bytes_per_sequence"] = held;
+    state.counters["bytes_per_sequence"] = static_cast<double>(cache.bytes().total()) / sequences;
+    if (held != bytes / batch) {
+        state.SkipWithError("a cache takes other bytes than heads * (s + w + k) * 2 * head_dim * 2");
+    }
 }
 
 using Given = kvp::Policy<kvp::Sink<>, kvp::Window<>, kvp::TopKBudget<>>;
@@ -247,6 +237,7 @@ void prompt(benchmark::State& state, std::int32_t length, Order order) {
 }
 
 using Linear = kvp::Policy<kvp::Sink<>, kvp::Window<>, kvp::TopKBudget<>, kvp::LinearScorer<>>;
+using Mlp = kvp::Policy<kvp::Sink<>, kvp::Window<>, kvp::TopKBudget<>, kvp::MlpScorer<>>;
 using Memory = kvp::Policy<kvp::Sink<>, kvp::Window<>, kvp::TopKBudget<>, kvp::mLSTMScorer<>>;
 
 template <class P, class... Scorer>
@@ -260,6 +251,9 @@ S scorer_of(std::int32_t dim) {
     S scorer{};
     scorer.heads = heads;
     scorer.dim_k = scorer.dim_v = dim;
+    if constexpr (requires { scorer.hidden; }) {
+        scorer.hidden = 128;
+    }
     typename S::template parameters<float> weights{};
     std::uint32_t seed = 100;
     kvp::for_each_parameter(scorer, weights,
@@ -280,6 +274,9 @@ S scorer_of(std::int32_t dim) {
         scorer.weights.w_i = weights.w_i;
         scorer.weights.w_f = weights.w_f;
         scorer.weights.readout = weights.readout;
+    } else if constexpr (requires { scorer.weights.w1; }) {
+        scorer.weights.w1 = weights.w1;
+        scorer.weights.w2 = weights.w2;
     } else {
         scorer.weights.weight = weights.weight;
     }
@@ -352,6 +349,10 @@ void add_steps() {
             });
             add("step, linear/" + size, [=](benchmark::State& state) {
                 decode(state, policy_of<Linear>(rows, scorer_of<kvp::LinearScorer<>>(128)), batch, rows, 128,
+                       Order::random);
+            });
+            add("step, MLP/" + size, [=](benchmark::State& state) {
+                decode(state, policy_of<Mlp>(rows, scorer_of<kvp::MlpScorer<>>(128)), batch, rows, 128,
                        Order::random);
             });
             add("step, mLSTM/" + size, [=](benchmark::State& state) {

@@ -69,6 +69,66 @@ class stream_of_calls {
     cudaStream_t stream = nullptr;
 };
 
+/// A call as a graph, so that what the host needs to enqueue it is not in the time. It must have been made once before, which loads its
+/// kernels.
+class captured {
+  public:
+    template <class Call>
+    captured(cudaStream_t stream, const Call& call) : stream_(stream) {
+        ok(cudaStreamBeginCapture(stream, cudaStreamCaptureModeThreadLocal));
+        call();
+        ok(cudaStreamEndCapture(stream, &graph_));
+        ok(cudaGraphInstantiate(&ready_, graph_, 0));
+    }
+    captured(const captured&) = delete;
+    captured& operator=(const captured&) = delete;
+    ~captured() {
+        ok(cudaGraphExecDestroy(ready_));
+        ok(cudaGraphDestroy(graph_));
+    }
+    void operator()() const { ok(cudaGraphLaunch(ready_, stream_)); }
+
+  private:
+    cudaStream_t stream_;
+    cudaGraph_t graph_ = nullptr;
+    cudaGraphExec_t ready_ = nullptr;
+};
+
+/// Milliseconds of what is enqueued on a stream.
+class stopwatch {
+  public:
+    explicit stopwatch(cudaStream_t stream) : stream_(stream) {
+        ok(cudaEventCreate(&begin_));
+        ok(cudaEventCreate(&end_));
+    }
+    stopwatch(const stopwatch&) = delete;
+    stopwatch& operator=(const stopwatch&) = delete;
+    ~stopwatch() {
+        ok(cudaEventDestroy(begin_));
+        ok(cudaEventDestroy(end_));
+    }
+    template <class Call>
+    [[nodiscard]] double time(const Call& call) const {
+        ok(cudaEventRecord(begin_, stream_));
+        call();
+        ok(cudaEventRecord(end_, stream_));
+        ok(cudaEventSynchronize(end_));
+        float ms = 0.0f;
+        ok(cudaEventElapsedTime(&ms, begin_, end_));
+        return static_cast<double>(ms);
+    }
+
+  private:
+    cudaStream_t stream_;
+    cudaEvent_t begin_ = nullptr, end_ = nullptr;
+};
+
+inline double median_of(std::vector<double> times) {
+    std::nth_element(times.begin(), times.begin() + static_cast<std::ptrdiff_t>(times.size() / 2),
+                     times.end());
+    return times[times.size() / 2];
+}
+
 inline constexpr std::size_t flushed_bytes = std::size_t{256} << 20;
 
 /// Times `call`; `state` gets the median, the least, and the workspace.
@@ -83,52 +143,26 @@ void measure(benchmark::State& state, cudaStream_t stream, const Call& call, std
         return;
     }
     static void* const flushed = device<unsigned char>(flushed_bytes);
-    cudaEvent_t begin = nullptr, end = nullptr;
-    ok(cudaEventCreate(&begin));
-    ok(cudaEventCreate(&end));
     for (int i = 0; i < 3; ++i) {
         call();
     }
     ok(cudaStreamSynchronize(stream));
-    // One graph of the call, so that what the host needs to enqueue it is not in the time.
-    cudaGraph_t graph = nullptr;
-    cudaGraphExec_t ready = nullptr;
-    ok(cudaStreamBeginCapture(stream, cudaStreamCaptureModeThreadLocal));
-    call();
-    ok(cudaStreamEndCapture(stream, &graph));
-    ok(cudaGraphInstantiate(&ready, graph, 0));
+    const captured graph(stream, call);
+    const stopwatch watch(stream);
     std::vector<double> times, direct;
-    const auto once = [&](bool by_graph) {
+    const auto cold = [&](const auto& made) {
         ok(cudaMemsetAsync(flushed, 1, flushed_bytes, stream));
-        ok(cudaEventRecord(begin, stream));
-        if (by_graph) {
-            ok(cudaGraphLaunch(ready, stream));
-        } else {
-            call();
-        }
-        ok(cudaEventRecord(end, stream));
-        ok(cudaEventSynchronize(end));
-        float ms = 0.0f;
-        ok(cudaEventElapsedTime(&ms, begin, end));
-        return static_cast<double>(ms);
+        return watch.time(made);
     };
     for (auto _ : state) {
-        times.push_back(once(true));
-        direct.push_back(once(false));
+        times.push_back(cold(graph));
+        direct.push_back(cold(call));
         state.SetIterationTime(times.back() * 1e-3);
     }
-    const auto median = [](std::vector<double> of) {
-        std::nth_element(of.begin(), of.begin() + static_cast<std::ptrdiff_t>(of.size() / 2), of.end());
-        return of[of.size() / 2];
-    };
-    state.counters["median_ms"] = median(times);
+    state.counters["median_ms"] = median_of(times);
     state.counters["min_ms"] = *std::min_element(times.begin(), times.end());
-    state.counters["median_ms_without_graph"] = median(direct);
+    state.counters["median_ms_without_graph"] = median_of(direct);
     state.counters["workspace_bytes"] = static_cast<double>(workspace_bytes);
-    ok(cudaGraphExecDestroy(ready));
-    ok(cudaGraphDestroy(graph));
-    ok(cudaEventDestroy(begin));
-    ok(cudaEventDestroy(end));
 }
 
 template <class Body>

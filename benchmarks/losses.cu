@@ -154,7 +154,34 @@ void row_losses(benchmark::State& state, row_call which) {
         bytes);
 }
 
-/// One layer: 32 query heads, 8 KV heads, 16k tokens, head_dim 128. `part`: 0 the whole step, 1 its target, 2 the rest.
+/// A stream of low priority beside another, and the events that lead there and back.
+struct side_stream {
+    cudaStream_t stream = nullptr;
+    cudaEvent_t begun = nullptr, done = nullptr;
+
+    side_stream() {
+        int least = 0, most = 0;
+        ok(cudaDeviceGetStreamPriorityRange(&least, &most));
+        ok(cudaStreamCreateWithPriority(&stream, cudaStreamNonBlocking, least));
+        ok(cudaEventCreateWithFlags(&begun, cudaEventDisableTiming));
+        ok(cudaEventCreateWithFlags(&done, cudaEventDisableTiming));
+    }
+    side_stream(const side_stream&) = delete;
+    side_stream& operator=(const side_stream&) = delete;
+    ~side_stream() {
+        ok(cudaEventDestroy(begun));
+        ok(cudaEventDestroy(done));
+        ok(cudaStreamDestroy(stream));
+    }
+    void fork(cudaStream_t from) const {
+        ok(cudaEventRecord(begun, from));
+        ok(cudaStreamWaitEvent(stream, begun, 0));
+    }
+    void join() const { ok(cudaEventRecord(done, stream)); }
+};
+
+/// One layer: 32 query heads, 8 KV heads, 16k tokens, head_dim 128. `part`: 0 the whole step, 1 its target, 2 the rest; 3 and 4 the whole
+/// step with the scores made on a stream of their own, from the target's end on or from its beginning.
 template <class Widths, class S>
 void step(benchmark::State& state, S scorer, std::int32_t delay, int part) {
     using T = kvp::bf16;
@@ -200,13 +227,19 @@ void step(benchmark::State& state, S scorer, std::int32_t delay, int part) {
     kvp::BoundaryLoss loss;
     loss.sampler.count = 1024;
     const Rules policy = rules(3836);
-    const kvp::ScoreBackward<T> call{K, V, sequences, delay, read(d.data())};
+    kvp::ScoreBackward<T> call{K, V, sequences, delay, read(d.data())};
+    call.kept = true;
+    kvp::ScoreOptions options;
+    options.for_backward = true;
+    // The scorer's is its own, since the backward pass goes on from what the scores leave there.
+    const std::size_t scorer_bytes =
+        std::max(kvp::score_sequence_workspace_bytes<Widths>(on, scorer, K, V, sequences, options),
+                 kvp::backward_workspace_bytes<Widths>(on, scorer, call));
     const std::size_t bytes =
-        std::max({kvp::future_mass_workspace_bytes<T>(on, Q, K),
-                  kvp::score_sequence_workspace_bytes<Widths>(on, scorer, K, V, sequences),
-                  kvp::backward_workspace_bytes<Widths>(on, scorer, call),
-                  kvp::boundary_loss_workspace_bytes(on, loss, policy, sequences, heads)});
-    const buffer<unsigned char> workspace(static_cast<std::int64_t>(bytes));
+        std::max(kvp::future_mass_workspace_bytes<T>(on, Q, K),
+                 kvp::boundary_loss_workspace_bytes(on, loss, policy, sequences, heads));
+    const buffer<unsigned char> workspace(static_cast<std::int64_t>(bytes)),
+        of_scorer(static_cast<std::int64_t>(scorer_bytes));
     const auto make_target = [&] {
         kvp::causal_lse<T, kvp::head_dims<128>>(on, {}, Q, K, sequences, LSE, view(workspace));
         kvp::FutureMassOptions options;
@@ -215,19 +248,38 @@ void step(benchmark::State& state, S scorer, std::int32_t delay, int part) {
         kvp::future_mass<T, kvp::head_dims<128>>(on, {}, Q, K, kvp::plane_view<const float>(LSE), sequences,
                                                  options, plane(target.data()), view(workspace));
     };
+    const side_stream side;
+    const auto make_scores = [&](cudaStream_t stream) {
+        kvp::score_sequence<Widths>(kvp::cuda{stream}, scorer, K, V, sequences, delay, plane(scores.data()),
+                                    view(of_scorer), options);
+    };
+    kvp::BoundaryOptions beside;
+    if (part > 2) {
+        beside.scores_ready = side.done;
+    }
     const auto learn = [&] {
         ok(cudaMemsetAsync(optimizer.gradients.data(), 0, optimizer.count() * sizeof(float), calls.stream));
-        kvp::score_sequence<Widths>(on, scorer, K, V, sequences, delay, plane(scores.data()),
-                                    view(workspace));
+        if (part == 3) {
+            side.fork(calls.stream);
+        }
+        if (part > 2) {
+            make_scores(side.stream);
+            side.join();
+        } else {
+            make_scores(calls.stream);
+        }
         kvp::boundary_loss(on, loss, policy, read(scores.data()), read(target.data()), sequences,
-                           plane(d.data()), nullptr, value.data(), view(workspace));
-        kvp::score_sequence_backward<Widths>(on, scorer, call, gradients, view(workspace));
+                           plane(d.data()), nullptr, value.data(), view(workspace), nullptr, beside);
+        kvp::score_sequence_backward<Widths>(on, scorer, call, gradients, view(of_scorer));
         optimizer.step(1e-3, 1, nullptr, calls.stream);
     };
     make_target();
     measure(
         state, calls.stream,
         [&] {
+            if (part == 4) {
+                side.fork(calls.stream);
+            }
             if (part != 2) {
                 make_target();
             }
@@ -235,7 +287,7 @@ void step(benchmark::State& state, S scorer, std::int32_t delay, int part) {
                 learn();
             }
         },
-        bytes);
+        bytes + scorer_bytes);
 }
 
 }  // namespace
@@ -252,8 +304,9 @@ int main(int argc, char** argv) {
     add("KL of 256 stored logits" + rows, [](benchmark::State& s) { row_losses(s, row_call::stored); });
     add("KL of the top 256 logits" + rows, [](benchmark::State& s) { row_losses(s, row_call::whole); });
     using Widths = kvp::mlstm_widths<128, 64>;
-    const char* const parts[] = {"", ", target alone", ", without the target"};
-    for (int part = 0; part < 3; ++part) {
+    const char* const parts[] = {"", ", target alone", ", without the target", ", scores beside ranks",
+                                 ", scores beside the target"};
+    for (int part = 0; part < 5; ++part) {
         add(std::string("step/16k x 8, mlp") + parts[part], [part](benchmark::State& s) {
             kvp::MlpScorer<> mlp;
             mlp.hidden = 128;

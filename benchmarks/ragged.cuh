@@ -104,27 +104,14 @@ void time_steps(benchmark::State& state, Cache& cache, const stream_of_calls& ca
     };
     token();  // loads the kernels
     ok(cudaStreamSynchronize(calls.stream));
-    cudaGraph_t graph = nullptr;
-    cudaGraphExec_t ready = nullptr;
-    ok(cudaStreamBeginCapture(calls.stream, cudaStreamCaptureModeThreadLocal));
-    token();
-    ok(cudaStreamEndCapture(calls.stream, &graph));
-    ok(cudaGraphInstantiate(&ready, graph, 0));
+    const captured graph(calls.stream, token);
     for (std::int32_t t = 0; t < 3; ++t) {
-        ok(cudaGraphLaunch(ready, calls.stream));
+        graph();
     }
-    cudaEvent_t begin = nullptr, end = nullptr;
-    ok(cudaEventCreate(&begin));
-    ok(cudaEventCreate(&end));
+    const stopwatch watch(calls.stream);
     std::vector<double> times;
     for (auto _ : state) {
-        ok(cudaEventRecord(begin, calls.stream));
-        ok(cudaGraphLaunch(ready, calls.stream));
-        ok(cudaEventRecord(end, calls.stream));
-        ok(cudaEventSynchronize(end));
-        float ms = 0.0f;
-        ok(cudaEventElapsedTime(&ms, begin, end));
-        times.push_back(ms);
+        times.push_back(watch.time(graph));
         state.SetIterationTime(times.back() * 1e-3);
     }
     std::vector<std::uint32_t> words(static_cast<std::size_t>(batch));
@@ -133,17 +120,11 @@ void time_steps(benchmark::State& state, Cache& cache, const stream_of_calls& ca
     if (std::any_of(words.begin(), words.end(), [](std::uint32_t word) { return word != 0; })) {
         state.SkipWithError("a step did not run: its status is set");
     }
-    std::nth_element(times.begin(), times.begin() + static_cast<std::ptrdiff_t>(times.size() / 2),
-                     times.end());
-    const double median = times[times.size() / 2];
+    const double median = median_of(times);
     state.counters["median_ms"] = median;
     state.counters["kv_bytes"] = bytes;
     state.counters["gb_per_s"] = bytes / median * 1e-6;
     state.counters["workspace_bytes"] = static_cast<double>(needed);
-    ok(cudaEventDestroy(begin));
-    ok(cudaEventDestroy(end));
-    ok(cudaGraphExecDestroy(ready));
-    ok(cudaGraphDestroy(graph));
 }
 
 using Gated = kvp::Policy<kvp::Sink<>, kvp::Window<>, kvp::ThresholdGate<kvp::at_least>>;

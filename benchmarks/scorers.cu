@@ -1,10 +1,14 @@
-// Scores of sequences on CUDA, and their gradients: whole calls, and an mLSTM without its projections (states between chunks, reads, and
-// back), which is what kernels for linear recurrences are compared by.
+// Scores of sequences on CUDA, and their gradients: whole calls, an mLSTM without its projections (states between chunks, reads, and
+// back), which is what kernels for linear recurrences are compared by, and SP-KV's predictor. What is bound by products also has
+// tf_per_s, to be read beside "measured matrix rate", a product of 8192^3 by cuBLASLt on the same card.
 #include <kvpolicy/cuda/mlstm_call.cuh>
 #include <kvpolicy/cuda/score_backward.cuh>
 #include <kvpolicy/cuda/score_sequence.cuh>
+#include <kvpolicy/scorers/predictor.cuh>
 
 #include "cold.cuh"
+
+#include <cublasLt.h>
 
 #include <cmath>
 #include <cstdint>
@@ -101,6 +105,26 @@ struct problem {
     }
 };
 
+/// TF/s of a call of `flop` whose time stands in the state.
+void rate(benchmark::State& state, double flop) {
+    const double ms = state.counters["median_ms"];
+    state.counters["tf_per_s"] = ms > 0.0 ? flop / ms * 1e-9 : 0.0;
+}
+
+/// FLOP of a convolution's scores: three layers of three taps that halve the width, and the readout.
+template <std::int32_t D>
+double flop_of(const kvp::ConvScorer<D>& scorer, const shape& of) {
+    double products = scorer.channels(3);
+    for (int l = 1; l <= 3; ++l) {
+        products += 3.0 * scorer.channels(l - 1) * scorer.channels(l);
+    }
+    return 2.0 * products * static_cast<double>(of.rows());
+}
+template <class S>
+double flop_of(const S&, const shape&) {
+    return 0.0;
+}
+
 template <class Widths, class S>
 void forward(benchmark::State& state, const shape& of, const S& blank) {
     const stream_of_calls calls;
@@ -116,6 +140,9 @@ void forward(benchmark::State& state, const shape& of, const S& blank) {
                                         delay, all.score_plane(), {workspace.data(), bytes});
         },
         bytes);
+    if (const double flop = flop_of(all.scorer, of); flop > 0.0) {
+        rate(state, flop);
+    }
 }
 
 template <class Widths, class S>
@@ -136,11 +163,22 @@ void backward(benchmark::State& state, const shape& of, const S& blank, bool inp
                                                  {workspace.data(), bytes});
         },
         bytes);
+    // The layers again, their inputs' gradients but for the first layer's (unless they are wanted), and their weights'.
+    if (const double flop = flop_of(all.scorer, of); flop > 0.0) {
+        const double first = 6.0 * of.dim * 2 * of.dim * static_cast<double>(of.rows());
+        rate(state, 3.0 * flop - (inputs ? 0.0 : first));
+    }
 }
 
-/// Features, values and gates are there; timed is what follows: scores, and with Both also the gradients of features, values and gates,
-/// for which the states are computed again, as score_sequence_backward does.
-template <bool Both>
+/// What of an mLSTM is timed.
+enum class passes : std::uint8_t {
+    scores,  ///< forward
+    both,  ///< and backward, for which the states are computed again, as score_sequence_backward does by itself
+    both_kept,  ///< backward goes on from the states that the scores left, as it does with `kept`
+};
+
+/// Features, values and gates are there; timed is what follows: scores, and gradients of features, values and gates.
+template <passes Which>
 void without_projections(benchmark::State& state, const shape& of) {
     using S = kvp::mLSTMScorer<kvp::dynamic, kvp::Softmax, kvp::DirectValues>;
     using Widths = kvp::mlstm_widths<128, 128>;
@@ -148,9 +186,9 @@ void without_projections(benchmark::State& state, const shape& of) {
     const kvp::cuda on{calls.stream};
     const problem<S> all(of, S{});
     const auto make = [&](cb::workspace_parts& parts) {
-        return cb::mlstm_call<Widths, kvp::bf16, false>(all.scorer, all.rows(*all.k), all.rows(*all.v),
-                                                        all.sequences, delay, Both ? &all.gradients : nullptr,
-                                                        parts);
+        return cb::mlstm_call<Widths, kvp::bf16, false>(
+            all.scorer, all.rows(*all.k), all.rows(*all.v), all.sequences, delay,
+            Which == passes::scores ? nullptr : &all.gradients, parts);
     };
     cb::workspace_parts measured(nullptr);
     static_cast<void>(make(measured));
@@ -164,25 +202,107 @@ void without_projections(benchmark::State& state, const shape& of) {
     measure(
         state, calls.stream,
         [&] {
-            call.scores(on);
-            if (Both) {
+            if (Which == passes::both_kept) {
                 call.states(on);
+                call.read(on);
+            } else {
+                call.scores(on);
+            }
+            if (Which == passes::both) {
+                call.states(on);
+            }
+            if (Which != passes::scores) {
                 call.tokens_backward(on);
             }
         },
         measured.bytes());
 }
 
+class lt_handle {
+  public:
+    lt_handle() {
+        if (cublasLtCreate(&handle) != CUBLAS_STATUS_SUCCESS) {
+            std::fprintf(stderr, "cublasLtCreate failed\n");
+            std::exit(1);
+        }
+    }
+    lt_handle(const lt_handle&) = delete;
+    lt_handle& operator=(const lt_handle&) = delete;
+    ~lt_handle() { static_cast<void>(cublasLtDestroy(handle)); }
+    cublasLtHandle_t handle = nullptr;
+};
+
+/// What the card's matrix units do in practice: a bf16 product of three 8192 x 8192 matrices, fp32 sums.
+void matrix_rate(benchmark::State& state) {
+    constexpr std::int64_t n = 8192;
+    const stream_of_calls calls;
+    const lt_handle lt;
+    const auto a = filled<kvp::bf16>(n * n, 0.25f, 1), b = filled<kvp::bf16>(n * n, 0.25f, 2),
+               c = filled<kvp::bf16>(n * n, 0.0f, 3);
+    const buffer<unsigned char> workspace(static_cast<std::int64_t>(cb::cublaslt_bytes));
+    measure(
+        state, calls.stream,
+        [&] {
+            cb::multiply(kvp::cuda{calls.stream}, lt.handle, cb::matrix_of(a->data(), n, n, n), false,
+                         cb::matrix_of(b->data(), n, n, n), true, cb::matrix_of(c->data(), n, n, n), false,
+                         workspace.data());
+        },
+        cb::cublaslt_bytes);
+    rate(state, 2.0 * n * n * n);
+}
+
+/// SP-KV's predictor on 16k hidden states, as wide as Qwen3-8B's, with a hidden layer of 1024.
+void predictor(benchmark::State& state, bool both) {
+    constexpr std::int32_t length = 16384, width = 4096, hidden = 1024, heads = 8;
+    const stream_of_calls calls;
+    const lt_handle lt;
+    const kvp::cuda on{calls.stream};
+    const auto states = filled<kvp::bf16>(std::int64_t{length} * width, 0.4f, 1);
+    const auto w1 = filled<float>(std::int64_t{hidden} * width, 0.01f, 2), w2 = filled<float>(heads * hidden, 0.02f, 3),
+               d_w1 = filled<float>(std::int64_t{hidden} * width, 0.0f, 2),
+               d_w2 = filled<float>(heads * hidden, 0.0f, 3), b1 = filled<float>(hidden, 0.1f, 4),
+               d_b1 = filled<float>(hidden, 0.0f, 4), scores = filled<float>(heads * length, 0.1f, 5);
+    kvp::UtilityPredictor scorer;
+    scorer.heads = heads;
+    scorer.hidden = hidden;
+    scorer.input.width = width;
+    scorer.weights = {w1->data(), b1->data(), w2->data(), nullptr};
+    const kvp::Sequences sequences{1, length};
+    const auto rows = kvp::view_bhsd<const kvp::bf16>(states->data(), 1, 1, length, width);
+    const kvp::HiddenDeviceBackward<kvp::bf16> call{
+        rows, sequences, kvp::view_bhs<const float>(scores->data(), 1, heads, length)};
+    const std::size_t bytes = both ? kvp::score_hidden_backward_workspace_bytes(on, scorer, call)
+                                   : kvp::score_hidden_workspace_bytes(on, scorer, rows, sequences);
+    const buffer<unsigned char> workspace(static_cast<std::int64_t>(bytes));
+    measure(
+        state, calls.stream,
+        [&] {
+            if (both) {
+                kvp::score_hidden_backward(on, lt.handle, scorer, call, {d_w1->data(), d_b1->data(), d_w2->data(), nullptr},
+                                           {workspace.data(), bytes});
+            } else {
+                kvp::score_hidden(on, lt.handle, scorer, rows, sequences, kvp::view_bhs(scores->data(), 1, heads, length),
+                                  {workspace.data(), bytes});
+            }
+        },
+        bytes);
+    rate(state, (both ? 2.0 : 1.0) * 2.0 * length * width * hidden);
+}
+
 }  // namespace
 
 int main(int argc, char** argv) {
+    add("measured matrix rate", matrix_rate);
     for (const auto& [name, of] :
          {std::pair{"16k x 8", shape{1, 16384, 128}}, {"batch 8, 16k x 8", shape{8, 16384, 128}}}) {
         const shape s = of;
         const std::string prefix = std::string("mlstm without projections/") + name;
-        add(prefix + "/forward", [=](benchmark::State& state) { without_projections<false>(state, s); });
+        add(prefix + "/forward",
+            [=](benchmark::State& state) { without_projections<passes::scores>(state, s); });
         add(prefix + "/forward + backward",
-            [=](benchmark::State& state) { without_projections<true>(state, s); });
+            [=](benchmark::State& state) { without_projections<passes::both>(state, s); });
+        add(prefix + "/forward + backward, states kept",
+            [=](benchmark::State& state) { without_projections<passes::both_kept>(state, s); });
     }
     const shape s{1, 16384, 128};
     const std::string size = "16k x 8";
@@ -209,5 +329,10 @@ int main(int argc, char** argv) {
     kvp::ConvScorer<> conv;
     conv.rope.layout = kvp::rope_layout::half_split;
     both("convolution", Narrow{}, conv);
+    const shape eight{8, 16384, 128};
+    add("convolution/batch 8, 16k x 8/forward",
+        [=](benchmark::State& state) { forward<Narrow>(state, eight, conv); });
+    add("predictor/16k/forward", [](benchmark::State& state) { predictor(state, false); });
+    add("predictor/16k/backward", [](benchmark::State& state) { predictor(state, true); });
     return run(argc, argv);
 }

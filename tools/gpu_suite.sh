@@ -22,7 +22,7 @@ all_checks="memcheck synccheck initcheck racecheck"
 
 # Operations of whose kernels some have one lane arrive at a barrier for its warp, which racecheck does not follow: it runs a build
 # of its own of their programs (KVPOLICY_RACECHECK, include/kvpolicy/cuda/blocks/async.cuh).
-one_lane_arrives="attention caches"
+one_lane_arrives="attention caches scorers"
 
 # ---- masks -----------------------------------------------------------------------------------------------------------
 
@@ -77,12 +77,17 @@ future mass/32k          | 8.2  | 6.8  | FlexAttention future mass 32k
 
 profiled[caches]='step(, mLSTM)?/4096 x (1|8)/'
 sanitized[caches]="
-gpu.caches.policies | $all_checks | capped gates*
-gpu.caches.steps    | memcheck synccheck racecheck | one graph*,attention over*
-gpu.caches.scorers  | $all_checks | *
-gpu.caches.dual_steps   | $all_checks | a pool*,pages of*
-gpu.caches.dual_half    | memcheck synccheck racecheck | *
-gpu.caches.dual_scorers | $all_checks | mLSTM*
+gpu.caches.policies | $all_checks | few calls
+gpu.caches.half     | $all_checks | few calls
+gpu.caches.steps    | $all_checks | few*,attention over*
+gpu.caches.scorers  | $all_checks | few calls
+gpu.caches.scorers_mlstm | $all_checks | few calls
+gpu.caches.once         | memcheck synccheck racecheck | a FixedBudgetCache,a DualCache
+gpu.caches.stress       | $all_checks | few operations
+gpu.caches.pools        | memcheck synccheck racecheck | steps of*
+gpu.caches.dual_steps   | $all_checks | few*,pages of*
+gpu.caches.dual_half    | $all_checks | few calls
+gpu.caches.dual_scorers | $all_checks | few calls
 gpu.caches.select       | $all_checks | few calls
 gpu.caches.dual_select  | $all_checks | few calls
 gpu.caches.dual_evict   | $all_checks | few calls
@@ -100,17 +105,23 @@ ragged DualCache, 25% of 128k x 16* | 3.4x | 3.7x | cuDNN attention alone 131072
 
 # ---- scorers ---------------------------------------------------------------------------------------------------------
 
-profiled[scorers]='(mlstm|mlstm without projections|mlp)/16k x 8/'
+profiled[scorers]='(mlstm|mlstm without projections|mlp|convolution)/16k x 8/'
 sanitized[scorers]="
 gpu.scorers.mlp         | $all_checks | linear*,write gates
-gpu.scorers.conv        | $all_checks | dropout*
+gpu.scorers.conv        | $all_checks | dropout*,tiles of the Hopper kernel: ragged*
+gpu.scorers.predictor   | $all_checks | ragged*
 gpu.scorers.mlstm_bf16  | $all_checks | odd*,states*
 "
 targets[scorers]="
-mlstm without projections/16k x 8/forward                      | 0.25 | 0.18 |
-mlstm without projections/16k x 8/forward + backward           | 0.8  | 0.6  |
-mlstm without projections/batch 8, 16k x 8/forward             | 0.9  | 0.7  |
-mlstm without projections/batch 8, 16k x 8/forward + backward  | 2.8  | 2.2  |
+mlstm without projections/16k x 8/forward                      | 0.25 | 0.18 | mlstm_kernels 16k x 8 forward
+mlstm without projections/16k x 8/forward + backward           | 0.8  | 0.6  | mlstm_kernels 16k x 8 forward + backward
+mlstm without projections/batch 8, 16k x 8/forward             | 0.9  | 0.7  | mlstm_kernels batch 8/16k x 8 forward
+mlstm without projections/batch 8, 16k x 8/forward + backward  | 2.8  | 2.2  | mlstm_kernels batch 8/16k x 8 forward + backward
+"
+# Triton compiles for most of a minute, beside the build.
+compiled[scorers]='--compile'
+baselines[scorers]="
+| 60
 "
 
 # ---- losses ----------------------------------------------------------------------------------------------------------

@@ -90,7 +90,7 @@ int main() {
     }
     cudaStream_t stream = nullptr;
     cudaStreamCreateWithFlags(&stream, cudaStreamNonBlocking);
-    constexpr int steps = 5000;
+    constexpr int steps = 10000;
     Decoder replayed(stream), eager(stream);
     replayed.step();  // a real one: it also loads the kernels, which a capture may not do everywhere
     cudaGraph_t graph = nullptr;
@@ -116,4 +116,4 @@ int main() {
 }
 
 // Prints:
-// 5000 steps, the same caches
+// 10000 steps, the same caches

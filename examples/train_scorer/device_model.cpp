@@ -25,23 +25,11 @@ class ObservedAttention final : public llama::DeviceAttention {
     const std::int64_t* length_on_device() const override { return inner_->length_on_device(); }
     void operator()(int layer, int count, const void* qkv, void* out) override {
         (*inner_)(layer, count, qkv, out);
-        const llama::Config& c = engine_.config();
-        const auto tokens = static_cast<std::size_t>(count);
-        const auto q = static_cast<std::size_t>(c.heads) * static_cast<std::size_t>(c.head_dim),
-                   kv = static_cast<std::size_t>(c.kv_heads) * static_cast<std::size_t>(c.head_dim);
-        rows_.resize(tokens * (q + 2 * kv));
-        q_.resize(tokens * q), k_.resize(tokens * kv), v_.resize(tokens * kv);
-        llama::ok(cudaMemcpyAsync(rows_.data(), qkv, rows_.size() * sizeof(float), cudaMemcpyDeviceToHost,
-                                  engine_.stream()),
-                  "cudaMemcpyAsync");
-        llama::ok(cudaStreamSynchronize(engine_.stream()), "cudaStreamSynchronize");
-        for (std::size_t t = 0; t < tokens; ++t) {
-            const float* const row = rows_.data() + t * (q + 2 * kv);
-            std::copy_n(row, q, q_.data() + t * q);
-            std::copy_n(row + q, kv, k_.data() + t * kv);
-            std::copy_n(row + q + kv, kv, v_.data() + t * kv);
+        if (rows() == llama::DType::bf16) {
+            watch_rows(layer, count, qkv, in_bf16_);
+        } else {
+            watch_rows(layer, count, qkv, in_fp32_);
         }
-        (*oracle_)(layer, {}, q_, k_, v_);
     }
     void advance(int count) override { inner_->advance(count); }
     void clear() override { inner_->clear(); }
@@ -54,24 +42,49 @@ class ObservedAttention final : public llama::DeviceAttention {
     std::size_t bytes() const override { return inner_->bytes(); }
 
   private:
+    template <class T>
+    void watch_rows(int layer, int count, const void* qkv, std::vector<T>& rows) {
+        const llama::Config& c = engine_.config();
+        const auto tokens = static_cast<std::size_t>(count);
+        const auto q = static_cast<std::size_t>(c.heads) * static_cast<std::size_t>(c.head_dim),
+                   kv = static_cast<std::size_t>(c.kv_heads) * static_cast<std::size_t>(c.head_dim);
+        rows.resize(tokens * (q + 2 * kv));
+        q_.resize(tokens * q), k_.resize(tokens * kv), v_.resize(tokens * kv);
+        llama::ok(cudaMemcpyAsync(rows.data(), qkv, rows.size() * sizeof(T), cudaMemcpyDeviceToHost,
+                                  engine_.stream()),
+                  "cudaMemcpyAsync");
+        llama::ok(cudaStreamSynchronize(engine_.stream()), "cudaStreamSynchronize");
+        for (std::size_t t = 0; t < tokens; ++t) {
+            const T* const row = rows.data() + t * (q + 2 * kv);
+            const auto copy = [](const T* from, std::size_t n, float* to) {
+                std::transform(from, from + n, to, [](T x) { return static_cast<float>(x); });
+            };
+            copy(row, q, q_.data() + t * q);
+            copy(row + q, kv, k_.data() + t * kv);
+            copy(row + q + kv, kv, v_.data() + t * kv);
+        }
+        (*oracle_)(layer, {}, q_, k_, v_);
+    }
+
     const llama::DeviceEngine& engine_;
     examples::DeviceCache inner_;
     examples::Oracle* oracle_ = nullptr;
-    std::vector<float> rows_, q_, k_, v_;
+    std::vector<float> in_fp32_, q_, k_, v_;
+    std::vector<kvpolicy::bf16> in_bf16_;
 };
 
 class DeviceModel {
   public:
-    explicit DeviceModel(const llama::Model& model) : engine_(model, llama::DType::f32) {}
+    DeviceModel(const llama::Model& model, llama::DType rows)
+        : engine_(model, llama::DType::f32), rows_(rows) {}
 
     void operator()(const std::vector<std::int32_t>& tokens, examples::Oracle& oracle) {
         const auto length = static_cast<std::int32_t>(tokens.size());
         if (length > longest_) {
             attention_.reset();  // its memory first
-            attention_.emplace(
-                engine_, examples::make_device_window({engine_.stream(), engine_.config(), llama::DType::f32,
-                                                       llama::DeviceEngine::chunk},
-                                                      {0, length, 0}));
+            attention_.emplace(engine_, examples::make_device_window({engine_.stream(), engine_.config(),
+                                                                      rows_, llama::DeviceEngine::chunk},
+                                                                     {0, length, 0}));
             longest_ = length;
         }
         attention_->clear();
@@ -81,15 +94,16 @@ class DeviceModel {
 
   private:
     llama::DeviceEngine engine_;
+    llama::DType rows_;
     std::optional<ObservedAttention> attention_;  // a window of longest_: it keeps everything
     std::int32_t longest_ = 0;
 };
 
 }  // namespace
 
-Observer device_observer(const llama::Model& model) {
-    return [on_card = std::make_shared<DeviceModel>(model)](const std::vector<std::int32_t>& tokens,
-                                                            examples::Oracle& oracle) {
+Observer device_observer(const llama::Model& model, llama::DType rows) {
+    return [on_card = std::make_shared<DeviceModel>(model, rows)](const std::vector<std::int32_t>& tokens,
+                                                                  examples::Oracle& oracle) {
         (*on_card)(tokens, oracle);
     };
 }

@@ -53,7 +53,7 @@ void open_model(const Options& o, const std::string& folder, const kvpolicy::hos
         return;
     }
 #if KVPOLICY_TRAIN_ON_CUDA
-    data.observe = device_observer(*data.model);
+    data.observe = device_observer(*data.model, o.bf16_model ? llama::DType::bf16 : llama::DType::f32);
 #else
     llama::fail("{}", no_cuda);
 #endif

@@ -49,6 +49,7 @@ the loss and the optimiser:
 where it runs:
   --backend host|cuda     (host); cuda: targets, steps and held-out numbers on the present GPU, in one stream
   --rows bf16|fp32        of keys and values there (bf16: tensor cores)
+  --model-rows bf16|fp32  what the model's own attention reads there (fp32)
   --compare N             with --backend cuda: N steps of both backends from the same start, losses and times; writes nothing
 
 what comes out:
@@ -161,6 +162,7 @@ Options parse(int argc, char** argv) {
         {"--threads", count(o.threads, 0, 4096)},
         {"--backend", [&] { o.on_device = !one_of("host", "cuda"); }},
         {"--rows", [&] { o.fp32_rows = !one_of("bf16", "fp32"); }},
+        {"--model-rows", [&] { o.bf16_model = one_of("bf16", "fp32"); }},
         {"--compare", count(o.compare, 1, 1 << 20)},
     };
     const std::map<std::string, std::function<void()>, std::less<>> flags{

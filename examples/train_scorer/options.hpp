@@ -64,6 +64,7 @@ struct Options {
     // where
     bool on_device = false;    ///< --backend cuda
     bool fp32_rows = false;    ///< on a device: keys and values in fp32, not bf16
+    bool bf16_model = false;   ///< on a device: the model's own attention in bf16, not fp32
     std::int64_t compare = 0;  ///< steps of both backends, side by side; 0: train
 };
 

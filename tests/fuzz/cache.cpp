@@ -10,7 +10,7 @@
 
 #include "bytes.hpp"
 #include "support/bound_dual.hpp"
-#include "support/naive_cache.hpp"
+#include "support/naive_slots.hpp"
 
 #include <algorithm>
 #include <memory>
@@ -25,52 +25,8 @@ using P = Policy<Sink<>, Window<>, ThresholdGate<above>, TopKBudget<>, Decay<dyn
 constexpr std::int32_t dim = 8, heads = 2, group = 2, slots = 3, proposals = 4, most_tokens = 9,
                        longest = 200;
 
-/// Beside a cache: for every slot and head the naive one, and what it was told.
-struct Model {
-    P policy;
-    position_t rebase;
-    std::vector<test::NaiveHead> head;                     // [slots, heads]
-    std::vector<std::vector<float>> scores;                // [slots, heads], by position
-    std::vector<std::vector<std::vector<float>>> waiting;  // [slots], proposed tokens
-
-    Model(const P& p, position_t limit) : policy(p), rebase(limit), scores(slots * heads), waiting(slots) {
-        for (std::int32_t i = 0; i < slots * heads; ++i) {
-            head.emplace_back();
-            clear_head(static_cast<std::size_t>(i));
-        }
-    }
-    void clear_head(std::size_t i) {
-        test::NaiveHead& one = head[i];
-        one = {};
-        one.rule = policy.rule(0, static_cast<std::int32_t>(i) % heads);
-        one.rebase_limit = rebase;
-        const auto gate = policy.gate();
-        const HeadRule rule = one.rule;
-        one.open = [gate, rule](float score) { return gate.open(score, rule); };
-        scores[i].clear();
-    }
-    static std::size_t at(std::int32_t slot, std::int32_t h) {
-        return static_cast<std::size_t>(slot * heads + h);
-    }
-    void clear(std::int32_t slot) {
-        for (std::int32_t h = 0; h < heads; ++h) {
-            clear_head(at(slot, h));
-        }
-    }
-    void copy(std::int32_t from, std::int32_t to) {
-        for (std::int32_t h = 0; h < heads; ++h) {
-            head[at(to, h)] = head[at(from, h)];
-            scores[at(to, h)] = scores[at(from, h)];
-        }
-    }
-    [[nodiscard]] position_t length(std::int32_t slot) const { return head[at(slot, 0)].length; }
-    void append(std::int32_t slot, std::int32_t h, const float* k, const float* v, float score) {
-        std::vector<float>& known = scores[at(slot, h)];
-        known.push_back(score);
-        head[at(slot, h)].append({k, k + dim}, {v, v + dim},
-                                 [&](position_t t) { return known[static_cast<std::size_t>(t)]; });
-    }
-};
+/// What stands beside a cache.
+using Model = test::NaiveSlots<P>;
 
 /// Tokens of a call, from the bytes.
 struct Tokens {
@@ -121,7 +77,7 @@ void same(const Cache& cache, const Model& model) {
             std::vector<position_t> held(static_cast<std::size_t>(cache.occupancy(0, slot, h).rows()));
             cache.retained(0, slot, h, held.data());
             std::sort(held.begin(), held.end());
-            fuzz::check(held == model.head[Model::at(slot, h)].positions(), "the keys that are held differ");
+            fuzz::check(held == model.head[model.at(slot, h)].positions(), "the keys that are held differ");
         }
     }
 }
@@ -156,7 +112,7 @@ void run(Bytes& in, const host& on, Bound& bound, Model& model) {
         for (std::int32_t hq = 0; outputs && n > 0 && hq < heads * group; ++hq) {
             const float* query = call.queries().row(entry, hq, n - 1);
             const auto wanted =
-                model.head[Model::at(slot, hq / group)].attend({query, query + dim}, 1.0f / std::sqrt(8.0f));
+                model.head[model.at(slot, hq / group)].attend({query, query + dim}, 1.0f / std::sqrt(8.0f));
             for (std::int32_t c = 0; c < dim; ++c) {
                 const double off = std::abs(static_cast<double>(call.outputs().row(entry, hq, n - 1)[c]) -
                                             wanted.out[static_cast<std::size_t>(c)]);
@@ -273,7 +229,7 @@ void run(Bytes& in, const host& on, Bound& bound, Model& model) {
             case 6: {  // fork
                 cache.fork(on, slot, other, &status);
                 if (status == 0 && slot != other) {
-                    model.copy(slot, other);
+                    model.copy(model, slot, other);
                     forget(other);
                 }
                 break;
@@ -288,10 +244,7 @@ void run(Bytes& in, const host& on, Bound& bound, Model& model) {
                 if (status == 0) {
                     const Model before = model;
                     for (std::int32_t i = 0; i < count; ++i) {
-                        for (std::int32_t h = 0; h < heads; ++h) {
-                            model.head[Model::at(i, h)] = before.head[Model::at(sources[i], h)];
-                            model.scores[Model::at(i, h)] = before.scores[Model::at(sources[i], h)];
-                        }
+                        model.copy(before, sources[i], i);
                         forget(i);
                     }
                 }
@@ -366,7 +319,7 @@ extern "C" int LLVMFuzzerTestOneInput(const std::uint8_t* data, std::size_t size
                            .page_rows = 1 + in.below(5),
                            .proposals = proposals};
     const position_t rebase = in.flag() ? 7 : rebase_limit;
-    Model model(policy, rebase);
+    Model model(policy, slots, heads, dim, rebase);
     if (pooled) {
         test::BoundDual<P, float> bound(
             on, shape, {.slab_pages = 3 + in.below(20), .most_slabs = 2000, .longest = longest}, policy,

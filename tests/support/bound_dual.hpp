@@ -57,9 +57,10 @@ struct BoundDual {
     }
 };
 
-/// What one slot of one layer holds, row by row, wherever the rows lie; for caches of any kind.
+/// What one slot of one layer holds, row by row, wherever the rows lie; for caches of any kind. With a selection's bounds behind a head's
+/// rows where `bounds` says so.
 template <class Ref>
-std::vector<unsigned char> content_of(const Ref& ref, std::int32_t slot) {
+std::vector<unsigned char> content_of(const Ref& ref, std::int32_t slot, bool bounds = false) {
     std::vector<unsigned char> bytes;
     const auto add = [&](const auto* data, std::int64_t count) {
         const auto* from = reinterpret_cast<const unsigned char*>(data);
@@ -72,6 +73,10 @@ std::vector<unsigned char> content_of(const Ref& ref, std::int32_t slot) {
             add(rows.v(r), ref.dim_v);
             add(&rows.position(r), 1);
             add(&rows.score(r), 1);
+        }
+        const std::int32_t size = ref.selection.page_rows();
+        for (std::int32_t page = 0; bounds && page * size < ref.used(slot, head); ++page) {
+            add(rows.bounds(page), 2 * std::int64_t{ref.dim_k});
         }
     }
     add(ref.kept + std::int64_t{slot} * ref.kv_heads, ref.kv_heads);

@@ -13,7 +13,6 @@
 #include "attention.hpp"
 #include "device.hpp"
 
-#include <algorithm>
 #include <cmath>
 #include <cstdint>
 #include <stdexcept>
@@ -100,11 +99,7 @@ class DeviceCacheAttention final : public DeviceAttention {
           status_(1),
           scores_(static_cast<std::size_t>(config.kv_heads) * static_cast<std::size_t>(chunk)) {
         cache_.bind(on_, memory_.data(), memory_.size());
-        std::size_t bytes = 0;
-        for (int layer = 0; layer < config.layers; ++layer) {
-            bytes = std::max(bytes, kvpolicy::cache_workspace_bytes<Dims>(on_, cache_.ref(layer), 1, chunk));
-        }
-        workspace_ = DeviceArray<unsigned char>(bytes);
+        workspace_ = DeviceArray<unsigned char>(kvpolicy::cache_workspace_bytes<Dims>(on_, cache_, 1, chunk));
         ok(cudaMemsetAsync(status_.data(), 0, sizeof(std::uint32_t), stream), "cudaMemsetAsync");
     }
 

@@ -30,8 +30,10 @@ inline namespace KVPOLICY_CUDA_NAMESPACE KVPOLICY_HIDDEN {
 // of 16 bytes. float and double: plain kernels, to check others with.
 //
 // What a host would refuse but a device finds too late: a NaN score ranks last and sets status_nan_score; a token count that
-// the call does not take, or a slot that the cache does not have, counts as no token and sets status_bad_length. Not detected: slots named
-// twice; a second call of a layer before advance(), which keeps its tokens twice; a layer that was left out, which has rows of nobody.
+// the call does not take, or a slot that the cache does not have, counts as no token and sets status_bad_length (an entry of slot -1 is
+// padding: it brings no token, and nothing is wrong); tokens for a layer that has taken some already, before advance() has counted them,
+// count as none and set status_taken_twice, and advance() does not move a sequence that some layer has not taken (status_not_taken). Not
+// detected: slots named twice in a batch.
 // `status` [count], where given, is OR-ed into.
 //
 // A DualCache takes the same calls, for policies without keep and eviction parts. Where its pool has no pages for an entry, the entry is left as it is, its out is 0, its lse -inf, and status_pool_exhausted is set:
@@ -47,6 +49,27 @@ std::size_t cache_workspace_bytes(const cuda& on, const FixedBudgetRef<P, T>& ca
 /// The same for step and attend alone: much less, and a program that only decodes then compiles no kernel of prefill.
 template <class Dims = all_head_dims, class P, Storage T>
 std::size_t step_workspace_bytes(const cuda& on, const FixedBudgetRef<P, T>& cache, std::int32_t count);
+
+/// Both for all layers of a cache, of either kind: the most that any of them needs, where budgets differ by layer.
+template <class Dims = all_head_dims, CacheObject Cache>
+std::size_t cache_workspace_bytes(const cuda& on, const Cache& cache, std::int32_t count,
+                                  std::int32_t tokens) {
+    std::size_t most = 0;
+    for (std::int32_t layer = 0; layer < cache.shape().layers; ++layer) {
+        const std::size_t bytes = cache_workspace_bytes<Dims>(on, cache.ref(layer), count, tokens);
+        most = bytes > most ? bytes : most;
+    }
+    return most;
+}
+template <class Dims = all_head_dims, CacheObject Cache>
+std::size_t step_workspace_bytes(const cuda& on, const Cache& cache, std::int32_t count) {
+    std::size_t most = 0;
+    for (std::int32_t layer = 0; layer < cache.shape().layers; ++layer) {
+        const std::size_t bytes = step_workspace_bytes<Dims>(on, cache.ref(layer), count);
+        most = bytes > most ? bytes : most;
+    }
+    return most;
+}
 
 /// One decode step of one layer (the host's step has the order, the shapes and what is overwritten), in one launch; a scorer
 /// with a hidden layer or a state has one more before it. Outputs equal the host's to rounding.

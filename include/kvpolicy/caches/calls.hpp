@@ -19,6 +19,25 @@ template <class P, Storage T, template <class, class> class Ref>
 requires CacheRef<Ref<P, T>> std::size_t cache_workspace_bytes(const host& on, const Ref<P, T>& cache,
                                                                std::int32_t count, std::int32_t tokens);
 
+/// A FixedBudgetCache or a DualCache: layers of one shape, each with a ref.
+template <class C>
+concept CacheObject = requires(const C& cache) {
+    cache.shape().layers;
+    { cache.ref(0) } -> CacheRef;
+};
+
+/// The same for all layers of a cache: the most that any of them needs, where budgets differ by layer.
+template <CacheObject Cache>
+std::size_t cache_workspace_bytes(const host& on, const Cache& cache, std::int32_t count,
+                                  std::int32_t tokens) {
+    std::size_t most = 0;
+    for (std::int32_t layer = 0; layer < cache.shape().layers; ++layer) {
+        const std::size_t bytes = cache_workspace_bytes(on, cache.ref(layer), count, tokens);
+        most = bytes > most ? bytes : most;
+    }
+    return most;
+}
+
 /// One decode step of one layer, for the batch's sequences (0 or 1 token each). q [count, Hq, 1, Dk], k and v
 /// [count, Hkv, 1, D], out [count, Hq, 1, Dv]: overwritten for entries with a token, untouched for others. For each KV
 /// head, at position q = the slot's length (docs/concepts.md, the order of a step):

@@ -30,7 +30,8 @@ struct DualRef : LayerRef<P, T> {
     std::int32_t* table = nullptr;               // [slots, table_offset[kv_heads]]: page ids
     const std::int64_t* table_offset = nullptr;  // [kv_heads + 1]
     std::int32_t* held = nullptr;                // [slots, kv_heads]: pages that the table names
-    PlainRows<T> spare;                          // [slots, kv_heads, proposals]
+    position_t* reserved = nullptr;  // [slots], of all layers: the length up to which reserve() gave pages
+    PlainRows<T> spare;              // [slots, kv_heads, proposals]
     std::int32_t most_slabs = 0;
     bool limited = false;  // whether some head's rows are bounded by `longest` only
     position_t longest = 0;
@@ -44,9 +45,14 @@ struct DualRef : LayerRef<P, T> {
         return table + slot * table_offset[this->kv_heads] + table_offset[head];
     }
     KVPOLICY_HOST_DEVICE constexpr PagedRows<T> head_rows(std::int64_t slot, std::int32_t head) const {
-        return {
-            pages(slot, head),          pool.slabs, pool.slab_pages, pool.page_rows, this->dim_k, this->dim_v,
-            this->selection.page_rows()};
+        return {pages(slot, head),
+                pool.slabs,
+                pool.slab_pages,
+                pool.page_rows,
+                this->dim_k,
+                this->dim_v,
+                this->selection.page_rows(),
+                pool.strides};
     }
     /// The rows that proposed tokens wait in; they are not of the pool.
     KVPOLICY_HOST_DEVICE constexpr PlainRows<T> spare_rows(std::int64_t slot, std::int32_t head) const {
@@ -80,6 +86,20 @@ struct DualRef : LayerRef<P, T> {
     }
     KVPOLICY_HOST_DEVICE constexpr std::int64_t page_count() const {
         return std::int64_t{pool.slab_pages} * most_slabs;
+    }
+
+    /// Rows that a head may have in use once its slot has so many more tokens. Each adds at most one: to the ring until it is full, to
+    /// the global part from then on.
+    KVPOLICY_HOST_DEVICE constexpr std::int64_t rows_after(std::int64_t slot, std::int32_t head,
+                                                           position_t tokens) const {
+        const std::int64_t rows = this->used(slot, head) + tokens, most = capacity(head);
+        return rows < most ? rows : most;
+    }
+    /// Pages of a head that hold rows, or that what is left of a reservation can need.
+    KVPOLICY_HOST_DEVICE constexpr std::int64_t pages_wanted(std::int64_t slot, std::int32_t head) const {
+        const position_t ahead = reserved[slot] - this->length[slot];
+        const std::int64_t rows = ahead > 0 ? rows_after(slot, head, ahead) : this->used(slot, head);
+        return (rows + this->page_rows - 1) / this->page_rows;
     }
 
     /// Pages that a head lacks for `rows` rows.
@@ -125,11 +145,14 @@ class DualCache : public CacheOwner<DualCache<P, T>, P, T> {
     using scorer_type = typename P::scorer_type;
 
     /// As a FixedBudgetCache, budgets may be unlimited. Refuses also: slabs without pages, no slab, longest below 1, more
-    /// than 2^31 - 1 pages or rows of a head.
+    /// than 2^31 - 1 pages or rows of a head, a slab of spared pages, some strides without the others or shorter than a row, and
+    /// strides beside a selection.
     DualCache(const CacheShape& shape, const PoolShape& pool, const P& policy = P{},
               const scorer_type* scorers = nullptr, const Attention& attention = {});
 
     [[nodiscard]] const PoolShape& pool() const { return pool_; }
+    /// Bytes of what add_pages() wants beside keys and values: positions and scores, and a selection's bounds.
+    [[nodiscard]] std::size_t notes_bytes() const { return notes_bytes_; }
     /// Bytes of one slab: slab_pages * page_rows * (row of k, row of v, position, score), and alignment.
     [[nodiscard]] std::size_t slab_bytes() const { return slab_bytes_; }
 
@@ -141,22 +164,30 @@ class DualCache : public CacheOwner<DualCache<P, T>, P, T> {
     /// overlap a slab that was lent before.
     void add_slab(const host& on, void* buffer, std::size_t buffer_bytes);
     void add_slab(const host& on, HostBuffer& buffer) { add_slab(on, buffer.data(), buffer.size()); }
+    /// Lends pages that an engine owns, as one slab: row r of its page p is at k + p * k_page + r * k_row, and v likewise (PoolShape::strides).
+    /// `notes`: notes_bytes() of memory for positions and scores. As a page here is one KV head's, an engine's pool of pages of several heads
+    /// is a slab for each of them: of FlashInfer's pages [P, 2, page_rows, H, D] (NHD) slab h begins at base + h * D, with strides
+    /// 2 * page_rows * H * D and H * D, of [P, 2, H, page_rows, D] (HND) at base + h * page_rows * D, with row stride D; values
+    /// page_rows * H * D further on. Slabs must not share rows; that is not checked. Pages that a call takes are written, no others.
+    void add_pages(const host& on, T* k, T* v, void* notes, std::size_t notes_bytes);
     [[nodiscard]] std::int32_t slabs() const { return static_cast<std::int32_t>(lent_.size()); }
-    /// Pages that nobody holds, and pages that were lent.
+    /// Pages that nobody holds, and pages that were lent (without the spared ones).
     [[nodiscard]] std::int64_t free_pages() const;
-    [[nodiscard]] std::int64_t lent_pages() const { return std::int64_t{slabs()} * pool_.slab_pages; }
+    [[nodiscard]] std::int64_t lent_pages() const {
+        return slabs() == 0 ? 0 : std::int64_t{slabs()} * pool_.slab_pages - pool_.spared_pages;
+    }
 
     /// Gives the named slots the pages that batch.tokens(i) further tokens can need at most, in all layers, so that steps,
     /// chunks and commits of so many tokens cannot fail. Returns 0; or how many more slabs it takes, with nothing changed.
-    /// Pages stay with their slot until it is cleared, or until evict() gives pages back: reserve again after it.
-    /// Refuses tokens beyond pool().longest.
+    /// Pages stay with their slot until it is cleared; evict() gives back only what the rest of the reservation cannot need. A copy of
+    /// the slot (fork, reorder, restore) has no reservation. Refuses tokens beyond pool().longest.
     [[nodiscard]] std::int64_t reserve(const host& on, const Batch& batch);
 
     /// Bytes of workspace that evict needs. Depends on the threads of `on` and on the slabs that were lent.
     [[nodiscard]] std::size_t evict_workspace_bytes(const host& on) const requires P::has_eviction;
     /// For a policy with an eviction part: looks at the named slots that have tokens in the batch, and makes those that hold too
     /// much drop rows of all their heads (policies/eviction.hpp says which), until they do not or cannot. Rows that stay keep
-    /// their order; pages that fall free go back to the pool. Once a step or chunk, after advance(batch). `reports` [count],
+    /// their order; pages that fall free go back to the pool, but for those of a reservation. Once a step or chunk, after advance(batch). `reports` [count],
     /// where given, says what happened. Synchronous; the bits do not depend on the number of threads.
     void evict(const host& on, const Batch& batch, workspace_view workspace,
                EvictionReport* reports = nullptr) requires P::has_eviction;
@@ -183,6 +214,9 @@ class DualCache : public CacheOwner<DualCache<P, T>, P, T> {
     /// Lends slab_bytes() of device memory. A graph captured before finds the new pages too. Waits for the stream; not to be captured.
     template <class Build = cuda_build>
     void add_slab(const cuda& on, void* buffer, std::size_t buffer_bytes);
+    /// As the host's, of device memory; 16-bit rows begin at multiples of 16 bytes, so strides are multiples of 8.
+    template <class Build = cuda_build>
+    void add_pages(const cuda& on, T* k, T* v, void* notes, std::size_t notes_bytes);
     /// Waits for the stream.
     template <class Build = cuda_build>
     [[nodiscard]] std::int64_t free_pages(const cuda& on) const;
@@ -201,8 +235,8 @@ class DualCache : public CacheOwner<DualCache<P, T>, P, T> {
     template <class Build = cuda_build>
     void evict(const cuda& on, const Batch& batch, workspace_view workspace,
                EvictionReport* reports = nullptr, std::uint32_t* status = nullptr) requires P::has_eviction;
-    /// A slot one of whose layers has not taken the tokens, since the pool was exhausted, stays where it is and sets
-    /// status_pool_exhausted: lend a slab, call that layer again, then advance again.
+    /// A slot one of whose layers has not taken the tokens stays where it is, and sets status_pool_exhausted where the layer found no
+    /// page (lend a slab), else status_not_taken: call that layer, then advance again.
     template <class Build = cuda_build>
     void advance(const cuda& on, const Batch& batch, std::uint32_t* status = nullptr);
     /// `status`: one word of device memory.
@@ -229,6 +263,8 @@ class DualCache : public CacheOwner<DualCache<P, T>, P, T> {
 #if defined(__CUDACC__)
     template <class Build>
     void require_device_slot(std::int32_t slot, const char* name) const;
+    template <class Build>
+    void lend(const cuda& on, const Slab<T>& slab);
     template <class Build>
     struct slot_copy;
     template <class Build>
@@ -269,8 +305,24 @@ class DualCache : public CacheOwner<DualCache<P, T>, P, T> {
                                 : 0;
     }
     void give_pages(const ref_type& cache, std::int32_t slot) const;
+    /// Slabs that so many more pages take.
+    [[nodiscard]] std::int64_t slabs_of(std::int64_t pages) const {
+        const std::int64_t wanted = pages + (slabs() == 0 ? pool_.spared_pages : 0);
+        return (wanted + pool_.slab_pages - 1) / pool_.slab_pages;
+    }
     /// The arrays of a slab in memory that may be lent.
     [[nodiscard]] Slab<T> slab_in(void* buffer, std::size_t buffer_bytes) const;
+    [[nodiscard]] Slab<T> slab_of(T* k, T* v, void* notes, std::size_t notes_bytes) const;
+    void require_room() const;
+    /// Positions, scores and bounds of a slab, from `memory` on.
+    void place_notes(typename base::layout& layout, std::byte* memory, Slab<T>& slab) const;
+    void lend(const Slab<T>& slab);
+    /// Whether pages and rows follow one another.
+    [[nodiscard]] bool own_layout() const {
+        return pool_.strides.k_row == this->shape_.dim_k && pool_.strides.v_row == this->shape_.dim_v &&
+               pool_.strides.k_page == std::int64_t{this->shape_.page_rows} * this->shape_.dim_k &&
+               pool_.strides.v_page == std::int64_t{this->shape_.page_rows} * this->shape_.dim_v;
+    }
     /// No slab is lent, and lending one will not allocate. Not before bind(): the owner's buffer grows with most_slabs, too.
     void forget_slabs() {
         lent_.clear();
@@ -291,6 +343,7 @@ class DualCache : public CacheOwner<DualCache<P, T>, P, T> {
     std::vector<layer_plan> plan_;
     std::vector<char> limited_;  // [layers]
     std::size_t slab_bytes_ = 0;
+    std::size_t notes_bytes_ = 0;
     std::size_t offsets_at_ = 0;
     std::size_t tiles_at_ = 0;
     std::size_t refs_at_ = 0;    // [layers]: the refs, for kernels that serve all layers
@@ -299,6 +352,7 @@ class DualCache : public CacheOwner<DualCache<P, T>, P, T> {
     std::size_t free_at_ = 0;
     std::size_t count_at_ = 0;
     std::size_t names_at_ = 0;
+    std::size_t reserved_at_ = 0;
 };
 
 }  // namespace kvpolicy

@@ -93,7 +93,8 @@ class FixedBudgetCache : public CacheOwner<FixedBudgetCache<P, T>, P, T> {
     void bind(const cuda& on, void* buffer, std::size_t buffer_bytes);
     template <class Build = cuda_build>
     void clear(const cuda& on, std::int32_t slot);
-    /// `batch`'s arrays are device memory, as in calls. `status` [count] is OR-ed into.
+    /// `batch`'s arrays are device memory, as in calls. `status` [count] is OR-ed into. A slot one of whose layers has not taken the
+    /// tokens, or has taken others, stays where it is and sets status_not_taken: call that layer, then advance again.
     template <class Build = cuda_build>
     void advance(const cuda& on, const Batch& batch, std::uint32_t* status = nullptr);
     template <class Build = cuda_build>

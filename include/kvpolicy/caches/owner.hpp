@@ -122,7 +122,7 @@ class CacheOwner {
 
     /// Byte offsets of the arrays of one layer that both kinds have.
     struct common_plan {
-        std::size_t kept, pinned, victim, proposed, taken, state, queries, spare_queries;
+        std::size_t kept, pinned, victim, proposed, state, queries, spare_queries;
     };
     /// Hands out parts of the buffer: an offset for so many bytes. Refuses what no address space holds.
     struct layout {
@@ -152,6 +152,7 @@ class CacheOwner {
     std::size_t rules_at_ = 0;
     std::size_t read_pages_at_ = 0;
     std::size_t length_at_ = 0;
+    std::size_t taken_at_ = 0;  // [layers, slots, kv_heads]
     CacheBytes bytes_;
     detail::owned_pointer<std::byte> memory_;
     std::vector<std::int32_t> scratch_;  // [3, slots]: what reorder needs, so that it does not allocate

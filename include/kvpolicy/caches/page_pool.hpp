@@ -10,6 +10,14 @@
 
 namespace kvpolicy {
 
+/// Numbers of T from a page's first row to the next page's, and from a row to the next. All 0: pages and rows follow one another.
+struct PageStrides {
+    std::int64_t k_page = 0;
+    std::int64_t v_page = 0;
+    std::int32_t k_row = 0;
+    std::int32_t v_row = 0;
+};
+
 /// How a DualCache's memory comes in.
 struct PoolShape {
     std::int32_t slab_pages = 0;  ///< pages of a slab; a page is CacheShape::page_rows rows of one head
@@ -17,9 +25,13 @@ struct PoolShape {
     /// Tokens of the longest sequence. It bounds the page tables (4 bytes a page), and lengths where a head has no limit
     /// of its own.
     position_t longest = 0;
+    /// Pages 0 .. spared_pages - 1 are never handed out and never written: an engine's own, as SGLang's slot 0 is.
+    std::int32_t spared_pages = 0;
+    /// Others than 0 for pages of an engine's own pool, which come by add_pages().
+    PageStrides strides{};
 };
 
-/// The arrays of one slab, as the caller lent it. Page p of the slab starts at row p * page_rows of each.
+/// The arrays of one slab, as the caller lent it. Page p of the slab starts at row p * page_rows of each; of k and v, at p page strides.
 template <Storage T>
 struct Slab {
     T* k = nullptr;                  // [slab_pages * page_rows, dim_k]
@@ -41,6 +53,7 @@ struct PagePool {
     std::int32_t page_rows = 1;
     std::int32_t dim_k = 0;
     std::int32_t dim_v = 0;
+    PageStrides strides{};
 
     [[nodiscard]] std::int32_t free_pages() const { return *free_count; }
     /// A free page, named once. There must be one.
@@ -69,6 +82,7 @@ struct PagedRows {
     std::int32_t dim_k = 0;
     std::int32_t dim_v = 0;
     std::int32_t bound_rows = 1;  // divides page_rows
+    PageStrides strides{};
 
     /// As PlainRows::bounds.
     KVPOLICY_HOST_DEVICE constexpr T* bounds(std::int64_t page) const {
@@ -76,10 +90,10 @@ struct PagedRows {
         return slab(row).bounds + slab_row(row) / bound_rows * 2 * dim_k;
     }
     KVPOLICY_HOST_DEVICE constexpr T* k(std::int32_t row) const {
-        return slab(row).k + slab_row(row) * dim_k;
+        return slab(row).k + slab_page(row) * strides.k_page + std::int64_t{row % page_rows} * strides.k_row;
     }
     KVPOLICY_HOST_DEVICE constexpr T* v(std::int32_t row) const {
-        return slab(row).v + slab_row(row) * dim_v;
+        return slab(row).v + slab_page(row) * strides.v_page + std::int64_t{row % page_rows} * strides.v_row;
     }
     KVPOLICY_HOST_DEVICE constexpr position_t& position(std::int32_t row) const {
         return slab(row).position[slab_row(row)];
@@ -89,6 +103,9 @@ struct PagedRows {
     }
     /// The first row after `row` that does not follow on its predecessor in memory; at most `end`.
     KVPOLICY_HOST_DEVICE constexpr std::int32_t run_end(std::int32_t row, std::int32_t end) const {
+        if (strides.k_row != dim_k || strides.v_row != dim_v) {
+            return end - row < 1 ? end : row + 1;
+        }
         const std::int32_t rest = page_rows - row % page_rows;
         return end - row < rest ? end : row + rest;
     }
@@ -97,8 +114,11 @@ struct PagedRows {
     KVPOLICY_HOST_DEVICE constexpr const Slab<T>& slab(std::int32_t row) const {
         return slabs[table[row / page_rows] / slab_pages];
     }
+    KVPOLICY_HOST_DEVICE constexpr std::int64_t slab_page(std::int32_t row) const {
+        return table[row / page_rows] % slab_pages;
+    }
     KVPOLICY_HOST_DEVICE constexpr std::int64_t slab_row(std::int32_t row) const {
-        return std::int64_t{table[row / page_rows] % slab_pages} * page_rows + row % page_rows;
+        return slab_page(row) * page_rows + row % page_rows;
     }
 };
 

@@ -109,8 +109,10 @@ struct LayerRef {
         nullptr;  // [slots, kv_heads]: of these, keys that a keep part holds; null without one
     std::int32_t* victim = nullptr;    // [slots, kv_heads]: the worst place, or -1 where not known
     std::int32_t* proposed = nullptr;  // [slots]: tokens that wait in the spare rows
-    std::int32_t* taken = nullptr;     // [slots]: tokens that advance() has not counted; on the host alone
-    float* state = nullptr;            // [slots, kv_heads, state_size]
+    // Tokens that advance() has not counted: [slots] on the host; [slots, kv_heads] on a device, where the heads of a step do not wait
+    // for each other, and -1 says that a call found no pages.
+    std::int32_t* taken = nullptr;
+    float* state = nullptr;  // [slots, kv_heads, state_size]
     std::int64_t state_size = 0;
     scorer_type scorer;
     typename P::gate_type gate;

@@ -15,6 +15,43 @@ enum status_bits : std::uint32_t {
     status_not_finite =
         1u << 3,  ///< a NaN or infinity in what a backward pass reads; its results mean nothing
     status_bad_index = 1u << 4,  ///< a label or index in device memory was outside its row: left out
+    /// A layer of a cache was called again before advance(): the second call left this sequence alone.
+    status_taken_twice = 1u << 5,
+    /// advance(): a layer of a cache has not taken these tokens, or has taken others: the sequence did not move.
+    status_not_taken = 1u << 6,
 };
+
+/// What one bit of a status word says, as a sentence; null for a word of no bit or of several.
+constexpr const char* status_sentence(std::uint32_t bit) {
+    switch (bit) {
+        case status_nan_score:
+            return "a score was NaN, and ranked last";
+        case status_pool_exhausted:
+            return "no page was left: lend a slab (add_slab) and call the layer again for this sequence";
+        case status_bad_length:
+            return "a length, token count or slot in device memory was out of range: it counted as no token";
+        case status_not_finite:
+            return "what a backward pass reads was NaN or infinite: its results mean nothing";
+        case status_bad_index:
+            return "a label or index in device memory was outside its row, and left out";
+        case status_taken_twice:
+            return "a layer was called again before advance(): the second call left this sequence alone";
+        case status_not_taken:
+            return "a layer has not taken these tokens, so advance() did not move the sequence: call that "
+                   "layer, "
+                   "then advance() again";
+        default:
+            return nullptr;
+    }
+}
+/// Calls visit(sentence) for every bit of a status word.
+template <class Visit>
+constexpr void for_each_status(std::uint32_t word, Visit&& visit) {
+    for (std::uint32_t bit = 1; bit != 0; bit <<= 1) {
+        if (const char* const sentence = status_sentence(word & bit); sentence != nullptr) {
+            visit(sentence);
+        }
+    }
+}
 
 }  // namespace kvpolicy

@@ -123,6 +123,9 @@ struct Sequences {
 /// neither is set an entry brings one token; a call that takes chunks then refuses tensors of more.
 struct Batch {
     static constexpr std::int32_t not_set = std::numeric_limits<std::int32_t>::min();
+    /// On a device, the slot of an entry that is only padding (as in vLLM's slot_mapping): it brings no token, whatever q_len says. A
+    /// host's batch leaves such entries out.
+    static constexpr std::int32_t no_slot = -1;
 
     std::int32_t count = 0;
     const std::int32_t* slots = nullptr;  // [count], all different

@@ -86,6 +86,9 @@ void boundary_loss(const cuda& on, const BoundaryLoss& loss, const P& policy, pl
     cb::cutoffs_of<ParallelCutoff>(on, policy, options.log_gamma, target, sequences, plane(memory.rank),
                                    plane(memory.cutoff), {memory.ranking, memory.ranking_bytes}, loss.layer,
                                    status);
+    if (options.scores_ready != nullptr) {
+        cb::check(cudaStreamWaitEvent(on.stream, options.scores_ready, 0), "cudaStreamWaitEvent");
+    }
     const std::int64_t planes = std::int64_t{sequences.batch} * heads;
     if (planes > 0 && sequences.length > 0) {
         auto mask = cb::make_problem(on, policy, target, sequences, heads, loss.layer, memory.small, status);

@@ -7,6 +7,7 @@
 #include <kvpolicy/cuda/blocks/cache_view.cuh>
 #include <kvpolicy/cuda/blocks/score_row.cuh>
 #include <kvpolicy/cuda/blocks/step_stream.cuh>
+#include <kvpolicy/cuda/cache_conv.cuh>
 #include <kvpolicy/cuda/config.cuh>
 #include <kvpolicy/cuda/dispatch.cuh>
 #include <kvpolicy/cuda/head_tiles.cuh>
@@ -21,16 +22,16 @@ namespace kvpolicy {
 inline namespace KVPOLICY_CUDA_NAMESPACE KVPOLICY_HIDDEN {
 namespace cuda_backend {
 
-/// The scorer that a policy asks: none where nothing is ranked.
+/// The scorer that a policy asks in a call: none where nothing is ranked, or where scores wait in rows (scored_late).
 template <class P>
-using asked_scorer = std::conditional_t<P::ranked, typename P::scorer_type, GivenScores>;
+using asked_scorer = std::conditional_t<P::ranked && !scored_late<P>, typename P::scorer_type, GivenScores>;
 
 template <class P>
 inline constexpr bool scores_given = P::ranked&& P::scorer_type::when == score_time::given;
 
 template <class P>
 asked_scorer<P> scorer_of(const typename P::scorer_type& scorer) {
-    if constexpr (P::ranked) {
+    if constexpr (P::ranked && !scored_late<P>) {
         return scorer;
     } else {
         return {};
@@ -51,8 +52,9 @@ constexpr void require_device_policy() {
                   "TOVA and SnapKV "
                   "run on the host)");
     static_assert(
-        has_device_scorer<asked_scorer<P>>,
-        "kvpolicy: on CUDA a cache takes given scores, a LinearScorer, an MlpScorer or an mLSTMScorer");
+        has_device_scorer<asked_scorer<P>> && (!scored_late<P> || is_conv<typename P::scorer_type>),
+        "kvpolicy: on CUDA a cache takes given scores, a LinearScorer, an MlpScorer, an mLSTMScorer or "
+        "a ConvScorer");
 }
 
 /// Refuses pages that kernels cannot read, of a pool of at most `pages` pages.

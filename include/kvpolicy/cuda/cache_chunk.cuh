@@ -14,6 +14,7 @@
 #include <algorithm>
 #include <cstddef>
 #include <cstdint>
+#include <optional>
 #include <utility>
 
 namespace kvpolicy {
@@ -35,7 +36,7 @@ class cache_chunk_call {
     using T = typename Cache::value_type;
     using View = decltype(view_of(std::declval<const Cache&>()));
     using Scorer = asked_scorer<P>;
-    static constexpr bool scored = scored_before<Scorer> || scores_by_warp<Scorer>;
+    static constexpr bool scored = scored_before<Scorer> || scores_by_warp<Scorer>, late = scored_late<P>;
     static constexpr bool paged = Cache::pooled;
     static constexpr bool retains = P::ranked || P::has_keep;  // keys may live on after their window
 
@@ -50,7 +51,7 @@ class cache_chunk_call {
         require_device_policy<P>();
         call_.batch.count = count;
         call_.tokens.most = tokens;
-        call_.on_leaving = Scorer::when == score_time::on_leaving;
+        call_.on_leaving = late || Scorer::when == score_time::on_leaving;
         if constexpr (P::has_selection && !paged) {
             call_.bounds = cache.bounds;
             call_.bound_rows = cache.selection.page_rows();
@@ -83,7 +84,12 @@ class cache_chunk_call {
         if constexpr (P::has_selection) {
             call_.kept_before = parts.take<std::int32_t>(heads());
         }
-        computed_ = parts.take<float>(scored ? tokens : 0);
+        computed_ = parts.take<float>(scored || late ? tokens : 0);
+        if constexpr (late) {
+            of_tokens_ = parts.take<float>(tokens);
+            late_.emplace(ref_.scorer, call_.cache, gate_, call_.batch.count, call_.tokens.most,
+                          call_.longest, parts);
+        }
         state_ = parts.take<float>(heads() * call_.cache.state_size);
         if constexpr (paged) {
             missing_ = parts.take<std::int32_t>(heads());
@@ -173,6 +179,12 @@ class cache_chunk_call {
                                                           .state = state,
                                                           .scorer = scorer_});
         }
+        if constexpr (late) {
+            call_.computed = computed_;
+            call_.late = writes ? of_tokens_ : nullptr;
+            late_->begin(on_, device_, call_.batch, call_.tokens, call_.status);
+            late_->decide(on_, computed_, writes ? of_tokens_ : nullptr);
+        }
         const std::size_t shared = call_.contest_in_shared ? contest_bytes(call_.longest, call_.tiles) : 0;
         launch("chunk_decide_kernel", chunk_decide_kernel<View, gate_of<P>>, heads(), chunk_threads, shared,
                on_, call_, gate_);
@@ -183,6 +195,9 @@ class cache_chunk_call {
     }
 
     void write() {
+        if constexpr (late) {
+            late_->in_rows(on_, call_.batch);
+        }
         if constexpr (retains) {
             launch("chunk_places_kernel", chunk_places_kernel<View>, heads() * chunk_pieces, chunk_threads, 0,
                    on_, call_);
@@ -265,7 +280,9 @@ class cache_chunk_call {
     chunk_launch<View> call_;
     gate_of<P> gate_;
     Scorer scorer_;
+    std::optional<late_scores<View, gate_of<P>>> late_;
     float* computed_ = nullptr;
+    float* of_tokens_ = nullptr;
     float* state_ = nullptr;
     std::int32_t* missing_ = nullptr;  // of a DualCache: scratch, and its rows
     T* k_ = nullptr;

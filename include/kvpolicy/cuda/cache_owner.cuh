@@ -81,8 +81,16 @@ void FixedBudgetCache<P, T>::advance(const cuda& on, const Batch& batch, std::ui
     detail::require(batch.count >= 0 && batch.count <= this->shape_.slots, "batch.count", batch.count,
                     [&] { return detail::text("0 to the cache's slots, ", this->shape_.slots); });
     const cb::device_scope device(on);
-    cb::launch("advance_kernel", cb::advance_kernel<position_t>, batch.count == 0 ? 0 : 1, cb::slot_threads,
-               0, on, this->template at<position_t>(this->length_at_), this->shape_.slots, batch, status);
+    cb::launch("advance_kernel", cb::advance_kernel<cb::advance_launch>, batch.count, cb::advance_threads, 0,
+               on,
+               cb::advance_launch{.length = this->template at<position_t>(this->length_at_),
+                                  .taken = this->template at<std::int32_t>(this->taken_at_),
+                                  .layers = this->shape_.layers,
+                                  .slots = this->shape_.slots,
+                                  .kv_heads = this->shape_.kv_heads,
+                                  .longest = std::numeric_limits<position_t>::max(),
+                                  .batch = batch,
+                                  .status = status});
 }
 
 inline namespace KVPOLICY_CUDA_NAMESPACE KVPOLICY_HIDDEN {
@@ -234,6 +242,12 @@ void FixedBudgetCache<P, T>::restore(const cuda& on, std::int32_t slot, const vo
     this->template for_each_slice<Build>(copy, slot, [&](void* mine, const void* theirs, std::size_t bytes) {
         cb::check(cudaMemcpyAsync(mine, theirs, bytes, cudaMemcpyHostToDevice, on.stream), "cudaMemcpyAsync");
     });
+    for (std::int32_t layer = 0; layer < this->shape_.layers; ++layer) {
+        const ref_type of = ref(layer);
+        cb::check(cudaMemsetAsync(of.taken + of.head_index(slot, 0), 0,
+                                  static_cast<std::size_t>(of.kv_heads) * sizeof(std::int32_t), on.stream),
+                  "cudaMemsetAsync");
+    }
     cb::check(cudaStreamSynchronize(on.stream), "cudaStreamSynchronize");  // `memory` may go
 }
 

@@ -11,6 +11,7 @@
 #include <algorithm>
 #include <cstddef>
 #include <cstdint>
+#include <optional>
 
 namespace kvpolicy {
 inline namespace KVPOLICY_CUDA_NAMESPACE KVPOLICY_HIDDEN {
@@ -39,6 +40,7 @@ class cache_step_call {
                     std::int32_t count)
         : on_(on),
           device_(device),
+          ref_(cache),
           call_{.cache = cache_view<T>(cache), .gate = cache.gate, .scorer = scorer_of<P>(cache.scorer)} {
         call_.batch.count = count;
         call_.width = Rows::width(cache.dim_v);
@@ -61,6 +63,9 @@ class cache_step_call {
             call_.clustered || call_.blocks() * call_.parts == 1 ? 0 : heads() * call_.parts * call_.blocks();
         call_.states =
             parts.take<typename Rows::Compute>(states * stream_state<Rows::heads>::size(call_.width));
+        if constexpr (scored_late<P>) {
+            late_.emplace(ref_.scorer, call_.cache, call_.gate, call_.batch.count, 1, ref_.longest, parts);
+        }
         return parts.bytes();
     }
 
@@ -85,6 +90,10 @@ class cache_step_call {
                                                                    .scores = computed_,
                                                                    .scorer = call_.scorer,
                                                                    .beside = true});
+        }
+        if constexpr (scored_late<P>) {
+            late_->begin(on_, device_, batch, {.k = k, .v = v}, status);
+            late_->in_rows(on_, batch);
         }
         run();
     }
@@ -143,7 +152,9 @@ class cache_step_call {
 
     const cuda& on_;
     const device_scope& device_;
+    const FixedBudgetRef<P, T>& ref_;
     Launch call_;
+    std::optional<late_scores<cache_view<T>, Gate>> late_;
     float* computed_ = nullptr;
     std::size_t shared_ = 0;
 };

@@ -42,6 +42,10 @@
 #define KVPOLICY_DETAIL_VERSION \
     KVPOLICY_DETAIL_VERSIONED(KVPOLICY_VERSION_MAJOR, KVPOLICY_VERSION_MINOR, KVPOLICY_VERSION_PATCH)
 
+#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ < 800
+#error "kvpolicy: needs nvcc -arch=sm_80 or later (-arch=native is sm_75 where there is no card)"
+#endif
+
 // The architectures of this translation unit, as a list and as text.
 #if defined(__CUDA_ARCH_LIST__)
 #define KVPOLICY_DETAIL_CUDA_ARCHS __CUDA_ARCH_LIST__

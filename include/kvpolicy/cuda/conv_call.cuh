@@ -2,7 +2,10 @@
 #pragma once
 
 #include <kvpolicy/cuda/config.cuh>
+#include <kvpolicy/cuda/hopper.cuh>
 #include <kvpolicy/cuda/kernels/conv_backward.cuh>
+#include <kvpolicy/cuda/kernels/conv_backward_hopper.cuh>
+#include <kvpolicy/cuda/kernels/conv_hopper.cuh>
 #include <kvpolicy/cuda/kernels/conv_scorer.cuh>
 #include <kvpolicy/cuda/launch.cuh>
 #include <kvpolicy/cuda/scorer_call.cuh>
@@ -14,11 +17,18 @@ namespace kvpolicy {
 inline namespace KVPOLICY_CUDA_NAMESPACE KVPOLICY_HIDDEN {
 namespace cuda_backend {
 
+/// Chunks of up to `each` tokens that a plane has at most.
+inline std::int32_t conv_tiles(const Sequences& sequences, std::int32_t each) {
+    return sequences.cu_seqlens == nullptr ? (sequences.length + each - 1) / each
+                                           : sequences.length / each + sequences.segments;
+}
+
 template <class T>
 struct conv_call {
     scorer_call<T> call;
     conv_problem<T> problem{};
     T* stack[3] = {};
+    T* packed = nullptr;  // the same weights for conv_hopper_kernel, in the same place
     const float* weights[3] = {};
 
     template <class S>
@@ -32,6 +42,7 @@ struct conv_call {
         weights[1] = scorer.weights.w2;
         weights[2] = scorer.weights.w3;
         const auto padded = [](std::int32_t width) { return (width + 63) / 64 * 64; };
+        std::int64_t each = 0;  // a head's weights
         for (int l = 0; l < 3; ++l) {
             conv_layer_problem<T>& layer = problem.layer[l];
             layer.width = scorer.channels(l + 1);
@@ -39,8 +50,19 @@ struct conv_call {
             layer.inputs = scorer.channels(l);
             layer.padded_inputs = padded(layer.inputs);
             layer.bias = biases[l];
-            stack[l] = parts.take<T>(std::int64_t{k.heads} * layer.padded * 3 * layer.padded_inputs);
+            each += std::int64_t{3} * layer.padded * layer.padded_inputs;
+        }
+        each = std::max<std::int64_t>(each, hopper_inputs() == 0 ? 0
+                                            : hopper_inputs() == 128
+                                                ? conv_hopper_shape<128>::weights_before(4)
+                                                : conv_hopper_shape<256>::weights_before(4));
+        packed = parts.take<T>(k.heads * each);
+        std::int64_t at = 0;
+        for (int l = 0; l < 3; ++l) {
+            conv_layer_problem<T>& layer = problem.layer[l];
+            stack[l] = packed + at;
             layer.weights = stack[l];
+            at += std::int64_t{3} * k.heads * layer.padded * layer.padded_inputs;
         }
         problem.readout = scorer.weights.readout;
         problem.readout_bias = scorer.weights.readout_bias;
@@ -48,23 +70,89 @@ struct conv_call {
         problem.seed = dropout.seed;
     }
 
-    void begin(const cuda& on, std::uint32_t* status) {
+    /// Numbers a token that a Hopper kernel of this scorer is compiled for; 0: there is none.
+    [[nodiscard]] std::int32_t hopper_inputs() const {
+        const std::int32_t inputs = problem.layer[0].inputs;
+        return !is_half<T> || inputs > 256 ? 0 : inputs <= 128 ? 128 : 256;
+    }
+
+    /// `packs`: pack_weights follows, which makes the frequencies too.
+    void begin(const cuda& on, std::uint32_t* status, bool packs) {
+        float* const frequencies = call.frequencies;
+        call.frequencies = packs ? nullptr : frequencies;
         call.begin(on, status);
+        call.frequencies = frequencies;
         problem.streams = call.streams;
         problem.source = call.source;
+    }
+    void stack_weights(const cuda& on) const {
         for (int l = 0; l < 3; ++l) {
             const conv_layer_problem<T>& layer = problem.layer[l];
             const std::int64_t count =
                 std::int64_t{call.streams.heads} * layer.padded * 3 * layer.padded_inputs;
             launch("stack_conv_kernel", stack_conv_kernel<T>,
                    std::min<std::int64_t>((count + 255) / 256, 1024), 256, 0, on, weights[l],
-                   call.streams.heads, layer.width, layer.padded, layer.inputs, layer.padded_inputs,
-                   stack[l]);
+                   call.streams.heads, layer, stack[l]);
         }
     }
-    void score(const cuda& on) {
+    /// What a Hopper kernel's weights are made of.
+    [[nodiscard]] conv_weights to_pack() const {
+        conv_weights from{};
+        for (int l = 0; l < 3; ++l) {
+            from.layer[l] = weights[l];
+            from.width[l] = problem.layer[l].width;
+            from.inputs[l] = problem.layer[l].inputs;
+        }
+        from.heads = call.streams.heads;
+        return from;
+    }
+    template <int Inputs>
+    void pack_weights(const cuda& on) const {
+        const std::int64_t eights =
+            std::int64_t{call.streams.heads} * conv_hopper_shape<Inputs>::weights_before(4) / 8;
+        launch("pack_conv_kernel", pack_conv_kernel<T, Inputs>,
+               std::min<std::int64_t>((eights + 255) / 256, 4096), 256, 0, on, to_pack(), packed, call.base,
+               call.source.rotated, call.frequencies);
+    }
+    /// The whole forward pass.
+    void run(const cuda& on, const device_scope& device, std::uint32_t* status) {
+        if constexpr (is_half<T>) {
+            if (problem.rate == 0.0f && (hopper_inputs() == 128   ? hopper<128>(on, device, status)
+                                         : hopper_inputs() == 256 ? hopper<256>(on, device, status)
+                                                                  : false)) {
+                return;
+            }
+        }
+        begin(on, status, false);
+        stack_weights(on);
         launch("conv_kernel", conv_kernel<T>, call.chunks(), 128,
                conv_memory<T, conv_columns<T>>(nullptr, problem).bytes, on, problem);
+    }
+
+  private:
+    /// False where the card would not run the kernel.
+    template <int Inputs>
+    bool hopper(const cuda& on, const device_scope& device, std::uint32_t* status) {
+        constexpr auto kernel = conv_hopper_kernel<T, Inputs>;
+        if (!has_hopper_code(device, kernel)) {
+            return false;
+        }
+        begin(on, status, true);
+        pack_weights<Inputs>(on);
+        // As many ranges as blocks run at once, or for many planes several rounds of them, but none shorter than a tile.
+        const std::int64_t planes = std::int64_t{call.streams.batch} * call.streams.heads,
+                           room = 2 * std::int64_t{device.attribute(cudaDevAttrMultiProcessorCount)};
+        const std::int64_t wanted =
+            planes == 0 ? 1 : std::max<std::int64_t>(planes <= room ? room / planes : 4 * room / planes, 1);
+        const auto tokens = static_cast<std::int32_t>(
+            std::max<std::int64_t>((call.sequences.length + wanted - 1) / wanted, conv_tile));
+        conv_problem<T> ranges = problem;
+        ranges.streams.slots = conv_tiles(call.sequences, tokens);
+        share_multiprocessors<kernel>(device);
+        launch_early<kernel>("conv_hopper_kernel", planes * ranges.streams.slots, conv_consumers + 32,
+                             conv_hopper_shape<Inputs>::shared_bytes, device, on, 1, ranges, tokens,
+                             static_cast<const T*>(packed));
+        return true;
     }
 };
 
@@ -73,14 +161,31 @@ template <class T>
 struct conv_backward_call {
     conv_call<T> conv;
     conv_backward_problem<T> problem{};
+    conv_back_problem<T> tiles{};  // on Hopper, in place of it
+    T* back = nullptr;
+    std::int32_t hopper = 0;  // numbers a token that its kernels are compiled for
     std::int32_t splits[3] = {};
     float* partial = nullptr;  // of one layer after the other
 
     template <class S>
-    conv_backward_call(const S& scorer, const ScoreBackward<T>& from, workspace_parts& parts)
+    conv_backward_call(const device_scope& device, const S& scorer, const ScoreBackward<T>& from,
+                       workspace_parts& parts)
         : conv(scorer, from.k, from.v, from.sequences, from.delay, from.dropout, parts) {
         detail::require(scorer.channels(3) <= 64, "ConvScorer.dim_k + dim_v", scorer.channels(0),
                         "below 520 for gradients on CUDA");
+        if constexpr (is_half<T>) {
+            // The kernels for Hopper give gradients of weights, without dropout.
+            if (from.d_k.data == nullptr && from.dropout.rate == 0.0f) {
+                if (conv.hopper_inputs() == 128) {
+                    take_tiles<128>(device, from, parts);
+                } else if (conv.hopper_inputs() == 256) {
+                    take_tiles<256>(device, from, parts);
+                }
+                if (hopper != 0) {
+                    return;
+                }
+            }
+        }
         const std::int64_t chunks = conv.call.chunks();
         std::int64_t most = 0;
         problem.sums_width = 1;
@@ -109,13 +214,23 @@ struct conv_backward_call {
 
     void run(const cuda& on, const ConvParameters<float>& to, const ScoreBackward<T>& call,
              std::uint32_t* status) {
-        conv.begin(on, status);
+        conv.begin(on, status, hopper != 0);
+        if constexpr (is_half<T>) {
+            if (hopper == 128) {
+                return run_tiles<128>(on, to);
+            }
+            if (hopper == 256) {
+                return run_tiles<256>(on, to);
+            }
+        }
+        conv.stack_weights(on);
         problem.forward = conv.problem;
         const scorer_streams& streams = conv.call.streams;
         launch("conv_backward_kernel", conv_backward_kernel<T>, conv.call.chunks(), 128,
                conv_memory<T, 64, conv_rows + conv_lead + 8>(nullptr, conv.problem).bytes, on, problem);
         float* const into[3] = {to.w1, to.w2, to.w3};
         float* const biases[3] = {to.b1, to.b2, to.b3};
+        chunk_sums sums;
         std::int32_t at = 0;
         for (int l = 0; l < 3; ++l) {
             const conv_layer_problem<T>& layer = conv.problem.layer[l];
@@ -134,16 +249,100 @@ struct conv_backward_call {
                        static_cast<const float*>(partial), splits[l], streams.heads, layer.width,
                        layer.padded, layer.inputs, layer.padded_inputs, into[l]);
             }
-            add_sums(on, streams, problem.sums, problem.sums_width, at, layer.width, biases[l]);
+            sums.add(problem.sums, problem.sums_width, at, layer.width, biases[l]);
             at += layer.width;
         }
         const std::int32_t last = conv.problem.layer[2].width;
-        add_sums(on, streams, problem.sums, problem.sums_width, at, last, to.readout);
-        add_sums(on, streams, problem.sums, problem.sums_width, at + last, 1, to.readout_bias);
+        sums.add(problem.sums, problem.sums_width, at, last, to.readout);
+        sums.add(problem.sums, problem.sums_width, at + last, 1, to.readout_bias);
+        add_sums(on, streams, sums);
         if (problem.d_x != nullptr) {
             launch("conv_input_gradient_kernel", conv_input_gradient_kernel<T>, conv.call.chunks(), 128, 0,
                    on, problem, call.d_k, call.d_v);
         }
+    }
+
+  private:
+    [[nodiscard]] std::int64_t tile_count() const {
+        return std::int64_t{tiles.forward.streams.batch} * tiles.forward.streams.heads *
+               tiles.forward.streams.slots;
+    }
+    template <int Inputs>
+    void take_tiles(const device_scope& device, const ScoreBackward<T>& from, workspace_parts& parts) {
+        using shape = conv_back_shape<Inputs>;
+        if (!has_hopper_code(device, conv_backward_hopper_kernel<T, Inputs>)) {
+            return;
+        }
+        hopper = Inputs;
+        const scorer_streams& streams = conv.call.streams;
+        tiles.forward.streams = streams;
+        tiles.forward.streams.slots = conv_tiles(from.sequences, conv_back_tile);
+        const std::int64_t count = tile_count(),
+                           multiprocessors = device.attribute(cudaDevAttrMultiProcessorCount);
+        back = parts.take<T>(std::int64_t{streams.heads} * shape::weights);
+        tiles.sums_width = 1;
+        std::int64_t most = 0;
+        for (int l = 0; l < 3; ++l) {
+            const conv_layer_problem<T>& layer = conv.problem.layer[l];
+            tiles.in[l] = parts.take<T>(count * shape::channels(l) * conv_back_inputs);
+            tiles.d[l] = parts.take<T>(count * shape::channels(l + 1) * conv_back_rows);
+            tiles.sums_width += l < 2 ? layer.width : 2 * layer.width;
+            const std::int64_t blocks = std::int64_t{streams.heads} * ((shape::channels(l) + 63) / 64);
+            splits[l] = static_cast<std::int32_t>(std::clamp<std::int64_t>(
+                multiprocessors / std::max<std::int64_t>(blocks, 1), 1,
+                std::max<std::int64_t>(std::int64_t{streams.batch} * tiles.forward.streams.slots, 1)));
+            most = std::max(most,
+                            std::int64_t{splits[l]} * streams.heads * layer.padded * 3 * layer.padded_inputs);
+        }
+        tiles.sums = parts.take<float>(count * tiles.sums_width);
+        partial = parts.take<float>(most);
+        tiles.d_scores = from.d_scores;
+    }
+    template <int Inputs>
+    void run_tiles(const cuda& on, const ConvParameters<float>& to) {
+        using shape = conv_back_shape<Inputs>;
+        const std::int32_t slots = tiles.forward.streams.slots;
+        tiles.forward = conv.problem;
+        tiles.forward.streams.slots = slots;
+        const scorer_streams& streams = tiles.forward.streams;
+        conv.template pack_weights<Inputs>(on);
+        const std::int64_t eights = std::int64_t{streams.heads} * shape::weights / 8;
+        launch("pack_conv_backward_kernel", pack_conv_backward_kernel<T, Inputs>,
+               std::min<std::int64_t>((eights + 255) / 256, 4096), 256, 0, on, conv.to_pack(), back);
+        launch("conv_backward_hopper_kernel", conv_backward_hopper_kernel<T, Inputs>, tile_count(),
+               conv_consumers + 32, shape::shared_bytes, on, tiles, static_cast<const T*>(conv.packed),
+               static_cast<const T*>(back));
+        add_gradient<shape::channels(1)>(on, 0, shape::channels(0), 0, to.w1);
+        add_gradient<shape::channels(2)>(on, 1, shape::channels(1), 4, to.w2);
+        add_gradient<shape::channels(3)>(on, 2, shape::channels(2), 0, to.w3);
+        float* const biases[3] = {to.b1, to.b2, to.b3};
+        std::int32_t at = 0;
+        for (int l = 0; l < 3; ++l) {
+            add_sums(on, streams, tiles.sums, tiles.sums_width, at, conv.problem.layer[l].width, biases[l]);
+            at += conv.problem.layer[l].width;
+        }
+        const std::int32_t last = conv.problem.layer[2].width;
+        add_sums(on, streams, tiles.sums, tiles.sums_width, at, last, to.readout);
+        add_sums(on, streams, tiles.sums, tiles.sums_width, at + last, 1, to.readout_bias);
+    }
+    /// into += d W of layer l + 1, whose inputs stand `shift` rows after its gradients.
+    template <int Width>
+    void add_gradient(const cuda& on, int l, std::int32_t inputs, std::int32_t shift, float* into) {
+        if (into == nullptr) {
+            return;
+        }
+        const conv_layer_problem<T>& layer = conv.problem.layer[l];
+        const scorer_streams& streams = tiles.forward.streams;
+        launch("conv_gradient_hopper_kernel", conv_gradient_hopper_kernel<T, Width>,
+               std::int64_t{splits[l]} * streams.heads * ((inputs + 63) / 64), 3 * 128 + 32,
+               conv_gradient_shared<Width>, on, streams, static_cast<const T*>(tiles.d[l]),
+               static_cast<const T*>(tiles.in[l]), inputs, shift, splits[l], layer.padded,
+               layer.padded_inputs, partial);
+        const std::int64_t count = std::int64_t{streams.heads} * layer.width * 3 * layer.inputs;
+        launch("add_conv_gradients_kernel", add_conv_gradients_kernel<float>,
+               std::min<std::int64_t>((count + 255) / 256, 4096), 256, 0, on,
+               static_cast<const float*>(partial), splits[l], streams.heads, layer.width, layer.padded,
+               layer.inputs, layer.padded_inputs, into);
     }
 };
 

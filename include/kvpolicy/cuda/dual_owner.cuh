@@ -14,6 +14,7 @@
 #include <algorithm>
 #include <cstddef>
 #include <cstdint>
+#include <limits>
 #include <vector>
 
 namespace kvpolicy {
@@ -70,15 +71,39 @@ void DualCache<P, T>::bind(const cuda& on, void* buffer, std::size_t buffer_byte
 
 template <AnyPolicy P, Storage T>
 template <class Build>
-void DualCache<P, T>::add_slab(const cuda& on, void* buffer, std::size_t buffer_bytes) {
+void DualCache<P, T>::lend(const cuda& on, const Slab<T>& slab) {
     namespace cb = cuda_backend;
-    this->require_memory(true);
-    const Slab<T> lent = slab_in(buffer, buffer_bytes);
     const cb::device_scope device(on);
     cb::launch("lend_slab_kernel", cb::lend_slab_kernel<T>, 1, cb::admit_threads, 0, on, ref(0).pool,
-               this->template at<Slab<T>>(slabs_at_), slabs(), lent);
+               this->template at<Slab<T>>(slabs_at_), slabs(), slabs() == 0 ? pool_.spared_pages : 0, slab);
     cb::check(cudaStreamSynchronize(on.stream), "cudaStreamSynchronize");
-    lent_.push_back(lent);
+    lent_.push_back(slab);
+}
+
+template <AnyPolicy P, Storage T>
+template <class Build>
+void DualCache<P, T>::add_slab(const cuda& on, void* buffer, std::size_t buffer_bytes) {
+    this->require_memory(true);
+    this->template lend<Build>(on, slab_in(buffer, buffer_bytes));
+}
+
+template <AnyPolicy P, Storage T>
+template <class Build>
+void DualCache<P, T>::add_pages(const cuda& on, T* k, T* v, void* notes, std::size_t notes_bytes) {
+    this->require_memory(true);
+    constexpr int each = sizeof(T) == 2 ? 8 : 1;  // numbers that kernels read at once
+    const PageStrides& strides = pool_.strides;
+    for (const std::int64_t stride :
+         {strides.k_page, strides.v_page, std::int64_t{strides.k_row}, std::int64_t{strides.v_row}}) {
+        detail::require(stride % each == 0, "strides of the pool's pages", stride,
+                        [&] { return detail::text("multiples of ", each, " on CUDA"); });
+    }
+    const auto unaligned = [](const T* rows) {
+        return reinterpret_cast<std::uintptr_t>(rows) % (each * sizeof(T));
+    };
+    detail::require(unaligned(k) == 0, "k", "a row that is not aligned", "rows at multiples of 16 bytes");
+    detail::require(unaligned(v) == 0, "v", "a row that is not aligned", "rows at multiples of 16 bytes");
+    this->template lend<Build>(on, slab_of(k, v, notes, notes_bytes));
 }
 
 template <AnyPolicy P, Storage T>
@@ -113,7 +138,7 @@ std::int64_t DualCache<P, T>::reserve(const cuda& on, const Batch& batch) {
     cb::check(cudaMemcpyAsync(&lacking, answer, sizeof lacking, cudaMemcpyDeviceToHost, on.stream),
               "cudaMemcpyAsync");
     cb::check(cudaStreamSynchronize(on.stream), "cudaStreamSynchronize");
-    return (lacking + pool_.slab_pages - 1) / pool_.slab_pages;
+    return lacking == 0 ? 0 : slabs_of(lacking);
 }
 
 template <AnyPolicy P, Storage T>
@@ -193,8 +218,18 @@ void DualCache<P, T>::advance(const cuda& on, const Batch& batch, std::uint32_t*
     detail::require(batch.count >= 0 && batch.count <= this->shape_.slots, "batch.count", batch.count,
                     [&] { return detail::text("0 to the cache's slots, ", this->shape_.slots); });
     const cb::device_scope device(on);
-    cb::launch("advance_dual_kernel", cb::advance_dual_kernel<P, T>, batch.count, cb::admit_threads, 0, on,
-               this->template at<const ref_type>(refs_at_), this->shape_.layers, batch, status);
+    // Where budgets bound all heads of a layer, nothing bounds a sequence.
+    const bool limited = std::find(limited_.begin(), limited_.end(), 1) != limited_.end();
+    cb::launch("advance_kernel", cb::advance_kernel<cb::advance_launch>, batch.count, cb::advance_threads, 0,
+               on,
+               cb::advance_launch{.length = this->template at<position_t>(this->length_at_),
+                                  .taken = this->template at<std::int32_t>(this->taken_at_),
+                                  .layers = this->shape_.layers,
+                                  .slots = this->shape_.slots,
+                                  .kv_heads = this->shape_.kv_heads,
+                                  .longest = limited ? pool_.longest : std::numeric_limits<position_t>::max(),
+                                  .batch = batch,
+                                  .status = status});
 }
 
 inline namespace KVPOLICY_CUDA_NAMESPACE KVPOLICY_HIDDEN {
@@ -488,6 +523,8 @@ void DualCache<P, T>::restore(const cuda& on, std::int32_t slot, const void* blo
         staged.copy(a.state + at * a.state_size, b.state, count * static_cast<std::size_t>(a.state_size));
         staged.copy(a.kept + at, b.kept, count);
         staged.copy(a.victim + at, b.victim, count);
+        cb::check(cudaMemsetAsync(a.taken + at, 0, count * sizeof(std::int32_t), on.stream),
+                  "cudaMemsetAsync");
         staged.copy(a.proposed + slot, b.proposed, 1);
         if constexpr (P::has_keep) {
             staged.copy(a.pinned + at, b.pinned, count);
@@ -498,6 +535,7 @@ void DualCache<P, T>::restore(const cuda& on, std::int32_t slot, const void* blo
         }
     }
     staged.copy(ref(0).length + slot, copy.cache.ref(0).length, 1);
+    staged.copy(ref(0).reserved + slot, copy.cache.ref(0).reserved, 1);
     cb::check(cudaStreamSynchronize(on.stream), "cudaStreamSynchronize");  // host memory may go
 }
 

@@ -14,6 +14,7 @@
 #include <cmath>
 #include <cstddef>
 #include <cstdint>
+#include <optional>
 #include <type_traits>
 
 namespace kvpolicy {
@@ -67,6 +68,7 @@ class dual_step_call {
     dual_step_call(const cuda& on, const device_scope& device, const Cache& cache, std::int32_t count)
         : on_(on),
           device_(device),
+          ref_(cache),
           call_{.cache = View(cache), .gate = gate_in<P>(cache), .scorer = scorer_of<P>(cache.scorer)},
           choose_{choice_in(cache)} {
         call_.batch.count = count;
@@ -116,6 +118,10 @@ class dual_step_call {
             call_.cache.chosen_rows = choose_.chosen_rows;
             call_.cache.most = choose_.most_chosen;
         }
+        if constexpr (scored_late<P>) {
+            late_.emplace(ref_.scorer, dual_view<T>(ref_), call_.gate, call_.batch.count, 1,
+                          most_rows_of(ref_), parts);
+        }
         return parts.bytes();
     }
 
@@ -137,6 +143,9 @@ class dual_step_call {
                                    .scores = computed_,
                                    .state = call_.advanced != nullptr ? advanced_ : nullptr,
                                    .scorer = call_.scorer});
+        }
+        if constexpr (scored_late<P>) {
+            late_->begin(on_, device_, batch, {.k = k, .v = v}, status);
         }
         run();
     }
@@ -169,6 +178,7 @@ class dual_step_call {
         if constexpr (P::has_selection) {
             launch("dual_admit_kernel", dual_admit_kernel<Rows, Gate, Scorer, View>, 1, admit_threads, 0, on_,
                    call_);
+            score_late();
             if (call_.writes) {
                 launch("dual_write_kernel", dual_write_kernel<Rows, Gate, Scorer, View>, heads(),
                        Rows::threads, 0, on_, call_);
@@ -180,9 +190,20 @@ class dual_step_call {
         } else {
             launch("dual_plan_kernel", dual_plan_kernel<Rows, Gate, Scorer, View>, 1, admit_threads, 0, on_,
                    call_);
+            score_late();
         }
         launch_early<kernel>("dual_step_kernel", call_.work.blocks, Rows::threads, shared_, device_, on_, 1,
                              call_);
+    }
+    /// Scores of keys in rows are written once it is certain which sequences take their token.
+    void score_late() {
+        if constexpr (scored_late<P>) {
+            if (call_.writes) {
+                Batch taken = call_.batch;
+                taken.q_len = call_.work.taken;
+                late_->in_rows(on_, taken);
+            }
+        }
     }
     /// Enough blocks for the bounds of all pages to be read at the memory's rate.
     void choose() {
@@ -210,7 +231,9 @@ class dual_step_call {
     }
     const cuda& on_;
     const device_scope& device_;
+    const Cache& ref_;
     Launch call_;
+    std::optional<late_scores<dual_view<T>, Gate>> late_;
     Choose choose_;
     float* computed_ = nullptr;
     float* advanced_ = nullptr;

@@ -93,13 +93,26 @@ class device_scope {
     int before_ = 0;
 };
 
-/// Lets a kernel have more dynamic shared memory than every kernel may.
+/// Lets a kernel have more dynamic shared memory than every kernel may: all that the present device has, whatever this launch wants, so
+/// that no other thread's launch of the same kernel finds less than it asked for.
 inline void allow_shared(const char* name, const void* kernel, std::size_t shared_bytes) {
     constexpr std::size_t without_asking = 48 * 1024;
-    if (shared_bytes > without_asking) {
-        check(cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize,
-                                   static_cast<int>(shared_bytes)),
-              name);
+    if (shared_bytes <= without_asking) {
+        return;
+    }
+    int device = 0, most = 0;
+    cudaFuncAttributes code{};
+    check(cudaGetDevice(&device), "cudaGetDevice");
+    check(cudaDeviceGetAttribute(&most, cudaDevAttrMaxSharedMemoryPerBlockOptin, device),
+          "cudaDeviceGetAttribute");
+    check(cudaFuncGetAttributes(&code, kernel), name);
+    const int allowed = most - static_cast<int>(code.sharedSizeBytes);
+    detail::require(static_cast<std::int64_t>(shared_bytes) <= allowed, name, shared_bytes, [&] {
+        return detail::text("at most the ", allowed,
+                            " bytes of shared memory that a block has on this device");
+    });
+    if (code.maxDynamicSharedSizeBytes != allowed) {
+        check(cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, allowed), name);
     }
 }
 
@@ -281,6 +294,9 @@ void launch_cooperative(const char* name, void (*kernel)(Parameters...), int mos
     allow_shared(name, reinterpret_cast<const void*>(kernel), shared_bytes);
     int fit = 0;
     check(cudaOccupancyMaxActiveBlocksPerMultiprocessor(&fit, kernel, threads, shared_bytes), name);
+    detail::require(fit > 0, name, "no room for a block on a multiprocessor", [&] {
+        return detail::text("a device with ", shared_bytes, " bytes of shared memory for it");
+    });
     const int each = fit < most ? fit : most;
     launch_attributes together;
     together.add(cudaLaunchAttributeCooperative).val.cooperative = 1;

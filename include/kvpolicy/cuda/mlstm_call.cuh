@@ -3,12 +3,17 @@
 
 #include <kvpolicy/cuda/blocks/mlstm_problem.cuh>
 #include <kvpolicy/cuda/config.cuh>
+#include <kvpolicy/cuda/hopper.cuh>
 #include <kvpolicy/cuda/kernels/mlstm_backward.cuh>
+#include <kvpolicy/cuda/kernels/mlstm_frames.cuh>
 #include <kvpolicy/cuda/kernels/mlstm_project.cuh>
 #include <kvpolicy/cuda/kernels/mlstm_read.cuh>
-#include <kvpolicy/cuda/kernels/mlstm_states.cuh>
+#include <kvpolicy/cuda/kernels/mlstm_read_hopper.cuh>
+#include <kvpolicy/cuda/kernels/mlstm_reads_hopper.cuh>
 #include <kvpolicy/cuda/kernels/mlstm_sweep.cuh>
 #include <kvpolicy/cuda/kernels/mlstm_tokens_backward.cuh>
+#include <kvpolicy/cuda/kernels/mlstm_tokens_hopper.cuh>
+#include <kvpolicy/cuda/kernels/mlstm_walk.cuh>
 #include <kvpolicy/cuda/launch.cuh>
 #include <kvpolicy/cuda/scorer_call.cuh>
 
@@ -137,6 +142,12 @@ struct mlstm_call {
         problem.readout_bias = weights.readout_bias;
     }
 
+    /// Goes on from what an earlier call with the same arguments left in the workspace.
+    void resume(std::uint32_t* status) {
+        call.streams.status = status;
+        problem.streams = call.streams;
+        problem.source = call.source;
+    }
     /// Weights, features, values and gates.
     void project(const cuda& on, std::uint32_t* status) {
         call.begin(on, status);
@@ -167,7 +178,7 @@ struct mlstm_call {
     }
     /// States before each chunk.
     void states(const cuda& on) {
-        launch("mlstm_frames_kernel", mlstm_frames_kernel<T>, planes(), 32, 0, on, problem);
+        launch("mlstm_frames_kernel", mlstm_frames_kernel<T>, planes(), mlstm_frames_threads, 0, on, problem);
         walk<false>(on);
     }
     /// Scores.
@@ -178,11 +189,14 @@ struct mlstm_call {
                 constexpr int F = features, V = values;
                 const std::size_t shared = mlstm_sweep_memory<E, F, V>(nullptr).bytes;
                 const int room = device_scope(on).attribute(cudaDevAttrMaxSharedMemoryPerBlockOptin);
-                if (shared > static_cast<std::size_t>(room)) {
+                // On Hopper a walk and a read of each chunk by itself take less than a sweep.
+                if (has_hopper_code(device_scope(on), mlstm_read_hopper_kernel<T, F, V>) ||
+                    shared > static_cast<std::size_t>(room)) {
                     return;
                 }
                 swept = true;
-                launch("mlstm_frames_kernel", mlstm_frames_kernel<T>, planes(), 32, 0, on, problem);
+                launch("mlstm_frames_kernel", mlstm_frames_kernel<T>, planes(), mlstm_frames_threads, 0, on,
+                       problem);
                 cut(sweep_segments(F, V));
                 begin_segments<F, V, false>(on);
                 launch("mlstm_sweep_kernel", mlstm_sweep_kernel<T, F, V>, planes() * problem.segments,
@@ -199,6 +213,14 @@ struct mlstm_call {
         problem.ahead = device_scope(on).attribute(cudaDevAttrMultiProcessorCount);
         widths([&](auto features, auto values) {
             constexpr int F = features, V = values;
+            if constexpr (!shared_tile<E>::plain) {
+                if (has_hopper_code(device_scope(on), mlstm_read_hopper_kernel<T, F, V>)) {
+                    launch("mlstm_read_hopper_kernel", mlstm_read_hopper_kernel<T, F, V>,
+                           std::min(call.chunks(), std::int64_t{problem.ahead} * mlstm_reads_blocks<V>),
+                           mlstm_warpgroup_threads, mlstm_read_tiles<E, F, V>::bytes(), on, problem);
+                    return;
+                }
+            }
             launch("mlstm_read_kernel", mlstm_read_kernel<T, F, V>, call.chunks(), mlstm_threads,
                    mlstm_read_memory<E, F, V, false>(nullptr).bytes, on, problem);
         });
@@ -211,6 +233,21 @@ struct mlstm_call {
             if constexpr (std::is_same_v<T, float> && V > 64) {
                 return;  // refused by check_mlstm
             } else {
+                if constexpr (!shared_tile<E>::plain) {
+                    const device_scope device(on);
+                    if (has_hopper_code(device, mlstm_reads_hopper_kernel<T, F, V>)) {
+                        const std::int64_t at_once = std::int64_t{problem.ahead} * mlstm_reads_blocks<V>;
+                        launch("mlstm_reads_hopper_kernel", mlstm_reads_hopper_kernel<T, F, V>,
+                               std::min(call.chunks(), at_once), mlstm_warpgroup_threads,
+                               mlstm_reads_memory<E, F, V>::bytes(), on, problem);
+                        walk<true>(on);
+                        launch("mlstm_tokens_hopper_kernel", mlstm_tokens_hopper_kernel<T, F, V>,
+                               std::min(call.chunks(), std::int64_t{problem.ahead} * mlstm_tokens_blocks),
+                               mlstm_warpgroup_threads, mlstm_tokens_hopper_memory<E, F, V>(nullptr).bytes,
+                               on, problem);
+                        return;
+                    }
+                }
                 launch("mlstm_reads_backward_kernel", mlstm_reads_backward_kernel<T, F, V>, call.chunks(),
                        mlstm_threads, mlstm_read_memory<E, F, V, true>(nullptr).bytes, on, problem);
                 walk<true>(on);
@@ -224,13 +261,15 @@ struct mlstm_call {
                              call.streams.delay, partial);
         add_weight_gradients(on, call, of_tokens, static_cast<const T*>(problem.d_rows_k), 0, partial);
         const std::int32_t width = problem.width, all = 2 * width + 1;
-        add_sums(on, call.streams, problem.d_readout, all, 0, width, to.readout);
+        chunk_sums sums;
+        sums.add(problem.d_readout, all, 0, width, to.readout);
         if (problem.norm_gain != nullptr) {
-            add_sums(on, call.streams, problem.d_readout, all, width, width, to.norm_gain);
+            sums.add(problem.d_readout, all, width, width, to.norm_gain);
         }
-        add_sums(on, call.streams, problem.d_readout, all, 2 * width, 1, to.readout_bias);
-        add_sums(on, call.streams, problem.d_gates, 2, 0, 1, to.b_i);
-        add_sums(on, call.streams, problem.d_gates, 2, 1, 1, to.b_f);
+        sums.add(problem.d_readout, all, 2 * width, 1, to.readout_bias);
+        sums.add(problem.d_gates, 2, 0, 1, to.b_i);
+        sums.add(problem.d_gates, 2, 1, 1, to.b_f);
+        add_sums(on, call.streams, sums);
     }
     void inputs_backward(const cuda& on, const ScoreBackward<T>& to) {
         launch_input_gradients(
@@ -286,14 +325,25 @@ struct mlstm_call {
         problem.segment_chunks = (slots + segments - 1) / segments;
         problem.segments = slots == 0 ? 1 : (slots + problem.segment_chunks - 1) / problem.segment_chunks;
     }
+    template <int F, int V, bool Backward, bool Ends>
+    void launch_walk(const cuda& on, std::int64_t blocks) {
+        if constexpr (!shared_tile<E>::plain) {
+            if (has_hopper_code(device_scope(on), mlstm_walk_hopper_kernel<T, F, V, Backward, Ends>)) {
+                launch("mlstm_walk_hopper_kernel", mlstm_walk_hopper_kernel<T, F, V, Backward, Ends>, blocks,
+                       mlstm_walk_threads<true>, mlstm_walk_memory<E, 64, 64, true>(nullptr).bytes, on,
+                       problem);
+                return;
+            }
+        }
+        launch("mlstm_walk_kernel", mlstm_walk_kernel<T, F, V, walk_part, walk_part, Backward, Ends>, blocks,
+               mlstm_walk_threads<false>, mlstm_walk_memory<E, walk_part, walk_part, false>(nullptr).bytes,
+               on, problem);
+    }
     /// The states that segments begin with.
     template <int F, int V, bool Backward>
     void begin_segments(const cuda& on) {
         if (problem.segments > 1) {
-            launch("mlstm_walk_kernel (segments)",
-                   mlstm_walk_kernel<T, F, V, walk_part, walk_part, Backward, true>,
-                   planes() * (problem.segments - 1) * walk_parts(F, V), mlstm_walk_threads,
-                   mlstm_walk_memory<E, walk_part, walk_part>(nullptr).bytes, on, problem);
+            launch_walk<F, V, Backward, true>(on, planes() * (problem.segments - 1) * walk_parts(F, V));
             launch("mlstm_carry_kernel", mlstm_carry_kernel<T, F, V>,
                    (planes() * (F * (V + 1) / 4) + 255) / 256, 256, 0, on, problem, Backward);
         }
@@ -306,9 +356,7 @@ struct mlstm_call {
             problem.sum_parts = V / walk_part;
             cut(walk_segments(F, V));
             begin_segments<F, V, Backward>(on);
-            launch("mlstm_walk_kernel", mlstm_walk_kernel<T, F, V, walk_part, walk_part, Backward, false>,
-                   planes() * problem.segments * walk_parts(F, V), mlstm_walk_threads,
-                   mlstm_walk_memory<E, walk_part, walk_part>(nullptr).bytes, on, problem);
+            launch_walk<F, V, Backward, false>(on, planes() * problem.segments * walk_parts(F, V));
         });
     }
     template <int F, int V>

@@ -55,8 +55,10 @@ void linear_backward(const cuda& on, const S& scorer, const ScoreBackward<T>& ca
     all.begin(on, status);
     launch("linear_backward_kernel", linear_backward_kernel<T>, all.chunks(), 256, 0, on, all.streams,
            all.source, call.d_scores, scorer.weights.weight, call.d_k, call.d_v, sums);
-    add_sums(on, all.streams, sums, width, 0, all.source.size, gradients.weight);
-    add_sums(on, all.streams, sums, width, all.source.size, 1, gradients.bias);
+    chunk_sums all_sums;
+    all_sums.add(sums, width, 0, all.source.size, gradients.weight);
+    all_sums.add(sums, width, all.source.size, 1, gradients.bias);
+    add_sums(on, all.streams, all_sums);
 }
 
 /// BasicMlpScorer, or with no memory only its workspace.
@@ -79,9 +81,11 @@ void mlp_backward(const cuda& on, const S& scorer, const ScoreBackward<T>& call,
     if (gradients.w1 != nullptr) {
         add_weight_gradients(on, mlp.call, mlp.stack, static_cast<const T*>(d_rows), 0, partial);
     }
-    add_sums(on, mlp.call.streams, sums, width, 0, hidden, gradients.b1);
-    add_sums(on, mlp.call.streams, sums, width, hidden, hidden, gradients.w2);
-    add_sums(on, mlp.call.streams, sums, width, 2 * hidden, 1, gradients.b2);
+    chunk_sums all_sums;
+    all_sums.add(sums, width, 0, hidden, gradients.b1);
+    all_sums.add(sums, width, hidden, hidden, gradients.w2);
+    all_sums.add(sums, width, 2 * hidden, 1, gradients.b2);
+    add_sums(on, mlp.call.streams, all_sums);
     if (call.d_k.data != nullptr) {
         launch_input_gradients(on, mlp.call, gradient_rows<T>{d_rows, mlp.w1, mlp.stack.rows, 0},
                                gradient_rows<T>{}, call);
@@ -101,8 +105,12 @@ void mlstm_backward(const cuda& on, const S& scorer, const ScoreBackward<T>& cal
     }
     mlstm.call.streams.rows = std::min(mlstm.call.streams.rows, call.d_scores.length);
     mlstm.problem.d_scores = call.d_scores;
-    mlstm.project(on, status);
-    mlstm.states(on);
+    if (call.kept) {
+        mlstm.resume(status);
+    } else {
+        mlstm.project(on, status);
+        mlstm.states(on);
+    }
     mlstm.tokens_backward(on);
     mlstm.weights_backward(on, gradients);
     if (call.d_k.data != nullptr) {
@@ -115,7 +123,8 @@ template <class T, class S>
 void conv_backward(const cuda& on, const S& scorer, const ScoreBackward<T>& call,
                    const ConvParameters<float>& gradients, workspace_parts& parts, bool measure,
                    std::uint32_t* status) {
-    conv_backward_call<T> conv(scorer, call, parts);
+    const device_scope device(on);
+    conv_backward_call<T> conv(device, scorer, call, parts);
     if (measure || conv.conv.call.chunks() == 0) {
         return;
     }

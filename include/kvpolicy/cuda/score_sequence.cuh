@@ -84,8 +84,10 @@ std::size_t score_sequence_workspace_bytes(
     if constexpr (cb::is_linear<S>) {
         const cb::scorer_call<T> call(k, v, sequences, 0, parts);
     } else if constexpr (cb::is_mlstm<S>) {
-        cb::check_mlstm<Widths, T>(scorer, false);
-        const cb::mlstm_call<Widths, T, cb::is_hedgehog<S>> call(scorer, k, v, sequences, 0, nullptr, parts);
+        cb::check_mlstm<Widths, T>(scorer, options.for_backward);
+        const mLSTMParameters<float> shape{};
+        const cb::mlstm_call<Widths, T, cb::is_hedgehog<S>> call(
+            scorer, k, v, sequences, 0, options.for_backward ? &shape : nullptr, parts);
     } else if constexpr (cb::is_conv<S>) {
         const cb::conv_call<T> call(scorer, k, v, sequences, 0, options.dropout, parts);
     } else {
@@ -117,18 +119,24 @@ void score_sequence(const cuda& on, const S& scorer, rows_view<K> k, rows_view<V
         cb::launch("linear_kernel", cb::linear_kernel<T>, call.chunks(), 256, 0, on, call.streams,
                    call.source, scorer.weights.weight, scorer.weights.bias, scores);
     } else if constexpr (cb::is_mlstm<S>) {
-        cb::mlstm_call<Widths, T, cb::is_hedgehog<S>> mlstm(scorer, k, v, sequences, delay, nullptr, parts);
+        const mLSTMParameters<float> shape{};
+        cb::mlstm_call<Widths, T, cb::is_hedgehog<S>> mlstm(scorer, k, v, sequences, delay,
+                                                            options.for_backward ? &shape : nullptr, parts);
         mlstm.call.streams.rows = std::min(mlstm.call.streams.rows, scores.length);
         mlstm.problem.scores = scores;
         mlstm.problem.states = options.states;
         mlstm.project(on, status);
-        mlstm.scores(on);
+        if (options.for_backward) {
+            mlstm.states(on);
+            mlstm.read(on);
+        } else {
+            mlstm.scores(on);
+        }
     } else if constexpr (cb::is_conv<S>) {
         cb::conv_call<T> conv(scorer, k, v, sequences, delay, options.dropout, parts);
         conv.call.streams.rows = std::min(conv.call.streams.rows, scores.length);
         conv.problem.scores = scores;
-        conv.begin(on, status);
-        conv.score(on);
+        conv.run(on, device, status);
     } else {
         cb::mlp_call<T> mlp(scorer, k, v, sequences, nullptr, parts);
         mlp.call.streams.rows = std::min(mlp.call.streams.rows, scores.length);

@@ -204,7 +204,7 @@ void add_weight_gradients(const cuda& on, const scorer_call<T>& call, const weig
                           const T* d_rows, std::int32_t shift, float* partial) {
     const std::int32_t splits = gradient_splits(call, stack);
     shared_parts shared(nullptr);
-    shared.tile<T>(scorer_chunk, 2 * (64 + 128));
+    shared.tile<T>(scorer_chunk, weight_gradient_stages<T> * (64 + 128));
     shared.take<float>(2 * scorer_chunk);
     launch("weight_gradient_kernel", weight_gradient_kernel<T>,
            std::int64_t{splits} * call.streams.heads * (stack.rows / 64) * ((call.source.padded + 127) / 128),
@@ -216,13 +216,10 @@ void add_weight_gradients(const cuda& on, const scorer_call<T>& call, const weig
            call.source.padded);
 }
 
-/// into[h][i] += the chunks' sums [width] at `at`; nothing where nobody wants them.
-inline void add_sums(const cuda& on, const scorer_streams& streams, const float* partial, std::int32_t width,
-                     std::int32_t at, std::int32_t count, float* into) {
-    if (into != nullptr) {
-        launch("add_sums_kernel", add_sums_kernel<float>, (std::int64_t{streams.heads} * count + 3) / 4, 128,
-               0, on, partial, width, at, count, streams.batch, streams.heads, streams.slots, into);
-    }
+/// Adds up the chunks' sums, all of them in one launch.
+inline void add_sums(const cuda& on, const scorer_streams& streams, const chunk_sums& sums) {
+    launch("add_sums_kernel", add_sums_kernel<chunk_sums>, (streams.heads * sums.count() + 3) / 4, 128, 0, on,
+           sums, streams.batch, streams.heads, streams.slots);
 }
 
 template <class T>

@@ -185,14 +185,12 @@ void DualCache<P, T>::evict(const host& on, const Batch& batch, workspace_view w
             });
             std::int64_t all = 0;
             for (std::int64_t task = 0; task < heads; ++task) {
-                // A head gives back the pages that its dropped rows had; what was reserved beyond stays.
+                // A head that dropped rows gives back what neither rows nor the rest of a reservation need.
                 const ref_type cache = ref(static_cast<std::int32_t>(task / kv_heads));
                 const auto h = static_cast<std::int32_t>(task % kv_heads);
-                const std::int64_t now = cache.used(slot, h), page = cache.page_rows;
-                std::int64_t free = (now + dropped[task] + page - 1) / page - (now + page - 1) / page;
+                const std::int64_t wanted = cache.pages_wanted(slot, h);
                 std::int32_t& held = cache.held[cache.head_index(slot, h)];
-                // The pages after the last row in use are the free ones, then the reserved; all are alike.
-                for (; free > 0; --free) {
+                while (dropped[task] != 0 && held > wanted) {
                     cache.pool.give(cache.pages(slot, h)[--held]);
                 }
                 all += dropped[task];

@@ -81,6 +81,8 @@ void CacheOwner<Derived, P, T>::plan_common(layout& memory) {
     rules_at_ = memory.take(rules_.size() * sizeof(HeadRule));
     read_pages_at_ = memory.take(read_pages_.size() * sizeof(std::int32_t));
     length_at_ = memory.take(static_cast<std::size_t>(shape_.slots) * sizeof(position_t));
+    taken_at_ = memory.take(
+        host_backend::product_of(shape_.layers, shape_.slots, shape_.kv_heads, sizeof(std::int32_t)));
 }
 
 template <class Derived, AnyPolicy P, Storage T>
@@ -96,7 +98,6 @@ typename CacheOwner<Derived, P, T>::common_plan CacheOwner<Derived, P, T>::plan_
     plan.pinned = memory.take(P::has_keep ? heads * sizeof(std::int32_t) : 0);
     plan.victim = memory.take(heads * sizeof(std::int32_t));
     plan.proposed = memory.take(slots * sizeof(std::int32_t));
-    plan.taken = memory.take(slots * sizeof(std::int32_t));
     if constexpr (P::has_eviction) {
         const std::size_t query =
             host_backend::product_of(shape_.query_heads / shape_.kv_heads, shape_.dim_k, sizeof(T));
@@ -126,7 +127,7 @@ void CacheOwner<Derived, P, T>::fill(LayerRef<P, T>& ref, std::int32_t layer, co
     ref.pinned = P::has_keep ? at<std::int32_t>(plan.pinned) : nullptr;
     ref.victim = at<std::int32_t>(plan.victim);
     ref.proposed = at<std::int32_t>(plan.proposed);
-    ref.taken = at<std::int32_t>(plan.taken);
+    ref.taken = at<std::int32_t>(taken_at_) + std::int64_t{layer} * shape_.slots * shape_.kv_heads;
     ref.state = at<float>(plan.state);
     ref.scorer = scorer_of(layer);
     ref.state_size = host_backend::state_floats<P>(ref.scorer);
@@ -238,9 +239,11 @@ void CacheOwner<Derived, P, T>::advance(const host&, const Batch& batch) {
         const std::int32_t* const taken = self().ref(layer).taken;
         for (std::int32_t i = 0; i < batch.count; ++i) {
             if (taken[batch.slot(i)] != batch.tokens(i)) [[unlikely]] {
-                detail::refuse(detail::text("tokens of entry ", i).c_str(), batch.tokens(i),
-                               detail::text("the ", taken[batch.slot(i)], " that layer ", layer,
-                                            " has taken: every layer takes a token once"));
+                detail::refuse(
+                    detail::text("tokens of entry ", i).c_str(), batch.tokens(i),
+                    detail::text("the ", taken[batch.slot(i)], " that layer ", layer,
+                                 " has taken: advance() takes the same Batch as the layers, and every "
+                                 "layer takes a token once"));
             }
         }
     }

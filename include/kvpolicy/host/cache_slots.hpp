@@ -97,6 +97,9 @@ void copy_slot(const Cache& cache, std::int32_t from, std::int32_t to) {
         std::copy_n(array + from * count, count, array + to * count);
     });
     cache.taken[to] = cache.taken[from];
+    if constexpr (Cache::pooled) {
+        cache.reserved[to] = 0;
+    }
 }
 
 /// One layer of two slots, exchanged. Lengths are the caller's.
@@ -266,6 +269,10 @@ void CacheOwner<Derived, P, T>::reorder(const host&, const std::int32_t* sources
             host_backend::swap_slots(self().ref(layer), i, at_present);
         }
         std::swap(length[i], length[at_present]);
+        if constexpr (Derived::ref_type::pooled) {
+            auto* const reserved = self().ref(0).reserved;
+            std::swap(reserved[i], reserved[at_present]);
+        }
         // Whatever was in slot i is where the inheritance was.
         *std::find(where, where + shape_.slots, i) = at_present;
         where[sources[i]] = i;

@@ -218,6 +218,9 @@ void read_layer(const Cache& cache, std::int32_t slot, position_t length, blob_r
                         [&](auto* queries, std::int64_t count) { blob.get(queries, count); });
     cache.proposed[slot] = 0;
     cache.taken[slot] = 0;
+    if constexpr (Cache::pooled) {
+        cache.reserved[slot] = 0;
+    }
 }
 
 /// The checksum of a blob: of all its bytes, with 0 for the checksum itself.

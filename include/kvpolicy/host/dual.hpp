@@ -21,8 +21,26 @@ DualCache<P, T>::DualCache(const CacheShape& shape, const PoolShape& pool, const
     detail::require(pool.most_slabs >= 1, "most_slabs", pool.most_slabs, "1 or more");
     detail::require(pool.longest >= 1 && pool.longest <= most - shape.page_rows, "longest", pool.longest,
                     [&] { return detail::text("1 to ", most - shape.page_rows, ", 2^31 - 1 less a page"); });
+    detail::require(pool.spared_pages >= 0 && pool.spared_pages < pool.slab_pages, "spared_pages",
+                    pool.spared_pages,
+                    [&] { return detail::text("0 to ", pool.slab_pages - 1, ", less than a slab"); });
     const std::int64_t pages = std::int64_t{pool.slab_pages} * pool.most_slabs;
     detail::require(pages <= most, "slab_pages * most_slabs", pages, "below 2^31, as page ids are 32 bits");
+    PageStrides& strides = pool_.strides;
+    if (strides.k_page == 0 && strides.v_page == 0 && strides.k_row == 0 && strides.v_row == 0) {
+        strides = {std::int64_t{shape.page_rows} * shape.dim_k, std::int64_t{shape.page_rows} * shape.dim_v,
+                   shape.dim_k, shape.dim_v};
+    }
+    detail::require(strides.k_row >= shape.dim_k, "strides.k_row", strides.k_row,
+                    [&] { return detail::text("dim_k = ", shape.dim_k, " or more, or all strides 0"); });
+    detail::require(strides.v_row >= shape.dim_v, "strides.v_row", strides.v_row,
+                    [&] { return detail::text("dim_v = ", shape.dim_v, " or more, or all strides 0"); });
+    detail::require(strides.k_page >= shape.dim_k, "strides.k_page", strides.k_page,
+                    [&] { return detail::text("dim_k = ", shape.dim_k, " or more, or all strides 0"); });
+    detail::require(strides.v_page >= shape.dim_v, "strides.v_page", strides.v_page,
+                    [&] { return detail::text("dim_v = ", shape.dim_v, " or more, or all strides 0"); });
+    detail::require(!P::has_selection || own_layout(), "strides", "given",
+                    "0 for a policy with a selection, whose pages are parts of the pool's");
     for (std::int32_t layer = 0; layer < shape.layers; ++layer) {
         std::int64_t table = 0, tiles = 0, most_rows = 0;
         bool limited = false;
@@ -74,6 +92,7 @@ void DualCache<P, T>::plan() {
     free_at_ = memory.take(pages * sizeof(std::int32_t));
     count_at_ = memory.take(sizeof(std::int32_t));
     names_at_ = memory.take(pages * sizeof(std::int32_t));
+    reserved_at_ = memory.take(slots * sizeof(position_t));
     const std::size_t spare = host_backend::product_of(heads, shape.proposals);
     for (std::int32_t layer = 0; layer < shape.layers; ++layer) {
         const auto table = static_cast<std::size_t>(table_offset_[offset_index(layer, shape.kv_heads)]);
@@ -98,10 +117,14 @@ void DualCache<P, T>::plan() {
     typename base::layout slab{.name = "bytes of a slab"};
     slab.take(host_backend::product_of(rows, k_row));
     slab.take(host_backend::product_of(rows, v_row));
-    slab.take(host_backend::product_of(rows, sizeof(position_t)));
-    slab.take(host_backend::product_of(rows, sizeof(float)));
-    slab.take(bounds_bytes(rows));
+    typename base::layout notes{.name = "bytes of a slab's notes"};
+    for (typename base::layout* const of : {&slab, &notes}) {
+        of->take(host_backend::product_of(rows, sizeof(position_t)));
+        of->take(host_backend::product_of(rows, sizeof(float)));
+        of->take(bounds_bytes(rows));
+    }
     slab_bytes_ = slab.at + host_backend::alignment;
+    notes_bytes_ = notes.at + host_backend::alignment;
 }
 
 template <AnyPolicy P, Storage T>
@@ -112,6 +135,7 @@ void DualCache<P, T>::bind(const host&, void* buffer, std::size_t buffer_bytes) 
     std::memcpy(this->memory_ + tiles_at_, tile_offset_.data(), tile_offset_.size() * sizeof(std::int64_t));
     forget_slabs();
     *this->template at<std::int32_t>(count_at_) = 0;
+    std::fill_n(this->template at<position_t>(reserved_at_), this->shape_.slots, position_t{0});
     for (std::int32_t layer = 0; layer < this->shape_.layers; ++layer) {
         const ref_type cache = ref(layer);
         std::fill_n(cache.held, std::int64_t{cache.slots} * cache.kv_heads, 0);
@@ -122,12 +146,28 @@ void DualCache<P, T>::bind(const host&, void* buffer, std::size_t buffer_bytes) 
 }
 
 template <AnyPolicy P, Storage T>
+void DualCache<P, T>::require_room() const {
+    detail::require(slabs() < pool_.most_slabs, "slabs", slabs() + 1,
+                    [&] { return detail::text("at most most_slabs = ", pool_.most_slabs); });
+}
+
+template <AnyPolicy P, Storage T>
+void DualCache<P, T>::place_notes(typename base::layout& layout, std::byte* memory, Slab<T>& slab) const {
+    const std::size_t rows =
+        static_cast<std::size_t>(pool_.slab_pages) * static_cast<std::size_t>(this->shape_.page_rows);
+    slab.position = reinterpret_cast<position_t*>(memory + layout.take(rows * sizeof(position_t)));
+    slab.score = reinterpret_cast<float*>(memory + layout.take(rows * sizeof(float)));
+    slab.bounds = P::has_selection ? reinterpret_cast<T*>(memory + layout.take(bounds_bytes(rows))) : nullptr;
+}
+
+template <AnyPolicy P, Storage T>
 Slab<T> DualCache<P, T>::slab_in(void* buffer, std::size_t buffer_bytes) const {
+    detail::require(own_layout(), "slab", "memory without strides",
+                    "pages by add_pages(), since the pool's strides are an engine's");
     detail::require(buffer != nullptr, "slab", "null", "memory of slab_bytes()");
     detail::require(buffer_bytes >= slab_bytes_, "bytes of the slab", buffer_bytes,
                     [&] { return detail::text("at least slab_bytes() = ", slab_bytes_); });
-    detail::require(slabs() < pool_.most_slabs, "slabs", slabs() + 1,
-                    [&] { return detail::text("at most most_slabs = ", pool_.most_slabs); });
+    require_room();
     const std::size_t rows =
         static_cast<std::size_t>(pool_.slab_pages) * static_cast<std::size_t>(this->shape_.page_rows);
     std::byte* const memory = host_backend::aligned(buffer);
@@ -144,25 +184,49 @@ Slab<T> DualCache<P, T>::slab_in(void* buffer, std::size_t buffer_bytes) const {
                                   slab.take(rows * static_cast<std::size_t>(this->shape_.dim_k) * sizeof(T)));
     lent.v = reinterpret_cast<T*>(memory +
                                   slab.take(rows * static_cast<std::size_t>(this->shape_.dim_v) * sizeof(T)));
-    lent.position = reinterpret_cast<position_t*>(memory + slab.take(rows * sizeof(position_t)));
-    lent.score = reinterpret_cast<float*>(memory + slab.take(rows * sizeof(float)));
-    lent.bounds = P::has_selection ? reinterpret_cast<T*>(memory + slab.take(bounds_bytes(rows))) : nullptr;
+    place_notes(slab, memory, lent);
     return lent;
+}
+
+template <AnyPolicy P, Storage T>
+Slab<T> DualCache<P, T>::slab_of(T* k, T* v, void* notes, std::size_t notes_bytes) const {
+    detail::require(k != nullptr, "k", "null", "an engine's pages of keys");
+    detail::require(v != nullptr, "v", "null", "an engine's pages of values");
+    detail::require(notes != nullptr, "notes", "null", "memory of notes_bytes()");
+    detail::require(notes_bytes >= notes_bytes_, "bytes of the notes", notes_bytes,
+                    [&] { return detail::text("at least notes_bytes() = ", notes_bytes_); });
+    require_room();
+    typename base::layout layout;
+    Slab<T> lent;
+    lent.k = k;
+    lent.v = v;
+    place_notes(layout, host_backend::aligned(notes), lent);
+    return lent;
+}
+
+template <AnyPolicy P, Storage T>
+void DualCache<P, T>::lend(const Slab<T>& slab) {
+    this->template at<Slab<T>>(slabs_at_)[slabs()] = slab;
+    // The stack hands out low ids first.
+    auto* ids = this->template at<std::int32_t>(free_at_);
+    std::int32_t& count = *this->template at<std::int32_t>(count_at_);
+    const std::int32_t first = slabs() * pool_.slab_pages;
+    for (std::int32_t page = pool_.slab_pages - 1; page >= (first == 0 ? pool_.spared_pages : 0); --page) {
+        ids[count++] = first + page;
+    }
+    lent_.push_back(slab);
 }
 
 template <AnyPolicy P, Storage T>
 void DualCache<P, T>::add_slab(const host&, void* buffer, std::size_t buffer_bytes) {
     this->require_bound();
-    const Slab<T> lent = slab_in(buffer, buffer_bytes);
-    this->template at<Slab<T>>(slabs_at_)[slabs()] = lent;
-    // The stack hands out low ids first.
-    auto* ids = this->template at<std::int32_t>(free_at_);
-    std::int32_t& count = *this->template at<std::int32_t>(count_at_);
-    const std::int32_t first = slabs() * pool_.slab_pages;
-    for (std::int32_t page = pool_.slab_pages - 1; page >= 0; --page) {
-        ids[count++] = first + page;
-    }
-    lent_.push_back(lent);
+    lend(slab_in(buffer, buffer_bytes));
+}
+
+template <AnyPolicy P, Storage T>
+void DualCache<P, T>::add_pages(const host&, T* k, T* v, void* notes, std::size_t notes_bytes) {
+    this->require_bound();
+    lend(slab_of(k, v, notes, notes_bytes));
 }
 
 template <AnyPolicy P, Storage T>
@@ -176,9 +240,7 @@ std::int64_t DualCache<P, T>::reserve(const host&, const Batch& batch) {
     this->require_bound();
     host_backend::check_batch(batch, this->shape_.slots, std::numeric_limits<std::int32_t>::max(), "any");
     const auto rows_after = [&](const ref_type& cache, std::int32_t i, std::int32_t h) {
-        // Every token adds at most one row: to the ring until it is full, to the global part from then on.
-        return std::min<std::int64_t>(std::int64_t{cache.used(batch.slot(i), h)} + batch.tokens(i),
-                                      cache.capacity(h));
+        return cache.rows_after(batch.slot(i), h, batch.tokens(i));
     };
     const auto for_each_head = [&](auto&& visit) {
         for (std::int32_t layer = 0; layer < this->shape_.layers; ++layer) {
@@ -199,11 +261,16 @@ std::int64_t DualCache<P, T>::reserve(const host&, const Batch& batch) {
     });
     const std::int64_t missing = needed - free_pages();
     if (missing > 0) {
-        return (missing + pool_.slab_pages - 1) / pool_.slab_pages;
+        return slabs_of(missing);
     }
     for_each_head([&](const ref_type& cache, std::int32_t i, std::int32_t h) {
         cache.take_pages(batch.slot(i), h, rows_after(cache, i, h));
     });
+    for (std::int32_t i = 0; i < batch.count; ++i) {
+        const ref_type cache = ref(0);
+        position_t& until = cache.reserved[batch.slot(i)];
+        until = std::max(until, cache.length[batch.slot(i)] + batch.tokens(i));
+    }
     return 0;
 }
 
@@ -221,10 +288,12 @@ DualRef<P, T> DualCache<P, T>::ref(std::int32_t layer) const {
     ref.pool.page_rows = this->shape_.page_rows;
     ref.pool.dim_k = this->shape_.dim_k;
     ref.pool.dim_v = this->shape_.dim_v;
+    ref.pool.strides = pool_.strides;
     ref.table = this->template at<std::int32_t>(plan.table);
     ref.table_offset = this->template at<const std::int64_t>(offsets_at_) +
                        static_cast<std::ptrdiff_t>(offset_index(layer, 0));
     ref.held = this->template at<std::int32_t>(plan.held);
+    ref.reserved = this->template at<position_t>(reserved_at_);
     ref.tile_offset = this->template at<const std::int64_t>(tiles_at_) +
                       static_cast<std::ptrdiff_t>(offset_index(layer, 0));
     ref.arrivals = this->template at<std::uint32_t>(plan.arrivals);
@@ -260,6 +329,7 @@ void DualCache<P, T>::clear(const host&, std::int32_t slot) {
         give_pages(cache, slot);
         this->reset(cache, slot);
     }
+    this->template at<position_t>(reserved_at_)[slot] = 0;
 }
 
 }  // namespace kvpolicy

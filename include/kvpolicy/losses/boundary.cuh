@@ -6,6 +6,8 @@
 #include <kvpolicy/cuda/config.cuh>
 #include <kvpolicy/losses/boundary.hpp>
 
+#include <cuda_runtime_api.h>
+
 #include <cstddef>
 #include <cstdint>
 
@@ -25,6 +27,9 @@ struct BoundaryOptions {
     /// [layers * Hkv] in device memory, read when the work runs, in place of the policy's log gamma; so a decay that
     /// is learned stays on the device. Must be <= 0.
     const float* log_gamma = nullptr;
+    /// Recorded where `scores` are ready, when another stream makes them: only what needs them waits for it, so that ranking the target, which
+    /// a few multiprocessors do, runs beside the scorer's forward pass. Null: they are ready.
+    cudaEvent_t scores_ready = nullptr;
 };
 
 /// Bytes of device workspace that boundary_loss needs, with `heads` over all layers of the call.

@@ -29,6 +29,10 @@ struct BasicScoreOptions {
     Real* states = nullptr;
     /// For training a scorer that has it (ConvScorer); a rate above 0 is refused for others.
     Dropout dropout{};
+    /// A backward pass of the same tokens follows, with the same workspace, that nobody else writes to meanwhile: score_sequence_backward
+    /// with `kept` then goes on from what this call leaves there (an mLSTMScorer's features, gates and states on CUDA; nothing elsewhere). The
+    /// workspace needs more (score_sequence_workspace_bytes says so), as much as the backward pass.
+    bool for_backward = false;
 };
 using ScoreOptions = BasicScoreOptions<float>;
 

@@ -106,7 +106,8 @@ auto fetch_from(const Value* from, std::int64_t count) {
 
 enum class Mode { step, prefill, propose };
 
-template <class P, class T, class Dims = kvpolicy::all_head_dims>
+/// Without `Chunks` calls of one token only: the others take long to compile.
+template <class P, class T, class Dims = kvpolicy::all_head_dims, bool Chunks = true>
 class BothCaches {
   public:
     kvpolicy::CacheShape shape;
@@ -164,9 +165,13 @@ class BothCaches {
                 }
             }
             const auto ref = cache.ref(layer);
-            const Device<unsigned char> workspace(
-                mode == Mode::step ? kvpolicy::step_workspace_bytes<Dims>(device, ref, count)
-                                   : kvpolicy::cache_workspace_bytes<Dims>(device, ref, count, length));
+            std::size_t needed = kvpolicy::step_workspace_bytes<Dims>(device, ref, count);
+            if constexpr (Chunks) {
+                if (mode != Mode::step) {
+                    needed = kvpolicy::cache_workspace_bytes<Dims>(device, ref, count, length);
+                }
+            }
+            const Device<unsigned char> workspace(needed);
             const auto out_view = kvpolicy::view_bhsd(out.data(), count, query_heads, length, shape.dim_v);
             Workspace host_workspace(
                 kvpolicy::cache_workspace_bytes(on, oracle.cache.ref(layer), count, length));
@@ -175,6 +180,8 @@ class BothCaches {
                                      status.data(), device_extras);
                 kvpolicy::step(on, oracle.cache.ref(layer), batch, in.q.view(), in.k.view(), in.v.view(),
                                wanted.view(), host_workspace, nullptr, extras);
+            } else if constexpr (!Chunks) {
+                FAIL("a chunk in a test of steps");
             } else if (mode == Mode::prefill) {
                 kvpolicy::prefill<Dims>(device, ref, device_batch, q_view, k_view, v_view, out_view,
                                         workspace, status.data(), device_extras);
@@ -201,8 +208,10 @@ class BothCaches {
         }
         const std::vector<std::int32_t>& moved = mode == Mode::propose ? accepted : q_len;
         const Device<std::int32_t> device_moved(moved);
+        const Device<std::uint32_t> status(no_status);
         oracle.cache.advance(on, {count, slots.data(), moved.data(), length});
-        cache.advance(device, {count, device_slots.data(), device_moved.data(), length});
+        cache.advance(device, {count, device_slots.data(), device_moved.data(), length}, status.data());
+        CHECK(status.read() == no_status);
     }
 
     /// Whether both hold the same keys, values, positions and scores in the same rows, and the same counters, byte for byte.

@@ -3,6 +3,8 @@
 #include "../../support/refusal.hpp"
 #include "dual_parts.hpp"
 
+#include <limits>
+
 using namespace kvpolicy;
 using namespace test;
 
@@ -71,8 +73,81 @@ TEST_CASE("floats and 16-bit rows") {
     check_steps<fp16, 128>(1, 0.2f);
 }
 
+TEST_CASE("keys and queries that are no numbers") {
+    // A query with a logit that is none counts for nothing; a NaN key makes all that see it such, until it is dropped.
+    constexpr double none = std::numeric_limits<double>::quiet_NaN(),
+                     infinite = std::numeric_limits<double>::infinity();
+    for (const double bad : {none, infinite, -infinite}) {
+        for (const bool of_key : {true, false}) {
+            CAPTURE(bad);
+            CAPTURE(of_key);
+            const Gated policy{Sink<>{1}, Window<>{5}, ThresholdGate<at_least>{-100.0f},
+                               SnapKVEviction{.average = 30, .share = 0.2f, .observing = 12}};
+            BothDuals<Gated, double> both({.layers = 1,
+                                           .slots = 2,
+                                           .query_heads = 4,
+                                           .kv_heads = 2,
+                                           .dim_k = 8,
+                                           .dim_v = 8,
+                                           .page_rows = 16},
+                                          {.slab_pages = 64, .most_slabs = 1, .longest = 300}, policy,
+                                          nullptr, nullptr, {.scale = 0.375f});
+            both.add_slab();
+            both.outputs_count = false;
+            std::mt19937 generator(7);
+            for (std::int32_t t = 0; t < 90; ++t) {
+                CallTensors<double> in(both.shape, 2, 1, Scores::random, generator);
+                if (t % 17 == 9) {
+                    (of_key ? in.k.view().row(0, 1, 0) : in.q.view().row(0, 2, 0))[3] = bad;
+                }
+                both.call(Mode::step, {0, 1}, {1, 1}, in);
+            }
+            both.same_rows("after 90 steps");
+            CHECK(both.rounds > 6);
+        }
+    }
+}
+
+TEST_CASE("a reservation holds across evictions") {
+    const Gated policy{Sink<>{4}, Window<>{9}, ThresholdGate<at_least>{-100.0f},
+                       SnapKVEviction{.average = 40, .share = 0.3f, .observing = 8}};
+    BothDuals<Gated, double> both(
+        {.layers = 1, .slots = 2, .query_heads = 1, .kv_heads = 1, .dim_k = 8, .dim_v = 8, .page_rows = 16},
+        {.slab_pages = 12, .most_slabs = 1, .longest = 2000}, policy, nullptr, nullptr, {.scale = 0.375f});
+    both.add_slab();
+    std::mt19937 generator(3);
+    // The other slot takes all pages that are free.
+    std::int32_t taken = 0;
+    const auto drain = [&] {
+        const Device<std::int32_t> slot(std::vector<std::int32_t>{1});
+        const std::int32_t other = 1;
+        while (both.oracle.cache.free_pages() != 0) {
+            taken += 16;
+            REQUIRE(both.oracle.cache.reserve(both.on, {.count = 1, .slots = &other, .length = taken}) == 0);
+            REQUIRE(both.cache.reserve(both.device, {.count = 1, .slots = slot.data(), .length = taken}) ==
+                    0);
+        }
+    };
+    for (std::int32_t round = 0; round < 12; ++round) {
+        CHECK(both.reserve({0}, {25}));
+        drain();
+        for (std::int32_t t = 0; t < 25; ++t) {
+            const bool refused = both.call(Mode::step, {0}, {1},
+                                           CallTensors<double>(both.shape, 1, 1, Scores::random, generator));
+            REQUIRE(!refused);
+            drain();
+        }
+        both.same_rows("round " + std::to_string(round));
+        both.oracle.cache.clear(both.on, 1);
+        both.cache.clear(both.device, 1);
+        taken = 0;
+    }
+    CHECK(both.rounds > 10);
+}
+
 TEST_CASE("one graph serves all later steps, with evictions and selections") {
     using P = Policy<Sink<>, Window<>, ThresholdGate<at_least>, SnapKVEviction, QuestPages<16>>;
+    using Dims = head_dims<64>;
     constexpr std::int32_t slots = 2, heads = 2, group = 4, dim = 64;
     struct Side {
         kvpolicy::cuda on{};
@@ -98,16 +173,17 @@ TEST_CASE("one graph serves all later steps, with evictions and selections") {
             cache.bind(on, memory.data(), memory.size());
             cache.add_slab(on, slab.data(), slab.size());
             workspace =
-                std::make_unique<Device<unsigned char>>(step_workspace_bytes(on, cache.ref(0), slots));
+                std::make_unique<Device<unsigned char>>(step_workspace_bytes<Dims>(on, cache.ref(0), slots));
             eviction = std::make_unique<Device<unsigned char>>(cache.evict_workspace_bytes(on));
         }
         void token() {
             CacheExtras extras;
             extras.scores = view_bhs<const float>(scores.data(), slots, heads, 1);
-            step(on, cache.ref(0), {slots}, view_bhsd<const bf16>(q.data(), slots, heads * group, 1, dim),
-                 view_bhsd<const bf16>(k.data(), slots, heads, 1, dim),
-                 view_bhsd<const bf16>(v.data(), slots, heads, 1, dim),
-                 view_bhsd(out.data(), slots, heads * group, 1, dim), *workspace, status.data(), extras);
+            step<Dims>(
+                on, cache.ref(0), {slots}, view_bhsd<const bf16>(q.data(), slots, heads * group, 1, dim),
+                view_bhsd<const bf16>(k.data(), slots, heads, 1, dim),
+                view_bhsd<const bf16>(v.data(), slots, heads, 1, dim),
+                view_bhsd(out.data(), slots, heads * group, 1, dim), *workspace, status.data(), extras);
             cache.advance(on, {slots}, status.data());
             cache.evict(on, {slots}, *eviction, reports.data(), status.data());
         }

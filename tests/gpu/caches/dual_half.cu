@@ -8,22 +8,31 @@
 using namespace kvpolicy;
 using namespace test;
 
-TEST_CASE("bf16, gates that keep all, a half, few") {
+namespace {
+
+void check(std::int32_t group, std::int32_t turns) {
     using P = Policy<Sink<>, Window<>, ThresholdGate<at_least>>;
     constexpr float thresholds[] = {-100.0f, 0.0f, 2.5f};
     const P policy{Sink<>{4}, Window<>{21}, ThresholdGate<at_least>{per_head(thresholds, 1, 3)}};
     std::mt19937 generator(3);
-    for (const std::int32_t group : {4, 12}) {
-        BothDuals<P, bf16, head_dims<64>, true> both({.layers = 1,
-                                                      .slots = 3,
-                                                      .query_heads = 3 * group,
-                                                      .kv_heads = 3,
-                                                      .dim_k = 64,
-                                                      .dim_v = 40,
-                                                      .page_rows = 32,
-                                                      .proposals = 4},
-                                                     {.slab_pages = 16, .most_slabs = 40, .longest = 5000},
-                                                     policy);
-        random_life(both, Scores::random, 120, generator);
-    }
+    BothDuals<P, bf16, head_dims<64>, true> both({.layers = 1,
+                                                  .slots = 3,
+                                                  .query_heads = 3 * group,
+                                                  .kv_heads = 3,
+                                                  .dim_k = 64,
+                                                  .dim_v = 40,
+                                                  .page_rows = 32,
+                                                  .proposals = 4},
+                                                 {.slab_pages = 16, .most_slabs = 40, .longest = 5000},
+                                                 policy);
+    random_life(both, Scores::random, turns, generator);
+}
+
+}  // namespace
+
+TEST_CASE("few calls") { check(4, 16); }
+
+TEST_CASE("bf16, gates that keep all, a half, few") {
+    check(4, 120);
+    check(12, 120);
 }

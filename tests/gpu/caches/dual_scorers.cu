@@ -14,7 +14,7 @@ using namespace test;
 namespace {
 
 template <class S>
-void check(const S& sizes, bool optional) {
+void check(const S& sizes, bool optional, std::int32_t turns = 60) {
     using P = Policy<Sink<2>, Window<7>, TopKBudget<>, S>;
     std::mt19937 generator(11);
     const TwoScorers<S> scorers(sizes, optional, generator);
@@ -31,7 +31,7 @@ void check(const S& sizes, bool optional) {
     BothDuals<P, float, all_head_dims, true> both(shape,
                                                   {.slab_pages = 3, .most_slabs = 100, .longest = 2000},
                                                   policy, &scorers.of_host, &scorers.of_device);
-    for (std::int32_t turn = 0; turn < 60; ++turn) {
+    for (std::int32_t turn = 0; turn < turns; ++turn) {
         const Mode mode = turn % 3 == 0 ? Mode::step : turn % 3 == 1 ? Mode::prefill : Mode::propose;
         const std::int32_t most = mode == Mode::step ? 1 : mode == Mode::propose ? 6 : 25;
         const auto some = [&](std::int32_t limit) {
@@ -50,6 +50,16 @@ void check(const S& sizes, bool optional) {
 }
 
 }  // namespace
+
+TEST_CASE("few calls") {
+    check(sized<LinearScorer<>>(), true, 6);
+    auto silu = sized<MlpScorer<>>();
+    silu.hidden = 37;
+    check(silu, true, 6);
+    auto hedgehog = sized<mLSTMScorer<>>();
+    hedgehog.d_qk = 20;
+    check(hedgehog, true, 6);
+}
 
 TEST_CASE("LinearScorer") { check(sized<LinearScorer<>>(), true); }
 

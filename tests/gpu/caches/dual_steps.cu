@@ -89,7 +89,7 @@ struct Call {
                               .dim_k = dim,
                               .dim_v = dim,
                               .page_rows = 16},
-                             {.slab_pages = 32, .most_slabs = 16, .longest = 2000},
+                             {.slab_pages = 32, .most_slabs = 300, .longest = 10100},
                              P{Sink<>{4}, Window<>{30}, ThresholdGate<at_least>{25.0f}}};
     Device<unsigned char> memory{cache.bytes().total()};
     std::vector<std::unique_ptr<Device<unsigned char>>> slabs;
@@ -179,8 +179,10 @@ TEST_CASE_TEMPLATE("16-bit steps at every head_dim and group", T, bf16, fp16) {
     check_shape<T>(72, 128, 5, 32, {.scale = 0.2f, .softcap = 5.0f});
 }
 
-TEST_CASE("one graph serves all later steps, across promotions and slabs") {
-    Call by_graph(2), by_hand(16);
+namespace {
+
+void check_graph(std::int32_t steps) {
+    Call by_graph(2), by_hand(2);
     cudaStream_t stream = nullptr;
     ok(cudaStreamCreate(&stream));
     const Device<unsigned char> workspace(by_graph.bytes()), other(by_hand.bytes());
@@ -196,10 +198,10 @@ TEST_CASE("one graph serves all later steps, across promotions and slabs") {
     ok(cudaGraphInstantiate(&executable, graph, 0));
     std::mt19937 generator(5);
     const Device<std::int32_t> ahead(std::vector<std::int32_t>(Call::slots, 50));
-    for (std::int32_t t = 0; t < 600; ++t) {
-        if (t % 50 == 0) {
-            while (by_graph.cache.reserve(by_graph.on, {Call::slots, nullptr, ahead.data()}) > 0) {
-                by_graph.lend();
+    for (std::int32_t t = 0; t < steps; ++t) {
+        for (Call* call : {&by_graph, &by_hand}) {
+            while (t % 50 == 0 && call->cache.reserve(call->on, {Call::slots, nullptr, ahead.data()}) > 0) {
+                call->lend();
             }
         }
         std::vector<bf16> numbers(by_hand.v.size());
@@ -229,7 +231,14 @@ TEST_CASE("one graph serves all later steps, across promotions and slabs") {
     ok(cudaStreamDestroy(stream));
 }
 
-TEST_CASE("a pool that runs out: nothing is lost, and pages come back") {
+}  // namespace
+
+TEST_CASE("few steps by one graph") { check_graph(60); }
+TEST_CASE("one graph serves 10,000 steps, across promotions and slabs") { check_graph(10000); }
+
+namespace {
+
+void check_scarce(std::int32_t tokens) {
     Call scarce(0);
     const Device<unsigned char> workspace(scarce.bytes());
     const std::vector<std::uint32_t> none(Call::slots, 0), all(Call::slots, status_pool_exhausted);
@@ -239,7 +248,7 @@ TEST_CASE("a pool that runs out: nothing is lost, and pages come back") {
     for (const bf16 x : scarce.out.read()) {
         CHECK(static_cast<float>(x) == 0.0f);
     }
-    for (std::int32_t t = 0; t < 300; ++t) {
+    for (std::int32_t t = 0; t < tokens; ++t) {
         for (std::int32_t layer = 0; layer < 2; ++layer) {
             ok(cudaMemset(scarce.status.data(), 0, scarce.status.bytes()));
             scarce.run({Call::slots}, workspace, layer);
@@ -265,12 +274,17 @@ TEST_CASE("a pool that runs out: nothing is lost, and pages come back") {
         CHECK(scarce.status.read() == none);
     }
     CHECK(BothDuals<Call::P, bf16>::fetch(scarce.cache.ref(0).length, Call::slots) ==
-          std::vector<position_t>(Call::slots, 300));
+          std::vector<position_t>(Call::slots, tokens));
     for (std::int32_t slot = 0; slot < Call::slots; ++slot) {
         scarce.cache.clear(scarce.on, slot);
     }
     CHECK(scarce.cache.free_pages(scarce.on) == scarce.cache.lent_pages());
 }
+
+}  // namespace
+
+TEST_CASE("few tokens from a pool that runs out") { check_scarce(40); }
+TEST_CASE("a pool that runs out: nothing is lost, and pages come back") { check_scarce(300); }
 
 TEST_CASE("pages of heads as sequences, and what a device finds too late") {
     Call call(16);
@@ -282,7 +296,7 @@ TEST_CASE("pages of heads as sequences, and what a device finds too late") {
         }
         call.cache.advance(call.on, {Call::slots, nullptr, lengths.data()}, call.status.data());
     }
-    const auto capacity = static_cast<std::size_t>(16 * 32);
+    const auto capacity = static_cast<std::size_t>(call.cache.pool().most_slabs) * 32;
     const Device<std::int32_t> indptr(std::size_t{Call::slots} * Call::kv_heads + 1),
         last(std::size_t{Call::slots} * Call::kv_heads), indices(std::vector<std::int32_t>(capacity, -1));
     export_heads(call.on, call.cache.ref(0), {Call::slots},
@@ -299,6 +313,7 @@ TEST_CASE("pages of heads as sequences, and what a device finds too late") {
     call.run({Call::slots, nullptr, wrong.data()}, workspace);
     CHECK(call.status.read() == std::vector<std::uint32_t>{0, status_bad_length, status_bad_length});
     ok(cudaMemset(call.status.data(), 0, call.status.bytes()));
+    call.cache.clear(call.on, 0);
     call.run({Call::slots, slots.data()}, workspace);
     CHECK(call.status.read() == std::vector<std::uint32_t>{0, status_bad_length, status_bad_length});
     ok(cudaMemset(call.status.data(), 0, call.status.bytes()));
@@ -306,11 +321,11 @@ TEST_CASE("pages of heads as sequences, and what a device finds too late") {
     CHECK(call.status.read()[1] == status_bad_length);
 }
 
-TEST_CASE("pages that begin beyond 2^32 bytes") {
+TEST_CASE("pages that begin around 2^31 and 2^32 bytes") {
     using P = Policy<Window<4>, ThresholdGate<at_least>>;
     const kvpolicy::cuda on{};
-    // What 60 tokens give, from a slab of so many pages of 16 rows of 256 bytes, the last pages first where it says so.
-    const auto outputs_of = [&](std::int32_t pages, bool last_first) {
+    // What 60 tokens give, from a slab of so many pages of 16 rows of 256 bytes; where it says so from those at 2^31 and 2^32 bytes first.
+    const auto outputs_of = [&](std::int32_t pages, bool far_first) {
         DualCache<P, bf16> cache({.layers = 1,
                                   .slots = 2,
                                   .query_heads = 4,
@@ -330,9 +345,13 @@ TEST_CASE("pages that begin beyond 2^32 bytes") {
         cache.bind(on, memory.data(), memory.size());
         cache.add_slab(on, slab, cache.slab_bytes());
         const auto ref = cache.ref(0);
-        if (last_first) {
+        if (far_first) {
             auto ids = fetch_from(ref.pool.free_ids, pages);
-            std::reverse(ids.begin(), ids.end());
+            constexpr std::int32_t borders[] = {1 << 19, 1 << 20};  // of 2^12 bytes a page
+            for (std::int32_t i = 0; i < 16; ++i) {
+                const auto first = std::find(ids.begin(), ids.end(), borders[i % 2] + i / 2 - 4);
+                std::iter_swap(first, ids.end() - 1 - i);
+            }
             ok(cudaMemcpy(ref.pool.free_ids, ids.data(), ids.size() * sizeof ids[0], cudaMemcpyHostToDevice));
         }
         std::mt19937 generator(1);

@@ -35,6 +35,21 @@ void check(std::int32_t dim, std::int32_t group, std::int32_t budget) {
 
 }  // namespace
 
+TEST_CASE("few calls") {
+    const Budget policy{Sink<>{4}, Window<>{21}, TopKBudget<>{30}, Decay<1>{-0.01f}};
+    std::mt19937 generator(2);
+    BothCaches<Budget, bf16, head_dims<64>> both({.layers = 1,
+                                                  .slots = 3,
+                                                  .query_heads = 6,
+                                                  .kv_heads = 2,
+                                                  .dim_k = 40,
+                                                  .dim_v = 64,
+                                                  .page_rows = 16,
+                                                  .proposals = 4},
+                                                 policy);
+    random_life(both, Scores::random, 16, generator);
+}
+
 TEST_CASE("bf16") {
     check<bf16>(64, 4, 200);
     check<bf16>(40, 3, 17);

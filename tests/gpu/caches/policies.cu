@@ -45,6 +45,15 @@ void check(const P& policy, position_t rebase_limit = kvpolicy::rebase_limit,
 
 }  // namespace
 
+TEST_CASE("few calls") {
+    using P = Policy<Sink<2>, Window<4>, ThresholdGate<above>, TopKBudget<66>, Decay<dynamic>>;
+    std::mt19937 generator(3);
+    BothCaches<P, float> both(shape_of(2),
+                              P{{}, {}, ThresholdGate<above>{-0.5f}, {}, Decay<dynamic>{-0.02f, 1}}, nullptr,
+                              nullptr, {}, 11);
+    random_life(both, Scores::few_values, 16, generator);
+}
+
 TEST_CASE("budgets by layer and head") {
     check(Policy<Sink<>, Window<>, TopKBudget<>>{Sink<>{per_head(sinks, layers, kv_heads)},
                                                  Window<>{per_head(windows, layers, kv_heads)},

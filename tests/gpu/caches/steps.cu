@@ -44,7 +44,7 @@ void check(std::int32_t dim_k, std::int32_t dim_v, std::int32_t group, std::int3
     CAPTURE(group);
     CAPTURE(budget);
     std::mt19937 generator(static_cast<unsigned>(dim_k * 16 + group));
-    BothCaches<Budget, T> both(
+    BothCaches<Budget, T, all_head_dims, false> both(
         {.layers = 1, .slots = 3, .query_heads = 2 * group, .kv_heads = 2, .dim_k = dim_k, .dim_v = dim_v},
         policy_of(budget), nullptr, nullptr, attention);
     fill(both, {budget + 300, budget / 2, 3}, CallTensors<T>(both.shape, 3, budget + 300, kind, generator));
@@ -112,7 +112,9 @@ TEST_CASE_TEMPLATE("steps at every head_dim and group", T, bf16, fp16) {
     check<T>(128, 64, 3, 3000, Scores::improving, {.scale = 0.2f, .softcap = 5.0f});
 }
 
-TEST_CASE("one graph serves all later steps") {
+namespace {
+
+void check_graph(std::int32_t steps) {
     Call by_graph, by_hand;
     cudaStream_t stream = nullptr;
     ok(cudaStreamCreate(&stream));
@@ -132,7 +134,7 @@ TEST_CASE("one graph serves all later steps") {
     const Device<unsigned char> other(by_hand.bytes());
     by_hand.run({Call::slots}, other);
     by_hand.cache.advance(by_hand.on, {Call::slots});
-    for (std::int32_t t = 0; t < 400; ++t) {
+    for (std::int32_t t = 1; t < steps; ++t) {
         std::vector<bf16> numbers(by_hand.v.size());
         std::vector<float> given(by_hand.scores.size());
         for (bf16& x : numbers) {
@@ -165,6 +167,11 @@ TEST_CASE("one graph serves all later steps") {
     ok(cudaStreamDestroy(stream));
 }
 
+}  // namespace
+
+TEST_CASE("few steps by one graph") { check_graph(12); }
+TEST_CASE("one graph serves 10,000 steps") { check_graph(10000); }
+
 TEST_CASE("what a host would refuse: counts, slots and scores in device memory") {
     Call call;
     const Device<unsigned char> workspace(call.bytes());
@@ -181,8 +188,21 @@ TEST_CASE("what a host would refuse: counts, slots and scores in device memory")
                      before.begin() + static_cast<std::ptrdiff_t>(each),
                      [](bf16 x, bf16 y) { return x.bits == y.bits; }));
     ok(cudaMemset(call.status.data(), 0, call.status.bytes()));
+    call.cache.clear(call.on, 0);
     call.run({Call::slots, slots.data()}, workspace);
     CHECK(call.status.read() == std::vector<std::uint32_t>{0, status_bad_length, status_bad_length});
+    // Entries of slot -1 bring no token, and nothing is wrong with them: a padded batch.
+    const Device<std::int32_t> padded(std::vector<std::int32_t>{-1, 2, -1});
+    ok(cudaMemset(call.status.data(), 0, call.status.bytes()));
+    ok(cudaMemset(call.out.data(), 0x11, call.out.bytes()));
+    call.run({Call::slots, padded.data()}, workspace);
+    call.cache.advance(call.on, {Call::slots, padded.data()}, call.status.data());
+    CHECK(call.status.read() == std::vector<std::uint32_t>(Call::slots, 0));
+    const auto of_second = call.out.read();
+    CHECK(of_second[0].bits == before[0].bits);
+    CHECK(static_cast<float>(of_second[each]) == 1.0f);
+    CHECK(of_second[2 * each].bits == before[0].bits);
+    CHECK(fetch_from(call.cache.ref(0).length, Call::slots) == std::vector<position_t>{0, 0, 1});
     // A NaN ranks last: once the budget is full of numbers, none is left.
     ok(cudaMemset(call.status.data(), 0, call.status.bytes()));
     call.cache.clear(call.on, 0);
@@ -248,6 +268,61 @@ TEST_CASE("the workspace of a batch serves smaller ones, whose heads are cut amo
         CAPTURE(fewer);
         CHECK(step_workspace_bytes(on, cache.ref(0), fewer) <= all);
     }
+    // Of a whole cache: what the layer that needs most needs.
+    constexpr std::int32_t budgets[] = {100, 9000};
+    FixedBudgetCache<Budget, bf16> uneven(
+        {.layers = 2, .slots = 2, .query_heads = 4, .kv_heads = 1, .dim_k = 64, .dim_v = 64},
+        Budget{Sink<>{4}, Window<>{60}, TopKBudget<>{per_head(budgets, 2, 1)}});
+    const Device<unsigned char> other(uneven.bytes().total());
+    uneven.bind(on, other.data(), other.size());
+    const std::size_t first = step_workspace_bytes(on, uneven.ref(0), 2),
+                      second = step_workspace_bytes(on, uneven.ref(1), 2);
+    CHECK(first < second);
+    CHECK(step_workspace_bytes(on, uneven, 2) == second);
+}
+
+TEST_CASE("rows that begin beyond 2^31 and 2^32 bytes") {
+    constexpr std::int32_t budget = 4300000;  // keys of 2.2e9 bytes a slot
+    FixedBudgetCache<Budget, bf16> cache(
+        {.layers = 1, .slots = 3, .query_heads = 4, .kv_heads = 2, .dim_k = 128, .dim_v = 8},
+        policy_of(budget));
+    void* lent = nullptr;
+    if (cudaMalloc(&lent, cache.bytes().total()) != cudaSuccess) {
+        static_cast<void>(cudaGetLastError());
+        MESSAGE("skipped: the card has not 7.5 GB to spare");
+        return;
+    }
+    const kvpolicy::cuda on{};
+    cache.bind(on, lent, cache.bytes().total());
+    const auto ref = cache.ref(0);
+    CHECK(2 * ref.rows * 128 > std::int64_t{1} << 31);
+    CHECK(4 * ref.rows * 128 > std::int64_t{1} << 32);
+    const Device<unsigned char> workspace(step_workspace_bytes<head_dims<128>>(on, ref, 1));
+    std::mt19937 generator(1);
+    for (std::int32_t t = 0; t < 150; ++t) {
+        const CallTensors<bf16> in(cache.shape(), 1, 1, Scores::random, generator);
+        const Device<bf16> q(in.q.data), k(in.k.data), v(in.v.data);
+        const Device<float> scores(in.scores.data);
+        CacheExtras extras;
+        extras.scores = view_bhs<const float>(scores.data(), 1, 2, 1);
+        std::vector<std::uint16_t> first;
+        for (std::int32_t slot = 0; slot < 3; ++slot) {
+            const Device<std::int32_t> named(std::vector<std::int32_t>{slot});
+            const Device<bf16> out(std::size_t{4} * 8);
+            step<head_dims<128>>(on, ref, {1, named.data()}, view_bhsd<const bf16>(q.data(), 1, 4, 1, 128),
+                                 view_bhsd<const bf16>(k.data(), 1, 2, 1, 128),
+                                 view_bhsd<const bf16>(v.data(), 1, 2, 1, 8),
+                                 view_bhsd(out.data(), 1, 4, 1, 8), workspace, nullptr, extras);
+            cache.advance(on, {1, named.data()});
+            std::vector<std::uint16_t> bits;
+            for (const bf16 x : out.read()) {
+                bits.push_back(x.bits);
+            }
+            first = slot == 0 ? bits : first;
+            CHECK(bits == first);
+        }
+    }
+    ok(cudaFree(lent));
 }
 
 TEST_CASE("refusals: one sentence, before anything runs") {

@@ -1,6 +1,7 @@
 // Scorers with weights at random, for caches on both backends.
 #pragma once
 
+#include <kvpolicy/scorers/conv.hpp>
 #include <kvpolicy/scorers/linear.hpp>
 #include <kvpolicy/scorers/mlp.hpp>
 #include <kvpolicy/scorers/mlstm.hpp>
@@ -49,6 +50,10 @@ struct TwoScorers {
 
     static auto read_only(const kvpolicy::LinearParameters<float>& w) {
         return kvpolicy::LinearParameters<const float>{w.weight, w.bias};
+    }
+    static auto read_only(const kvpolicy::ConvParameters<float>& w) {
+        return kvpolicy::ConvParameters<const float>{w.w1, w.b1, w.w2,      w.b2,
+                                                     w.w3, w.b3, w.readout, w.readout_bias};
     }
     static auto read_only(const kvpolicy::MlpParameters<float>& w) {
         return kvpolicy::MlpParameters<const float>{w.w1, w.b1, w.w2, w.b2};

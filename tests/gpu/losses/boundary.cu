@@ -44,6 +44,28 @@ struct Case {
     }
 };
 
+__global__ void pass_time(long long cycles) {
+    const long long begun = clock64();
+    while (clock64() - begun < cycles) {
+    }
+}
+
+struct late_stream {
+    cudaStream_t stream = nullptr;
+    cudaEvent_t done = nullptr;
+
+    late_stream() {
+        test::ok(cudaStreamCreateWithFlags(&stream, cudaStreamNonBlocking));
+        test::ok(cudaEventCreateWithFlags(&done, cudaEventDisableTiming));
+    }
+    late_stream(const late_stream&) = delete;
+    late_stream& operator=(const late_stream&) = delete;
+    ~late_stream() {
+        static_cast<void>(cudaEventDestroy(done));
+        static_cast<void>(cudaStreamDestroy(stream));
+    }
+};
+
 void check(const Case& c) {
     CAPTURE(c.name);
     const auto count = static_cast<std::size_t>(c.batch * c.heads) * static_cast<std::size_t>(c.length);
@@ -118,6 +140,20 @@ void check(const Case& c) {
     boundary_loss(on, c.loss, policy, plane(static_cast<const float*>(device_scores.data())),
                   plane(static_cast<const float*>(device_target.data())), on_device, plane(gradient.data()),
                   nullptr, result.data(), workspace);
+    CHECK(gradient.read() == gradients);
+    CHECK(result.read()[0].value == got.value);
+    // Scores that another stream makes, long after the target has been ranked.
+    const Device<float> late(std::vector<float>(count, std::nanf("")));
+    const late_stream other;
+    pass_time<<<1, 1, 0, other.stream>>>(2'000'000);
+    test::ok(cudaMemcpyAsync(late.data(), device_scores.data(), late.bytes(), cudaMemcpyDeviceToDevice,
+                             other.stream));
+    test::ok(cudaEventRecord(other.done, other.stream));
+    BoundaryOptions options;
+    options.scores_ready = other.done;
+    boundary_loss(on, c.loss, policy, plane(static_cast<const float*>(late.data())),
+                  plane(static_cast<const float*>(device_target.data())), on_device, plane(gradient.data()),
+                  nullptr, result.data(), workspace, nullptr, options);
     CHECK(gradient.read() == gradients);
     CHECK(result.read()[0].value == got.value);
 }

@@ -151,6 +151,30 @@ TEST_CASE("plenty of chunks, so that walks go in segments") {
                        1e-2);
 }
 
+TEST_CASE("many planes, which have no segments") {
+    Case c = sized(150, 10, 64);
+    c.batch = 70;
+    c.with_inputs = false;
+    check<bf16>(c, "bf16", shaped<Plain>(c), drawing({}, true, true));
+    Case wide = sized(140, 70, 128);
+    wide.batch = 18;
+    wide.with_inputs = false;
+    check<bf16>(wide, "bf16, 128 and 128", shaped<SoftmaxDirect>(wide),
+                drawing({0.0, 0.3, 4.0, 0.1}, false, true));
+}
+
+TEST_CASE("a backward pass goes on from what the scores left") {
+    Case c = sized(1100, 100, 64);
+    check_kept<bf16>(c, shaped<Plain>(c), drawing({}, true, true));
+    c.batch = 2;
+    c.name = "packed";
+    c.edges = {0, 1, 65, 65, 500, 1099, 1100};
+    c.lengths = {1100, 530};
+    check_kept<bf16>(c, shaped<Plain>(c), drawing({}, true, true));
+    const Case wide = sized(300, 20, 128);
+    check_kept<bf16>(wide, shaped<SoftmaxDirect>(wide), drawing({}, false, false));
+}
+
 TEST_CASE("refusals") {
     Case c = sized(64, 4, 64);
     const Weights<Plain> weights(shaped<Plain>(c, 256, 64), drawing({}, false, false), 1);

@@ -78,6 +78,10 @@ void check(Case c, const std::string& name, const S& shape, const Drawing& how,
     check_gradients<T>(c, weights, allowed);
 }
 
+inline bool same_bits(const std::vector<float>& a, const std::vector<float>& b) {
+    return a.size() == b.size() && std::memcmp(a.data(), b.data(), a.size() * sizeof(float)) == 0;
+}
+
 inline Case sized(std::int32_t length, std::int32_t delay, std::int32_t dim) {
     Case c;
     c.name = "length " + std::to_string(length) + ", delay " + std::to_string(delay);
@@ -86,6 +90,66 @@ inline Case sized(std::int32_t length, std::int32_t delay, std::int32_t dim) {
     c.dim_k = dim;
     c.dim_v = dim;
     return c;
+}
+
+/// Scores and then gradients from what the scores left in the workspace: the same numbers as two calls that know nothing of each other.
+template <class T, class S>
+void check_kept(const Case& c, const S& shape, const Drawing& how) {
+    const Weights<S> weights(shape, how, c.seed);
+    const Inputs<T> in(c);
+    const Rows<T> k(c, in.k, c.dim_k), v(c, in.v, c.dim_v);
+    const Device<std::int32_t> lengths(c.lengths), starts(c.starts), edges(c.edges);
+    const Device<float> d_scores(std::vector<float>(in.d_scores.begin(), in.d_scores.end()));
+    const Sequences sequences = c.sequences(lengths.data(), starts.data(), edges.data());
+    const kvpolicy::cuda on{};
+    const S scorer = weights.on_device();
+    std::vector<std::vector<float>> results[2];
+    for (const bool kept : {false, true}) {
+        const Device<float> scores(
+            std::vector<float>(static_cast<std::size_t>(c.plane()), static_cast<float>(untouched)));
+        const Rows<float> to_k(c, std::vector<double>(in.k.size(), untouched), c.dim_k);
+        const Rows<float> to_v(c, std::vector<double>(in.v.size(), untouched), c.dim_v);
+        ScoreBackward<T> call{k.view,
+                              v.view,
+                              sequences,
+                              c.delay,
+                              view_bhs<const float>(d_scores.data(), c.batch, c.heads, c.all_rows()),
+                              to_k.view,
+                              to_v.view};
+        call.kept = kept;
+        ScoreOptions options;
+        options.for_backward = kept;
+        const std::size_t of_scores =
+            score_sequence_workspace_bytes(on, scorer, k.view, v.view, sequences, options);
+        const std::size_t bytes = backward_workspace_bytes(on, scorer, call);
+        CHECK((!kept || of_scores == bytes));
+        const Device<unsigned char> workspace(std::max(of_scores, bytes));
+        score_sequence(on, scorer, k.view, v.view, sequences, c.delay,
+                       view_bhs(scores.data(), c.batch, c.heads, c.all_rows()), workspace, options);
+        std::vector<std::unique_ptr<Device<float>>> arrays;
+        typename S::template parameters<float> gradients;
+        for_each_parameter(scorer, gradients, [&](const char*, float*& pointer, std::size_t, bool) {
+            const Array& array = weights.arrays[arrays.size()];
+            arrays.push_back(std::make_unique<Device<float>>(std::vector<float>(array.values.size(), 0.25f)));
+            pointer = array.values.empty() ? nullptr : arrays.back()->data();
+        });
+        score_sequence_backward(on, scorer, call, gradients, workspace);
+        results[kept ? 1 : 0].push_back(to_k.memory.read());
+        results[kept ? 1 : 0].push_back(to_v.memory.read());
+        for (const auto& array : arrays) {
+            results[kept ? 1 : 0].push_back(array->read());
+        }
+        results[kept ? 1 : 0].push_back(scores.read());
+    }
+    for (std::size_t i = 0; i < results[0].size(); ++i) {
+        const std::string what = c.name + ", array " + std::to_string(i) + " after kept scores";
+        if (i + 1 == results[0].size()) {
+            compare(what, widened(results[1][i]), widened(results[0][i]), tolerance<T>().scores,
+                    tolerance<T>().floor);
+        } else {
+            CHECK_MESSAGE(same_bits(results[0][i], results[1][i]), what);
+        }
+    }
 }
 
 }  // namespace mlstm_test

@@ -98,6 +98,53 @@ TEST_CASE("states are taken up and left") {
     }
 }
 
+TEST_CASE("states of more planes than run at once: the same bits twice") {
+    // Two chunks a plane, so that walks are in one segment: of a plane's blocks each begins with the caller's state, and one leaves the
+    // new one there, perhaps before another begins.
+    Case c = sized(100, 10, 64);
+    c.batch = 96;
+    c.heads = 8;
+    c.rows = 180;
+    c.starts.assign(96, 80);
+    const auto shape = shaped<Plain>(c, 64, 64);
+    const Weights<Plain> weights(shape, drawing({}, false, true), 5);
+    const Inputs<float> in(c);
+    const Rows<float> k(c, in.k, c.dim_k), v(c, in.v, c.dim_v);
+    const Device<std::int32_t> starts(c.starts);
+    const Sequences sequences = c.sequences(nullptr, starts.data(), nullptr);
+    std::mt19937 generator(9);
+    std::vector<float> states(shape.state_size() * 96 * 8);
+    for (float& x : states) {
+        x = static_cast<float>(generator() % 1000) / 1000.0f;
+    }
+    const kvpolicy::cuda on{};
+    const Plain scorer = weights.on_device();
+    std::vector<float> first_scores, first_states;
+    for (int run = 0; run < 4; ++run) {
+        const Device<float> left(states);
+        const Device<float> scores(
+            std::vector<float>(static_cast<std::size_t>(c.plane()), static_cast<float>(untouched)));
+        ScoreOptions options;
+        options.states = left.data();
+        const Device<unsigned char> workspace(
+            score_sequence_workspace_bytes(on, scorer, k.view, v.view, sequences, options));
+        score_sequence(on, scorer, k.view, v.view, sequences, c.delay,
+                       view_bhs(scores.data(), c.batch, c.heads, c.all_rows()), workspace, options);
+        if (run == 0) {
+            first_scores = scores.read();
+            first_states = left.read();
+            continue;
+        }
+        CHECK_MESSAGE(same_bits(scores.read(), first_scores), "scores of run ", run);
+        CHECK_MESSAGE(same_bits(left.read(), first_states), "states of run ", run);
+    }
+}
+
+TEST_CASE("a backward pass goes on from what the scores left") {
+    const Case c = sized(300, 20, 64);
+    check_kept<float>(c, shaped<Plain>(c), drawing({}, true, true));
+}
+
 TEST_CASE("a NaN reaches its own score and those of later reads") {
     for (const std::int32_t bad : {0, 70, 149}) {
         Case c = sized(150, 5, 64);

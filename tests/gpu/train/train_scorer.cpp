@@ -218,14 +218,17 @@ TEST_CASE("a model shows the host's queries, keys and values on a card") {
     const llama::Model model = llama::load_model(TEST_BYTE_MODEL);
     const std::vector<std::int32_t> text = examples::read_held_out(TEST_BYTE_MODEL).tokens.at(0);
     const kvpolicy::host on{2};
-    const Observer host = host_observer(on, model), card = device_observer(model);
+    const Observer host = host_observer(on, model), card = device_observer(model),
+                   bf16 = device_observer(model, llama::DType::bf16);
     for (const std::ptrdiff_t length : {700, 90, 1030}) {  // chunks, a shorter sequence, a longer one
         CAPTURE(length);
         const std::vector<std::int32_t> tokens(text.begin(), text.begin() + length);
-        examples::Oracle a(model.config), b(model.config);
+        examples::Oracle a(model.config), b(model.config), c(model.config);
         host(tokens, a);
         card(tokens, b);
+        bf16(tokens, c);
         REQUIRE(b.length() == length);
+        REQUIRE(c.length() == length);
         for (int layer = 0; layer < model.config.layers; ++layer) {
             CAPTURE(layer);
             const auto near = [](std::span<const float> one, std::span<const float> other) {
@@ -241,6 +244,19 @@ TEST_CASE("a model shows the host's queries, keys and values on a card") {
             near(a.queries(layer), b.queries(layer));
             near(a.keys(layer), b.keys(layer));
             near(a.values(layer), b.values(layer));
+            const auto about = [](std::span<const float> one, std::span<const float> other) {
+                REQUIRE(one.size() == other.size());
+                double apart = 0.0, squares = 0.0;
+                for (std::size_t i = 0; i < one.size(); ++i) {
+                    const double d = static_cast<double>(one[i]) - static_cast<double>(other[i]);
+                    apart += d * d;
+                    squares += static_cast<double>(one[i]) * static_cast<double>(one[i]);
+                }
+                CHECK(apart <= 9e-4 * squares);  // bf16 rounds by 2e-3, layer after layer
+            };
+            about(a.queries(layer), c.queries(layer));
+            about(a.keys(layer), c.keys(layer));
+            about(a.values(layer), c.values(layer));
         }
     }
 }

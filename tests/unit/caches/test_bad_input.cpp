@@ -392,10 +392,10 @@ TEST_CASE("a layer takes a token once, and every layer does") {
     CHECK_REFUSED((prefill<P, float>(on, cache.ref(0), {.count = 2, .length = 1}, a.q_view, a.k_view,
                                      a.v_view, a.out_view, a.workspace, nullptr, a.extras)),
                   again);
-    CHECK_REFUSED(
-        cache.advance(on, two),
-        "tokens of entry 0: 1 is not allowed; it must be the 0 that layer 1 has taken: every layer takes a "
-        "token once");
+    CHECK_REFUSED(cache.advance(on, two),
+                  "tokens of entry 0: 1 is not allowed; it must be the 0 that layer 1 has taken: advance() "
+                  "takes the same "
+                  "Batch as the layers, and every layer takes a token once");
     CHECK(under_test.memory == before);
     CHECK(cache.length(0) == 0);
     take(1, two);

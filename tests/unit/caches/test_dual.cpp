@@ -654,3 +654,25 @@ TEST_CASE("a pool and slabs that cannot be") {
     CHECK(cache.slabs() == 0);
     CHECK(cache.free_pages() == 0);
 }
+
+TEST_CASE("the workspace of a cache is that of the layer that needs most") {
+    const host on(2);
+    using P = Policy<Sink<>, Window<>, TopKBudget<>>;
+    constexpr std::int32_t budgets[] = {10, 900, 40};
+    const P policy{Sink<>{1}, Window<>{4}, TopKBudget<>{per_head(budgets, 3, 1)}};
+    const CacheShape shape{
+        .layers = 3, .slots = 2, .query_heads = 2, .kv_heads = 1, .dim_k = 8, .dim_v = 8, .page_rows = 4};
+    const test::BoundCache<P, float> fixed(on, shape, policy);
+    const test::BoundDual<P, float> dual(on, shape, {.slab_pages = 4, .most_slabs = 1, .longest = 2000},
+                                         policy);
+    const auto check = [&](const auto& cache) {
+        std::size_t most = 0;
+        for (std::int32_t layer = 0; layer < 3; ++layer) {
+            most = std::max(most, cache_workspace_bytes(on, cache.ref(layer), 2, 50));
+        }
+        CHECK(cache_workspace_bytes(on, cache, 2, 50) == most);
+        CHECK(most > cache_workspace_bytes(on, cache.ref(0), 2, 50));
+    };
+    check(fixed.cache);
+    check(dual.cache);
+}

@@ -73,7 +73,7 @@ __device__ bool admit_block(const dual_view<T>& cache, const Batch& batch, const
     int mine = 0;
     for (std::int32_t pair = thread; pair < pairs; pair += admit_threads) {
         const std::int32_t entry = pair / cache.kv_heads, head = pair % cache.kv_heads;
-        const active_entry active(cache, batch, entry, call.most);
+        const active_entry active = active_entry(cache, batch, entry, call.most).once(cache);
         std::int32_t pages = 0;
         if (active.tokens != 0) {
             pages = cache.pages_of(rows_after(pair, active.slot, head)) -
@@ -84,9 +84,7 @@ __device__ bool admit_block(const dual_view<T>& cache, const Batch& batch, const
         mine += pages;
         if (head == 0) {
             call.taken[entry] = active.tokens;
-            if (active.bad && call.status != nullptr) {
-                atomicOr(call.status + entry, static_cast<std::uint32_t>(status_bad_length));
-            }
+            active.report(call.status, entry);
         }
     }
     const int needed = block_total(memory, mine);
@@ -106,6 +104,7 @@ __device__ bool admit_block(const dual_view<T>& cache, const Batch& batch, const
                 }
                 for (std::int32_t head = 0; head < cache.kv_heads; ++head) {
                     pages[head] = 0;
+                    cache.taken[std::int64_t{batch.slot(entry)} * cache.kv_heads + head] = -1;
                 }
                 call.taken[entry] = -1;
                 if (call.status != nullptr) {

@@ -48,13 +48,6 @@ struct hopper_backward {
 };
 
 #if KVPOLICY_HOPPER_CODE
-/// Stores four 8 x 8 matrices of 16-bit elements; lane i names the shared address of row i % 8 of matrix i / 8.
-__device__ inline void store_matrices(std::uint32_t row, const std::uint32_t (&from)[4]) {
-    asm volatile("stmatrix.sync.aligned.m8n8.x4.shared.b16 [%0], {%1, %2, %3, %4};" ::"r"(row), "r"(from[0]),
-                 "r"(from[1]), "r"(from[2]), "r"(from[3])
-                 : "memory");
-}
-
 __device__ inline void store_four(std::uint32_t to, float a, float b, float c, float d) {
     asm volatile("st.shared.v4.f32 [%0], {%1, %2, %3, %4};" ::"r"(to), "f"(a), "f"(b), "f"(c), "f"(d)
                  : "memory");

@@ -4,6 +4,7 @@
 
 #include <kvpolicy/caches/places.hpp>
 #include <kvpolicy/caches/ref.hpp>
+#include <kvpolicy/core/status.hpp>
 #include <kvpolicy/core/view.hpp>
 #include <kvpolicy/cuda/blocks/warp.cuh>
 #include <kvpolicy/cuda/config.cuh>
@@ -28,6 +29,7 @@ struct cache_view {
     std::int32_t* kept = nullptr;              // [slots, kv_heads]
     std::int32_t* victim = nullptr;            // [slots, kv_heads]
     std::int32_t* proposed = nullptr;          // [slots]
+    std::int32_t* taken = nullptr;             // [slots, kv_heads]
     std::uint32_t* arrivals = nullptr;         // [slots, kv_heads]
     std::int32_t* tile_victims = nullptr;      // [slots, tiles]
     T* k = nullptr;                            // [slots, rows, dim_k]
@@ -57,6 +59,7 @@ struct cache_view {
           kept(ref.kept),
           victim(ref.victim),
           proposed(ref.proposed),
+          taken(ref.taken),
           arrivals(ref.arrivals),
           tile_victims(ref.tile_victims),
           k(ref.k),
@@ -119,19 +122,46 @@ struct head_view {
     }
 };
 
-/// The tokens of an entry of a call of at most `most` tokens, and its slot. What a host would refuse counts as no token.
+/// The tokens of an entry of a call of at most `most` tokens, and its slot. What a host would refuse counts as no token, and an entry
+/// of slot Batch::no_slot has none.
 struct active_entry {
-    std::int32_t slot;
+    std::int32_t slot;  // 0 where there is none
     std::int32_t tokens;
-    bool bad;
+    bool there = true;                // there is a slot, and the tokens are a number that may be
+    std::uint32_t wrong = status_ok;  // why there are no tokens
 
     template <class View>
     __device__ active_entry(const View& cache, const Batch& batch, std::int32_t i, std::int32_t most)
         : slot(batch.slot(i)), tokens(batch.tokens(i)) {
-        bad = tokens < 0 || tokens > most || slot < 0 || slot >= cache.slots ||
-              (tokens != 0 && !cache.takes(slot, tokens));
-        if (bad) {
-            tokens = 0;
+        if (slot == Batch::no_slot) {
+            slot = tokens = 0;
+            there = false;
+        } else if (slot < 0 || slot >= cache.slots) {
+            slot = 0;
+            there = false;
+            refuse(status_bad_length);
+        } else if (tokens < 0 || tokens > most || (tokens != 0 && !cache.takes(slot, tokens))) {
+            there = false;
+            refuse(status_bad_length);
+        }
+    }
+    /// For the layer: tokens are taken once before advance(). Of no use once the call has begun to write.
+    template <class View>
+    __device__ active_entry once(const View& cache) const {
+        active_entry entry = *this;
+        if (tokens != 0 && cache.taken[std::int64_t{slot} * cache.kv_heads] > 0) {
+            entry.refuse(status_taken_twice);
+        }
+        return entry;
+    }
+    __device__ void refuse(std::uint32_t why) {
+        wrong = why;
+        tokens = 0;
+    }
+    /// By one thread.
+    __device__ void report(std::uint32_t* status, std::int32_t i) const {
+        if (wrong != 0 && status != nullptr) {
+            atomicOr(status + i, wrong);
         }
     }
 };

@@ -493,6 +493,7 @@ class step_head {
             call_.cache.pinned[head.index] += step.pinned ? 1 : 0;
         }
         call_.cache.victim[head.index] = moved.note.victim;
+        call_.cache.taken[head.index] = 1;
         if (head_ == 0) {
             call_.cache.proposed[slot_] = 0;
         }

@@ -59,9 +59,7 @@ __device__ void admit_dual_step(const Launch& call, admit_memory& memory) {
         for (std::int32_t entry = thread; entry < call.batch.count; entry += admit_threads) {
             const active_entry active(call.cache, call.batch, entry, 1);
             work.taken[entry] = active.tokens;
-            if (active.bad && call.status != nullptr) {
-                atomicOr(call.status + entry, static_cast<std::uint32_t>(status_bad_length));
-            }
+            active.report(call.status, entry);
         }
     }
     if (!refuses) {

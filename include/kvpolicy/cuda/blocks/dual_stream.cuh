@@ -25,7 +25,7 @@ namespace ragged {
 template <class T>
 struct paged_source {
     struct tile_rows {
-        const T* k;  // of the tile's first row; the others follow
+        const T* k;  // of the tile's first row; the others follow at k_row() and v_row()
         const T* v;
     };
     PagedRows<T> rows;
@@ -42,15 +42,17 @@ struct paged_source {
             if (mine < pages) {
                 const std::int32_t id = rows.table[mine];
                 const Slab<T>& slab = rows.slabs[id / rows.slab_pages];
-                const std::int64_t at = std::int64_t{id % rows.slab_pages} * rows.page_rows;
-                k_page = slab.k + at * rows.dim_k;
-                v_page = slab.v + at * rows.dim_v;
+                const std::int64_t in_slab = id % rows.slab_pages;
+                k_page = slab.k + in_slab * rows.strides.k_page;
+                v_page = slab.v + in_slab * rows.strides.v_page;
             }
         }
         const std::int64_t in_page = row - page * rows.page_rows;
-        return {of_lane(k_page, page - first) + in_page * rows.dim_k,
-                of_lane(v_page, page - first) + in_page * rows.dim_v};
+        return {of_lane(k_page, page - first) + in_page * rows.strides.k_row,
+                of_lane(v_page, page - first) + in_page * rows.strides.v_row};
     }
+    [[nodiscard]] __device__ std::int32_t k_row() const { return rows.strides.k_row; }
+    [[nodiscard]] __device__ std::int32_t v_row() const { return rows.strides.v_row; }
     __device__ const T* key(std::int32_t row) const { return rows.k(row); }
     __device__ const T* value(std::int32_t row) const { return rows.v(row); }
 
@@ -162,7 +164,7 @@ class tensor_stream {
                            const stream_logits<typename S::Compute>& logits) {
         const int lane = lane_id();
         std::uint32_t q[steps][2];
-        load_queries(queries, q);
+        load_tensor_queries(queries, rows_.dim_k, q);
 #pragma unroll
         for (int m = 0; m < steps; ++m) {
 #pragma unroll
@@ -243,48 +245,9 @@ class tensor_stream {
     }
 
     /// Writes the warp's state over its own tiles, which it has read.
-    __device__ void store() {
-        constexpr std::int32_t width = S::width(0);
-        auto* const state = reinterpret_cast<float*>(region_);
-        const int group = lane_id() / 4, head = lane_id() % 4 * 2;
-        __syncwarp();
-#pragma unroll
-        for (int i = 0; i < 2; ++i) {
-            float sum = sum_[i];
-            sum += __shfl_xor_sync(all_lanes, sum, 4);
-            sum += __shfl_xor_sync(all_lanes, sum, 8);
-            sum += __shfl_xor_sync(all_lanes, sum, 16);
-            if (group == 0) {
-                state[head + i] = max_[i];
-                state[S::heads + head + i] = sum;
-            }
-        }
-        float* const o = state + stream_state<S::heads>::header;
-#pragma unroll
-        for (int m = 0; m < steps; ++m) {
-#pragma unroll
-            for (int i = 0; i < 4; ++i) {
-                o[(head + i % 2) * width + 16 * m + group + i / 2 * 8] = o_[m][i];
-            }
-        }
-    }
+    __device__ void store() { store_tensor_state<S>(region_, max_, sum_, o_); }
 
   private:
-    __device__ void load_queries(const stream_queries<T>& queries, std::uint32_t (&q)[steps][2]) const {
-        const int head = lane_id() / 4;
-        const T* const from = queries.q + (head < queries.heads ? head : 0) * queries.head_stride;
-#pragma unroll
-        for (int k = 0; k < steps; ++k) {
-#pragma unroll
-            for (int i = 0; i < 2; ++i) {
-                const int first = 16 * k + 8 * i;
-                q[k][i] = head < queries.heads && first < rows_.dim_k
-                              ? *reinterpret_cast<const std::uint32_t*>(from + first + lane_id() % 4 * 2)
-                              : 0;
-            }
-        }
-    }
-
     /// Copies a tile, if it is one of this warp's, and closes a group of copies in any case. Each lane has its chunk of every
     /// row that it copies; of rows that are not in use nothing is read, and zeros come.
     __device__ void load(std::int32_t tile, int stage) {
@@ -293,8 +256,9 @@ class tensor_stream {
             const int chunk = lane_id() % chunks, first = lane_id() / chunks;
             const std::int32_t row = tile * stream_tile + first;
             const auto from = rows_.source.tile(tile);
-            const T* k = from.k + first * rows_.dim_k + 8 * chunk;
-            const T* v = from.v + first * rows_.dim_v + 8 * chunk;
+            const std::int32_t k_row = rows_.source.k_row(), v_row = rows_.source.v_row();
+            const T* k = from.k + first * k_row + 8 * chunk;
+            const T* v = from.v + first * v_row + 8 * chunk;
             const std::uint32_t of_k = 8 * chunk < rows_.dim_k ? 16 : 0,
                                 of_v = 8 * chunk < rows_.dim_v ? 16 : 0;
             const std::uint32_t to = shared_ + stage * S::tile_bytes + first * S::Dim * 2;
@@ -304,8 +268,8 @@ class tensor_stream {
                 const std::uint32_t at = to + i * S::Dim * 2 + ((chunk ^ ((first + i) % 8)) << 4);
                 copy_16(at, k, in_use ? of_k : 0);
                 copy_16(at + S::half_bytes, v, in_use ? of_v : 0);
-                k += rows * rows_.dim_k;
-                v += rows * rows_.dim_v;
+                k += rows * k_row;
+                v += rows * v_row;
             }
         }
         copy_commit();
@@ -333,95 +297,33 @@ class tensor_stream {
     float o_[steps][4];
 };
 
-/// Plain loops, a lane a key: to check others with, and for storage that the tensor cores do not take.
+/// What tensor_stream is, by plain loops.
 template <class S, class Source>
 class plain_stream {
     using T = typename S::T;
-    static constexpr int most = 32;  // columns a lane: head_dims up to 1024
 
   public:
     __device__ plain_stream(unsigned char* region, const stream_rows<Source>& rows)
-        : rows_(rows), region_(region) {}
+        : rows_(rows), region_(region), softmax_(rows.dim_k, rows.dim_v) {}
 
     __device__ void start() {}
 
     __device__ void finish(const stream_queries<T>& queries, const stream_newcomer<T>& newcomer,
                            const stream_logits<typename S::Compute>& logits) {
-        const T slope = static_cast<T>(logits.slope), cap = static_cast<T>(logits.cap);
-#pragma unroll
-        for (int i = 0; i < most; ++i) {
-            o_[i] = T(0);
-        }
         const std::int32_t last = rows_.tiles.end * stream_tile;
-        const std::int32_t end = last < newcomer.limit ? last : newcomer.limit;
-        for (std::int32_t first = rows_.tiles.begin * stream_tile; first < end; first += 32) {
-            const std::int32_t row = first + lane_id();
-            T logit = nothing();
-            if (row < end) {
-                const T* const key = row == newcomer.hole ? newcomer.k : rows_.source.key(row);
-                T sum = T(0);
-                for (std::int32_t d = 0; d < rows_.dim_k; ++d) {
-                    sum += queries.q[d] * key[d];
-                }
-                logit = cap != T(0) ? cap - T(2) * cap / (T(1) + exp2(sum * slope)) : sum * slope;
-            }
-            T largest = logit;
-#pragma unroll
-            for (int step = 16; step != 0; step /= 2) {
-                largest = fmax(largest, __shfl_xor_sync(all_lanes, largest, step));
-            }
-            largest = fmax(largest, max_);
-            const T finite = largest == nothing() ? T(0) : largest;
-            const T decay = exp2(max_ - finite), weight = exp2(logit - finite);
-            max_ = largest;
-            sum_ = sum_ * decay + weight;
-#pragma unroll
-            for (int i = 0; i < most; ++i) {
-                o_[i] *= decay;
-            }
-            for (std::int32_t x = 0; x < 32 && first + x < end; ++x) {
-                const T w = __shfl_sync(all_lanes, weight, x);
-                const T* const value =
-                    first + x == newcomer.hole ? newcomer.v : rows_.source.value(first + x);
-#pragma unroll
-                for (int i = 0; i < most; ++i) {
-                    const std::int32_t column = 32 * i + lane_id();
-                    if (column < rows_.dim_v) {
-                        o_[i] += w * value[column];
-                    }
-                }
-            }
-        }
+        softmax_.take(
+            rows_.tiles.begin * stream_tile, last < newcomer.limit ? last : newcomer.limit, queries, logits,
+            [](std::int32_t) { return false; },
+            [&](std::int32_t row) { return row == newcomer.hole ? newcomer.k : rows_.source.key(row); },
+            [&](std::int32_t row) { return row == newcomer.hole ? newcomer.v : rows_.source.value(row); });
     }
 
-    __device__ void store() {
-        T* const state = reinterpret_cast<T*>(region_);
-        T sum = sum_;
-#pragma unroll
-        for (int step = 16; step != 0; step /= 2) {
-            sum += __shfl_xor_sync(all_lanes, sum, step);
-        }
-        if (lane_id() == 0) {
-            state[0] = max_;
-            state[S::heads] = sum;
-        }
-#pragma unroll
-        for (int i = 0; i < most; ++i) {
-            const std::int32_t column = 32 * i + lane_id();
-            if (column < rows_.dim_v) {
-                state[stream_state<S::heads>::header + column] = o_[i];
-            }
-        }
-    }
+    __device__ void store() { softmax_.store(region_); }
 
   private:
-    __device__ static T nothing() { return static_cast<T>(minus_infinity()); }
-
     stream_rows<Source> rows_;
     unsigned char* region_;
-    T max_ = nothing();
-    T sum_ = T(0);
-    T o_[most];
+    plain_softmax<S> softmax_;
 };
 
 template <class S, class Source>

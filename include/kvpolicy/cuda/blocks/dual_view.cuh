@@ -29,6 +29,7 @@ struct dual_view {
     std::int32_t* kept = nullptr;                // [slots, kv_heads]
     std::int32_t* victim = nullptr;              // [slots, kv_heads]
     std::int32_t* proposed = nullptr;            // [slots]
+    std::int32_t* taken = nullptr;               // [slots, kv_heads]
     std::int32_t* table = nullptr;               // [slots, table_offset[kv_heads]]
     std::int32_t* held = nullptr;                // [slots, kv_heads]
     std::uint32_t* arrivals = nullptr;           // [slots, kv_heads]
@@ -57,75 +58,32 @@ struct dual_view {
 
     template <class P>
     __host__ __device__ explicit dual_view(const DualRef<P, T>& ref)
-        : rules(ref.rules),
-          table_offset(ref.table_offset),
-          tile_offset(ref.tile_offset),
-          length(ref.length),
-          kept(ref.kept),
-          victim(ref.victim),
-          proposed(ref.proposed),
-          table(ref.table),
-          held(ref.held),
-          arrivals(ref.arrivals),
-          tile_victims(ref.tile_victims),
-          state(ref.state),
-          pinned(ref.pinned),
-          queries(ref.queries),
-          spare_queries(ref.spare_queries),
-          read_pages(ref.read_pages),
-          pool(ref.pool),
-          spare(ref.spare),
-          state_size(ref.state_size),
-          longest(ref.longest),
-          rebase_limit(ref.rebase_limit),
-          slots(ref.slots),
-          kv_heads(ref.kv_heads),
-          group(ref.group),
-          dim_k(ref.dim_k),
-          dim_v(ref.dim_v),
-          proposals(ref.proposals),
-          bound_rows(ref.selection.page_rows()),
-          limited(ref.limited),
-          unbounded(P::has_keep || P::grows) {
+        : dual_view(ref, {ref.table_offset, ref.tile_offset, ref.table, ref.held}) {
+        pinned = ref.pinned;
+        queries = ref.queries;
+        spare_queries = ref.spare_queries;
+        pool = ref.pool;
+        spare = ref.spare;
+        proposals = ref.proposals;
+        limited = ref.limited;
+        unbounded = P::has_keep || P::grows;
         if constexpr (P::has_eviction) {
             observing = ref.eviction.observing;
-        }
-        if constexpr (P::has_selection) {
-            mean_bound = ref.selection.aggregate == group_aggregate::mean;
         }
     }
     /// A FixedBudgetCache with a selection: its pages are all there, each in its place.
     template <class P>
     __host__ __device__ explicit dual_view(const FixedBudgetRef<P, T>& ref)
-        : rules(ref.rules),
-          table_offset(ref.placed.table_offset),
-          tile_offset(ref.placed.tile_offset),
-          length(ref.length),
-          kept(ref.kept),
-          victim(ref.victim),
-          proposed(ref.proposed),
-          table(ref.placed.table),
-          held(ref.placed.held),
-          arrivals(ref.arrivals),
-          tile_victims(ref.tile_victims),
-          state(ref.state),
-          read_pages(ref.read_pages),
-          state_size(ref.state_size),
-          longest(ref.longest),
-          rebase_limit(ref.rebase_limit),
-          slots(ref.slots),
-          kv_heads(ref.kv_heads),
-          group(ref.group),
-          dim_k(ref.dim_k),
-          dim_v(ref.dim_v),
-          bound_rows(ref.selection.page_rows()),
-          mean_bound(ref.selection.aggregate == group_aggregate::mean) {
+        : dual_view(ref,
+                    {ref.placed.table_offset, ref.placed.tile_offset, ref.placed.table, ref.placed.held}) {
         pool.slabs = ref.placed.slab;
         pool.free_count = ref.placed.free_count;
         pool.slab_pages = static_cast<std::int32_t>(ref.page_count());
         pool.page_rows = ref.page_rows;
         pool.dim_k = ref.dim_k;
         pool.dim_v = ref.dim_v;
+        pool.strides = {std::int64_t{ref.page_rows} * ref.dim_k, std::int64_t{ref.page_rows} * ref.dim_v,
+                        ref.dim_k, ref.dim_v};
     }
     /// Where the queries of the token at position t are remembered, and those of proposed token j.
     [[nodiscard]] __device__ T* query_row(std::int64_t index, position_t t) const {
@@ -151,6 +109,44 @@ struct dual_view {
     /// Pages for so many rows.
     [[nodiscard]] __device__ std::int32_t pages_of(std::int32_t rows) const {
         return rows / pool.page_rows + (rows % pool.page_rows != 0 ? 1 : 0);
+    }
+
+  private:
+    struct page_tables {
+        const std::int64_t* table_offset;
+        const std::int64_t* tile_offset;
+        std::int32_t* table;
+        std::int32_t* held;
+    };
+    /// What refs of both kinds have.
+    template <class Ref>
+    __host__ __device__ dual_view(const Ref& ref, const page_tables& tables)
+        : rules(ref.rules),
+          table_offset(tables.table_offset),
+          tile_offset(tables.tile_offset),
+          length(ref.length),
+          kept(ref.kept),
+          victim(ref.victim),
+          proposed(ref.proposed),
+          taken(ref.taken),
+          table(tables.table),
+          held(tables.held),
+          arrivals(ref.arrivals),
+          tile_victims(ref.tile_victims),
+          state(ref.state),
+          read_pages(ref.read_pages),
+          state_size(ref.state_size),
+          longest(ref.longest),
+          rebase_limit(ref.rebase_limit),
+          slots(ref.slots),
+          kv_heads(ref.kv_heads),
+          group(ref.group),
+          dim_k(ref.dim_k),
+          dim_v(ref.dim_v),
+          bound_rows(ref.selection.page_rows()) {
+        if constexpr (Ref::policy_type::has_selection) {
+            mean_bound = ref.selection.aggregate == group_aggregate::mean;
+        }
     }
 };
 
@@ -187,7 +183,7 @@ struct dual_head {
         record = of.tile_victims + slot * of.tile_offset[of.kv_heads] + of.tile_offset[head];
         table = of.table + slot * of.table_offset[of.kv_heads] + of.table_offset[head];
         rows = {table,    of.pool.slabs, of.pool.slab_pages, of.pool.page_rows,
-                of.dim_k, of.dim_v,      of.bound_rows};
+                of.dim_k, of.dim_v,      of.bound_rows,      of.pool.strides};
     }
     [[nodiscard]] __device__ T* key(std::int32_t row) const { return rows.k(row); }
     [[nodiscard]] __device__ T* value(std::int32_t row) const { return rows.v(row); }
@@ -239,8 +235,15 @@ struct chosen_view : dual_view<T> {
     }
     [[nodiscard]] __device__ ragged::paged_source<T> source(const dual_head<T>& /*head*/, std::int32_t pair,
                                                             std::int32_t used) const {
-        return {{chosen + pair * most, this->pool.slabs, this->pool.slab_pages * parts(), this->bound_rows,
-                 this->dim_k, this->dim_v, this->bound_rows},
+        return {{chosen + pair * most,
+                 this->pool.slabs,
+                 this->pool.slab_pages * parts(),
+                 this->bound_rows,
+                 this->dim_k,
+                 this->dim_v,
+                 this->bound_rows,
+                 {std::int64_t{this->bound_rows} * this->dim_k, std::int64_t{this->bound_rows} * this->dim_v,
+                  this->dim_k, this->dim_v}},
                 (used + this->bound_rows - 1) / this->bound_rows};
     }
 };

@@ -207,6 +207,9 @@ struct mlstm_look_ahead {
     __device__ explicit mlstm_look_ahead(const mlstm_problem<T>& problem)
         : chunk(std::int64_t{blockIdx.x} + problem.ahead),
           there(problem.ahead > 0 && chunk < std::int64_t{gridDim.x} && warp_id() == 0) {}
+    /// For a block that knows its next chunk.
+    __device__ mlstm_look_ahead(std::int64_t next, bool follows)
+        : chunk(next), there(follows && warp_id() == 0) {}
     template <class E>
     __device__ void array(const E* of, int count) {
         if (there && lane_id() == lane) {
@@ -228,20 +231,23 @@ struct mlstm_exponents {
     float* kept;     // [64]: exp(m - M_l)
 
     __device__ void load(const double* log_source, const double* log_top, double m) const {
-        const auto i = static_cast<int>(threadIdx.x);
-        if (i < scorer_chunk) {
-            const double of_last = log_top[scorer_chunk - 1];
-            const double top = log_top[i] > m ? log_top[i] : m;
-            const double last = of_last > m ? of_last : m;
-            kept[i] = expf(static_cast<float>(m - top));
-            if constexpr (exact) {
-                source[i] = log_source[i];
-                most[i] = top;
-            } else {
-                constexpr double log2e = 1.4426950408889634;
-                source[i] = static_cast<float>((log_source[i] - last) * log2e);
-                most[i] = static_cast<float>((top - last) * log2e);
-            }
+        if (threadIdx.x < scorer_chunk) {
+            set(log_source[threadIdx.x], log_top[threadIdx.x], log_top[scorer_chunk - 1], m);
+        }
+    }
+    /// The number of this thread, one of the chunk's first 64.
+    __device__ void set(double of_source, double of_top, double of_last, double m) const {
+        const unsigned i = threadIdx.x;
+        const double top = of_top > m ? of_top : m;
+        const double last = of_last > m ? of_last : m;
+        kept[i] = expf(static_cast<float>(m - top));
+        if constexpr (exact) {
+            source[i] = of_source;
+            most[i] = top;
+        } else {
+            constexpr double log2e = 1.4426950408889634;
+            source[i] = static_cast<float>((of_source - last) * log2e);
+            most[i] = static_cast<float>((top - last) * log2e);
         }
     }
     /// exp(s_j - M_l), 0 for a token after the read.

@@ -53,7 +53,7 @@ struct score_place {
         : pair(number),
           entry(number / cache.kv_heads),
           head(number % cache.kv_heads),
-          active(cache, batch, entry, most),
+          active(active_entry(cache, batch, entry, most).once(cache)),
           rows(cache, active.tokens != 0 ? active.slot : 0, head),
           base(active.tokens != 0 ? cache.length[active.slot] : 0) {}
 };

@@ -255,7 +255,8 @@ class score_cluster {
         slot_ = 0;
         base_ = 0;
         if (has_entry() && entry < call_.batch.count) {
-            const active_entry active(call_.cache, call_.batch, entry, call_.tokens.most);
+            const active_entry active =
+                active_entry(call_.cache, call_.batch, entry, call_.tokens.most).once(call_.cache);
             tokens_ = active.tokens;
             if (tokens_ != 0) {
                 slot_ = active.slot;

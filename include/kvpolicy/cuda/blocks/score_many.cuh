@@ -188,7 +188,7 @@ class score_many {
         const T* from = nullptr;
         const bool leaving = thread() % 4 >= 2, of_value = thread() % 2 != 0;
         if (mine < count) {
-            const active_entry active(call_.cache, call_.batch, entry, 1);
+            const active_entry active = active_entry(call_.cache, call_.batch, entry, 1).once(call_.cache);
             tokens = active.tokens;
             if (tokens != 0) {
                 slot = active.slot;

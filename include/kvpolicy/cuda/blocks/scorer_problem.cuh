@@ -61,10 +61,12 @@ struct scorer_streams {
     __device__ std::int32_t start_of(std::int32_t b) const {
         return starts != nullptr && fits(b) ? starts[b] : 0;
     }
-    __device__ std::int32_t first_slot(std::int32_t segment) const {
-        return edges == nullptr ? 0 : edges[segment] / scorer_chunk + segment;
+    __device__ std::int32_t first_slot(std::int32_t segment, std::int32_t chunk = scorer_chunk) const {
+        return edges == nullptr ? 0 : edges[segment] / chunk + segment;
     }
-    __device__ scorer_span span(std::int32_t plane, std::int32_t slot) const {
+    /// The chunk of a plane; `chunk` is its tokens at most where a kernel cuts streams into others than scorer_chunk.
+    __device__ scorer_span span(std::int32_t plane, std::int32_t slot,
+                                std::int32_t chunk = scorer_chunk) const {
         scorer_span s;
         s.plane = plane;
         s.slot = slot;
@@ -79,16 +81,16 @@ struct scorer_streams {
             s.end = s.from + n;
         } else {
             const std::int32_t low =
-                last_begun(segments, [&](std::int32_t i) { return first_slot(i) <= slot; });
+                last_begun(segments, [&](std::int32_t i) { return first_slot(i, chunk) <= slot; });
             s.segment = low;
             s.begin = edges[low] < n ? edges[low] : n;
             s.from = s.begin;
             s.end = edges[low + 1] < n ? edges[low + 1] : n;
-            before -= first_slot(low);
+            before -= first_slot(low, chunk);
         }
-        s.first = s.from + before * scorer_chunk;
+        s.first = s.from + before * chunk;
         const std::int32_t left = s.end - s.first;
-        s.count = left < 0 ? 0 : left < scorer_chunk ? left : scorer_chunk;
+        s.count = left < 0 ? 0 : left < chunk ? left : chunk;
         return s;
     }
 };
@@ -146,7 +148,7 @@ struct scorer_source {
     }
     /// Number c of a key turned by direction * its angle at `position`; `get` gives the key's numbers.
     template <class Get>
-    __device__ float turned(std::int32_t c, std::int32_t position, float direction, const Get& get) const {
+    __device__ float turned(std::int32_t c, float position, float direction, const Get& get) const {
         if (c >= rotated) {
             return get(c);
         }
@@ -154,7 +156,7 @@ struct scorer_source {
         float sign;
         pair_of(c, pair, partner, sign);
         float sine, cosine;
-        rope_sine<T>(static_cast<float>(position) * frequencies[pair], sine, cosine);
+        rope_sine<T>(position * frequencies[pair], sine, cosine);
         return get(c) * cosine + sign * direction * sine * get(partner);
     }
 
@@ -164,10 +166,11 @@ struct scorer_source {
         const T* key = k.row(s.b, s.h, t);
         if (input == scorer_input::write_gate) {
             const auto get = [&](std::int32_t i) { return static_cast<float>(key[i]); };
-            return scale_k * (c < k.dim ? turned(c, t - s.begin, -1.0f, get) : get(c - k.dim));
+            return scale_k *
+                   (c < k.dim ? turned(c, static_cast<float>(t - s.begin), -1.0f, get) : get(c - k.dim));
         }
-        if (input == scorer_input::turned && c < k.dim) {
-            return turned(c, t - s.begin, -1.0f, [&](std::int32_t i) { return static_cast<float>(key[i]); });
+        if (input == scorer_input::turned) {
+            return turned_number(key, v.row(s.b, s.h, t), static_cast<float>(t - s.begin), c);
         }
         return c < k.dim ? static_cast<float>(key[c]) * scale_k
                          : static_cast<float>(v.row(s.b, s.h, t)[c - k.dim]) * scale_v;
@@ -200,23 +203,25 @@ struct scorer_source {
                (rotated == 0 || layout == rope_layout::half_split) && rotated % 16 == 0;
     }
     /// Columns c to c + 7 of a key before RoPE, and those rotated / 2 further.
-    __device__ void turn_eight(const scorer_span& s, std::int32_t t, std::int32_t c, float (&low)[8],
+    __device__ void turn_eight(const T* key, float position, std::int32_t c, float (&low)[8],
                                float (&high)[8]) const {
-        const T* const key = k.row(s.b, s.h, t) + c;
+        key += c;
         float x[8], y[8];
         load_eight(key, x);
         load_eight(key + rotated / 2, y);
 #pragma unroll
         for (int e = 0; e < 8; ++e) {
             float sine, cosine;
-            rope_sine<T>(static_cast<float>(t - s.begin) * frequencies[c + e], sine, cosine);
+            rope_sine<T>(position * frequencies[c + e], sine, cosine);
             low[e] = x[e] * cosine + y[e] * sine;
             high[e] = y[e] * cosine - x[e] * sine;
         }
     }
-    /// Eight columns from c, a multiple of 8, of what is not turned; 16-bit rows, whose widths are multiples of 8.
-    __device__ void plain_eight(const scorer_span& s, std::int32_t t, std::int32_t c, float (&x)[8]) const {
-        load_eight(c < k.dim ? k.row(s.b, s.h, t) + c : v.row(s.b, s.h, t) + (c - k.dim), x);
+    /// Number c of [k before RoPE; v].
+    __device__ float turned_number(const T* key, const T* value, float position, std::int32_t c) const {
+        return c < k.dim
+                   ? turned(c, position, -1.0f, [&](std::int32_t i) { return static_cast<float>(key[i]); })
+                   : static_cast<float>(value[c - k.dim]);
     }
     __device__ static void load_eight(const T* from, float (&x)[8]) {
         struct alignas(16) eight {
@@ -235,6 +240,12 @@ struct scorer_source {
                          const float* scale_v, const shared_tile<T>& to, int from, int columns, int thread,
                          int threads) const {
         const int across = columns / 8, step_r = threads / across, step_c = threads % across;
+        if constexpr (!shared_tile<T>::plain) {
+            if (input == scorer_input::key_value && step_c == 0) {
+                copy_columns(s, first, low, high, to, from, thread % across * 8, thread / across, step_r);
+                return;
+            }
+        }
         for (int r = thread / across, i = thread % across; r < scorer_chunk; r += step_r) {
             const int c = from + i * 8, line = r;
             i += step_c;
@@ -271,6 +282,23 @@ struct scorer_source {
     }
 
   private:
+    /// load() of eight columns from from + column on, in rows begin, begin + step and so on: keys and values as they are, whose widths are
+    /// multiples of 8.
+    __device__ void copy_columns(const scorer_span& s, std::int32_t first, int low, int high,
+                                 const shared_tile<T>& to, int from, int column, int begin, int step) const {
+        const int c = from + column;
+        const bool of_key = c < k.dim, there = c < size;
+        const rows_view<const T>& of = of_key ? k : v;
+        const T* const head = of.row(s.b, s.h, 0) + (of_key ? c : there ? c - k.dim : 0);
+        const std::int64_t stride = of.row_stride;
+        const std::uint32_t tile = shared_address(to.data);
+#pragma unroll 4
+        for (int r = begin; r < scorer_chunk; r += step) {
+            const bool in = there && r >= low && r < high;
+            copy_16(tile + to.offset(r, column), in ? head + (first + r) * stride : head, in ? 16 : 0);
+        }
+        copy_commit();
+    }
     __device__ float inverse_norm(const T* row, std::int32_t dim) const {
         float sum = 0.0f;
         for (int c = lane_id(); c < dim; c += 32) {
@@ -279,6 +307,18 @@ struct scorer_source {
         }
         return 1.0f / sqrtf(warp_sum(sum) / static_cast<float>(dim) + epsilon);
     }
+};
+
+/// The rows of a stream: what a convolution reads tokens by. Others are those of a cache (kernels/cache_conv.cuh).
+template <class T>
+struct scorer_rows {
+    rows_view<const T> k, v;
+    scorer_span s;
+
+    __device__ bool in(std::int32_t t) const { return t >= s.begin && t < s.end; }
+    __device__ const T* key(std::int32_t t) const { return k.row(s.b, s.h, t); }
+    __device__ const T* value(std::int32_t t) const { return v.row(s.b, s.h, t); }
+    __device__ float position(std::int32_t t) const { return static_cast<float>(t - s.begin); }
 };
 
 }  // namespace cuda_backend

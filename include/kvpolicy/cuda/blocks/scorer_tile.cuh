@@ -349,14 +349,24 @@ __device__ inline void copy_rows(const shared_tile<T>& tile, const T* from, std:
 template <int Rows, int Columns, int Threads, class T>
 __device__ inline void copy_slice(const shared_tile<T>& tile, int at, const T* from, int stride) {
     constexpr int each = 16 / sizeof(T), across = Columns / each, step = Threads / across;
-    static_assert(Threads % across == 0 && (step >= Rows || Rows % step == 0));
+    static_assert(Threads % across == 0 && (step >= Rows ? step % 8 == 0 : Rows % step == 0));
     const int row = static_cast<int>(threadIdx.x) / across,
               column = static_cast<int>(threadIdx.x) % across * each;
-    const std::uint32_t data = shared_address(tile.data);
+    const T* const own = from + row * stride + column;
+    const std::uint32_t to = shared_address(tile.data);
+    if constexpr (shared_tile<T>::plain || step % 8 == 0) {  // rows whose 16 bytes stand in the same places
+        const std::uint32_t first = to + tile.offset(row, at + column);
+        constexpr int pitch = shared_tile<T>::plain ? shared_tile<T>::pitch * 4 : 128;
 #pragma unroll
-    for (int r = 0; r < Rows; r += step) {
-        if (step <= Rows || row < Rows) {
-            copy_16(data + tile.offset(row + r, at + column), from + (row + r) * stride + column, 16);
+        for (int r = 0; r < Rows; r += step) {
+            if (step <= Rows || row < Rows) {
+                copy_16(first + static_cast<std::uint32_t>(r * pitch), own + r * stride, 16);
+            }
+        }
+    } else {
+#pragma unroll
+        for (int r = 0; r < Rows; r += step) {
+            copy_16(to + tile.offset(row + r, at + column), own + r * stride, 16);
         }
     }
 }

@@ -70,18 +70,22 @@ class step_block {
         }
         const active_entry active(call_.cache, call_.batch, entry_, 1);
         if (active.tokens == 0) {
-            if (active.bad && call_.status != nullptr && head_ == 0 && part_ + split_ == 0 &&
-                threadIdx.x == 0) {
-                atomicOr(call_.status + entry_, static_cast<std::uint32_t>(status_bad_length));
-            }
-            wait_for_kernel_before();  // so that what comes after this kernel comes after the one before it, too
+            leave(active);
             return;
         }
         slot_ = active.slot;
         const head_view<T> head(call_.cache, slot_, head_);
         const position_t q = call_.cache.length[slot_];
         const std::int32_t kept = call_.cache.kept[head.index], victim = call_.cache.victim[head.index];
+        // Counted by head: no other's block may say that the layer has taken the token while this one comes late.
+        const bool again = call_.writes && call_.cache.taken[head.index] > 0;
         const std::int32_t used = head.layout.used(q, kept);
+        if (again) {
+            active_entry twice = active;
+            twice.refuse(status_taken_twice);
+            leave(twice);
+            return;
+        }
 
         const tile_share share = share_of(used);
         const stream_rows<T> rows{head.k, head.v,      call_.cache.dim_k, call_.cache.dim_v,
@@ -192,6 +196,13 @@ class step_block {
     }
 
   private:
+    /// An entry of no token.
+    __device__ void leave(const active_entry& active) const {
+        if (head_ == 0 && part_ + split_ == 0 && threadIdx.x == 0) {
+            active.report(call_.status, entry_);
+        }
+        wait_for_kernel_before();  // so that what comes after this kernel comes after the one before it, too
+    }
     struct tile_share {
         std::int32_t begin, end;
     };

@@ -98,6 +98,7 @@ class step_rows {
         head.score[moved.newest] = arriving;
         call_.cache.kept[head.index] = moved.note.kept;
         call_.cache.victim[head.index] = moved.note.victim;
+        call_.cache.taken[head.index] = 1;
         if (head_ == 0) {
             call_.cache.proposed[slot_] = 0;
         }

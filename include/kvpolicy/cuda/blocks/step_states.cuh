@@ -51,7 +51,7 @@ struct states_of_warps {
     __device__ const Compute* at(std::int32_t i) const { return first + i * stride; }
     template <class Value>
     __device__ static Value load(const Value* from) {
-        return *from;
+        return load_of_block{}(from);
     }
 };
 template <class Compute>

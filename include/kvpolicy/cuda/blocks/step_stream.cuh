@@ -118,6 +118,53 @@ struct plain_rows {
     }
 };
 
+/// A lane's operands of 8 query heads, of which there may be fewer, with zeros beyond a head_dim.
+template <class T, int Steps>
+__device__ void load_tensor_queries(const stream_queries<T>& queries, std::int32_t dim,
+                                    std::uint32_t (&q)[Steps][2]) {
+    const int head = lane_id() / 4;
+    const T* const from = queries.q + (head < queries.heads ? head : 0) * queries.head_stride;
+#pragma unroll
+    for (int k = 0; k < Steps; ++k) {
+#pragma unroll
+        for (int i = 0; i < 2; ++i) {
+            const int first = 16 * k + 8 * i;
+            q[k][i] = head < queries.heads && first < dim
+                          ? *reinterpret_cast<const std::uint32_t*>(from + first + lane_id() % 4 * 2)
+                          : 0;
+        }
+    }
+}
+
+/// Writes a warp's state over its own tiles, which it has read. `sum` has a lane's share.
+template <class S, int Steps>
+__device__ void store_tensor_state(unsigned char* region, const float (&max)[2], const float (&sum)[2],
+                                   const float (&o)[Steps][4]) {
+    constexpr std::int32_t width = S::width(0);
+    auto* const state = reinterpret_cast<float*>(region);
+    const int group = lane_id() / 4, head = lane_id() % 4 * 2;
+    __syncwarp();
+#pragma unroll
+    for (int i = 0; i < 2; ++i) {
+        float all = sum[i];
+        all += __shfl_xor_sync(all_lanes, all, 4);
+        all += __shfl_xor_sync(all_lanes, all, 8);
+        all += __shfl_xor_sync(all_lanes, all, 16);
+        if (group == 0) {
+            state[head + i] = max[i];
+            state[S::heads + head + i] = all;
+        }
+    }
+    float* const values = state + stream_state<S::heads>::header;
+#pragma unroll
+    for (int m = 0; m < Steps; ++m) {
+#pragma unroll
+        for (int i = 0; i < 4; ++i) {
+            values[(head + i % 2) * width + 16 * m + group + i / 2 * 8] = o[m][i];
+        }
+    }
+}
+
 /// Keys stand on the rows of the products (mma's M), query heads on the columns: S^T = K Q^T, O^T = V^T P^T. So one tile of
 /// 16 rows serves 8 heads. In an accumulator lane 4 group + pair has rows group, group + 8 and heads 2 pair, 2 pair + 1.
 template <class S>
@@ -142,7 +189,7 @@ class tensor_stream {
     }
 
     /// Sets out to read the queries.
-    __device__ void ask(const stream_queries<T>& queries) { load_queries(queries); }
+    __device__ void ask(const stream_queries<T>& queries) { load_tensor_queries(queries, rows_.dim_k, q_); }
 
     /// Reads all tiles.
     __device__ void finish(const stream_queries<T>& /*queries*/, const stream_hidden& hidden,
@@ -225,48 +272,9 @@ class tensor_stream {
     }
 
     /// Writes the warp's state over its own tiles, which it has read.
-    __device__ void store() {
-        constexpr std::int32_t width = S::width(0);
-        auto* const state = reinterpret_cast<float*>(region_);
-        const int group = lane_id() / 4, head = lane_id() % 4 * 2;
-        __syncwarp();
-#pragma unroll
-        for (int i = 0; i < 2; ++i) {
-            float sum = sum_[i];
-            sum += __shfl_xor_sync(all_lanes, sum, 4);
-            sum += __shfl_xor_sync(all_lanes, sum, 8);
-            sum += __shfl_xor_sync(all_lanes, sum, 16);
-            if (group == 0) {
-                state[head + i] = max_[i];
-                state[S::heads + head + i] = sum;
-            }
-        }
-        float* const o = state + stream_state<S::heads>::header;
-#pragma unroll
-        for (int m = 0; m < steps; ++m) {
-#pragma unroll
-            for (int i = 0; i < 4; ++i) {
-                o[(head + i % 2) * width + 16 * m + group + i / 2 * 8] = o_[m][i];
-            }
-        }
-    }
+    __device__ void store() { store_tensor_state<S>(region_, max_, sum_, o_); }
 
   private:
-    __device__ void load_queries(const stream_queries<T>& queries) {
-        const int head = lane_id() / 4;
-        const T* const from = queries.q + (head < queries.heads ? head : 0) * queries.head_stride;
-#pragma unroll
-        for (int k = 0; k < steps; ++k) {
-#pragma unroll
-            for (int i = 0; i < 2; ++i) {
-                const int first = 16 * k + 8 * i;
-                q_[k][i] = head < queries.heads && first < rows_.dim_k
-                               ? *reinterpret_cast<const std::uint32_t*>(from + first + lane_id() % 4 * 2)
-                               : 0;
-            }
-        }
-    }
-
     /// Attends to the tile of a stage: to rows below `limit` but a and b. Chunks beyond a head_dim hold zeros.
     __device__ void take(int stage, std::int32_t limit, std::int32_t a, std::int32_t b) {
         const int lane = lane_id();
@@ -418,84 +426,33 @@ class tensor_stream {
     float o_[steps][4];
 };
 
-/// Plain loops, a lane a key: to check others with, and for storage that the tensor cores do not take.
+/// A softmax state by plain loops, a lane a key: to check others with, and for storage that the tensor cores do not take.
 template <class S>
-class plain_stream {
+class plain_softmax {
     using T = typename S::T;
     static constexpr int most = 32;  // columns a lane: head_dims up to 1024
 
   public:
-    __device__ plain_stream(unsigned char* region, const stream_rows<T>& rows)
-        : rows_(rows), region_(region) {}
-
-    __device__ void start() {}
-    __device__ void ask(const stream_queries<T>& /*queries*/) {}
-
-    __device__ void finish(const stream_queries<T>& queries, const stream_hidden& hidden,
-                           const stream_logits<typename S::Compute>& logits) {
+    __device__ plain_softmax(std::int32_t dim_k, std::int32_t dim_v) : dim_k_(dim_k), dim_v_(dim_v) {
 #pragma unroll
         for (int i = 0; i < most; ++i) {
             o_[i] = T(0);
         }
-        const std::int32_t last = rows_.end * stream_tile;
-        take(
-            rows_.begin * stream_tile, last < rows_.used ? last : rows_.used, queries, logits,
-            [&](std::int32_t row) { return hidden.has(row); },
-            [&](std::int32_t row) { return rows_.k + std::int64_t{row} * rows_.dim_k; },
-            [&](std::int32_t row) { return rows_.v + std::int64_t{row} * rows_.dim_v; });
     }
 
-    __device__ void bring(const stream_extra<T>& /*extra*/) const {}
-
-    __device__ void add(const stream_extra<T>& extra, const stream_queries<T>& queries,
-                        const stream_logits<typename S::Compute>& logits) {
-        static_assert(stream_extra<T>::most == 3);
-        take(
-            0, stream_extra<T>::most, queries, logits,
-            [&](std::int32_t row) {
-                return !(row == 0 ? extra.counts[0] : row == 1 ? extra.counts[1] : extra.counts[2]);
-            },
-            [&](std::int32_t row) { return row == 0   ? extra.k[0]
-                                           : row == 1 ? extra.k[1]
-                                                      : extra.k[2]; },
-            [&](std::int32_t row) { return row == 0   ? extra.v[0]
-                                           : row == 1 ? extra.v[1]
-                                                      : extra.v[2]; });
-    }
-
-    __device__ void store() {
-        T* const state = reinterpret_cast<T*>(region_);
-        T sum = sum_;
-#pragma unroll
-        for (int step = 16; step != 0; step /= 2) {
-            sum += __shfl_xor_sync(all_lanes, sum, step);
-        }
-        if (lane_id() == 0) {
-            state[0] = max_;
-            state[S::heads] = sum;
-        }
-#pragma unroll
-        for (int i = 0; i < most; ++i) {
-            const std::int32_t column = 32 * i + lane_id();
-            if (column < rows_.dim_v) {
-                state[stream_state<S::heads>::header + column] = o_[i];
-            }
-        }
-    }
-
-  private:
+    /// Attends to rows [begin, end), but those that are hidden(row): key_of(row) and value_of(row) say where they are.
     template <class Hidden, class Key, class Value>
     __device__ void take(std::int32_t begin, std::int32_t end, const stream_queries<T>& queries,
                          const stream_logits<typename S::Compute>& logits, const Hidden& hidden,
                          const Key& key_of, const Value& value_of) {
-        const T slope = logits.slope, cap = logits.cap;
+        const T slope = static_cast<T>(logits.slope), cap = static_cast<T>(logits.cap);
         for (std::int32_t first = begin; first < end; first += 32) {
             const std::int32_t row = first + lane_id();
             T logit = nothing();
             if (row < end && !hidden(row)) {
                 const T* const key = key_of(row);
                 T sum = T(0);
-                for (std::int32_t d = 0; d < rows_.dim_k; ++d) {
+                for (std::int32_t d = 0; d < dim_k_; ++d) {
                     sum += queries.q[d] * key[d];
                 }
                 logit = cap != T(0) ? cap - T(2) * cap / (T(1) + exp2(sum * slope)) : sum * slope;
@@ -523,7 +480,7 @@ class plain_stream {
 #pragma unroll
                 for (int i = 0; i < most; ++i) {
                     const std::int32_t column = 32 * i + lane_id();
-                    if (column < rows_.dim_v) {
+                    if (column < dim_v_) {
                         o_[i] += w * value[column];
                     }
                 }
@@ -531,13 +488,81 @@ class plain_stream {
         }
     }
 
+    __device__ void store(unsigned char* region) const {
+        T* const state = reinterpret_cast<T*>(region);
+        T sum = sum_;
+#pragma unroll
+        for (int step = 16; step != 0; step /= 2) {
+            sum += __shfl_xor_sync(all_lanes, sum, step);
+        }
+        if (lane_id() == 0) {
+            state[0] = max_;
+            state[S::heads] = sum;
+        }
+#pragma unroll
+        for (int i = 0; i < most; ++i) {
+            const std::int32_t column = 32 * i + lane_id();
+            if (column < dim_v_) {
+                state[stream_state<S::heads>::header + column] = o_[i];
+            }
+        }
+    }
+
+  private:
     __device__ static T nothing() { return static_cast<T>(minus_infinity()); }
 
-    stream_rows<T> rows_;
-    unsigned char* region_;
+    std::int32_t dim_k_, dim_v_;
     T max_ = nothing();
     T sum_ = T(0);
     T o_[most];
+};
+
+/// What tensor_stream is, by plain loops.
+template <class S>
+class plain_stream {
+    using T = typename S::T;
+
+  public:
+    __device__ plain_stream(unsigned char* region, const stream_rows<T>& rows)
+        : rows_(rows), region_(region), softmax_(rows.dim_k, rows.dim_v) {}
+
+    __device__ void start() {}
+    __device__ void ask(const stream_queries<T>& /*queries*/) {}
+
+    __device__ void finish(const stream_queries<T>& queries, const stream_hidden& hidden,
+                           const stream_logits<typename S::Compute>& logits) {
+        const std::int32_t last = rows_.end * stream_tile;
+        softmax_.take(
+            rows_.begin * stream_tile, last < rows_.used ? last : rows_.used, queries, logits,
+            [&](std::int32_t row) { return hidden.has(row); },
+            [&](std::int32_t row) { return rows_.k + std::int64_t{row} * rows_.dim_k; },
+            [&](std::int32_t row) { return rows_.v + std::int64_t{row} * rows_.dim_v; });
+    }
+
+    __device__ void bring(const stream_extra<T>& /*extra*/) const {}
+
+    __device__ void add(const stream_extra<T>& extra, const stream_queries<T>& queries,
+                        const stream_logits<typename S::Compute>& logits) {
+        static_assert(stream_extra<T>::most == 3);
+        softmax_.take(
+            0, stream_extra<T>::most, queries, logits,
+            [&](std::int32_t row) {
+                return !(row == 0 ? extra.counts[0] : row == 1 ? extra.counts[1] : extra.counts[2]);
+            },
+            [&](std::int32_t row) { return row == 0   ? extra.k[0]
+                                           : row == 1 ? extra.k[1]
+                                                      : extra.k[2]; },
+            [&](std::int32_t row) { return row == 0   ? extra.v[0]
+                                           : row == 1 ? extra.v[1]
+                                                      : extra.v[2]; });
+    }
+
+    __device__ void store() { softmax_.store(region_); }
+
+  private:
+    stream_rows<T> rows_;
+    unsigned char* region_;
+    plain_softmax<S> softmax_;
 };
 
 template <class S>

@@ -1,7 +1,7 @@
 // Matrix products of one warpgroup (compute capability 9.0a): D[64 x N] (+)= A[64 x 16] B[16 x N], bf16 or fp16, fp32 sums.
 //
-// The overload goes by the size of d: 32 values a thread for N = 64, 64 for N = 128. A comes from shared memory (a
-// descriptor) or from registers, B from shared memory. Trans = 0 says K-major: A as [m][k], B as [n][k] (K in Q K^T);
+// The overload goes by the size of d: N / 2 values a thread, for N = 8 (bf16, both K-major), 16, 32 (A in shared memory), 64 and 128. A
+// comes from shared memory (a descriptor) or from registers, B from shared memory. Trans = 0 says K-major: A as [m][k], B as [n][k] (K in Q K^T);
 // Trans = 1 says MN-major: A as [k][m], B as [k][n] (V in P V). add = 0 overwrites d. All are asynchronous:
 //
 //     wgmma_fence(); wgmma(...); ...; wgmma_commit(); wgmma_wait<pending groups>();
@@ -45,6 +45,20 @@ __device__ inline std::uint64_t describe_mn_major(std::uint32_t shared, std::uin
            (std::uint64_t{1} << 62);
 }
 
+/// Descriptor of a K-major operand that is not swizzled: 16 bytes of a row (8 columns) stand beside those of the next row, and the next 8
+/// columns of all rows follow `column_bytes` (a multiple of 16) further. It may begin at any row: a matrix from row r on is 16 r bytes
+/// further (+ r in the descriptor), the next 16 columns 2 column_bytes.
+__device__ inline std::uint64_t describe_columns(std::uint32_t shared, std::uint32_t column_bytes) {
+    return static_cast<std::uint64_t>((shared & 0x3ffff) >> 4) |
+           (static_cast<std::uint64_t>(column_bytes >> 4) << 16) | (std::uint64_t{128 >> 4} << 32);
+}
+/// Descriptor of an MN-major operand in such a tile, whose rows are k and whose columns are m or n: the next 16 rows are 256 bytes further (+ 16 in
+/// the descriptor), the next 64 columns 8 column_bytes.
+__device__ inline std::uint64_t describe_rows(std::uint32_t shared, std::uint32_t column_bytes) {
+    return static_cast<std::uint64_t>((shared & 0x3ffff) >> 4) | (std::uint64_t{128 >> 4} << 16) |
+           (static_cast<std::uint64_t>(column_bytes >> 4) << 32);
+}
+
 template <class = void>
 __device__ inline void wgmma_fence() {
     asm volatile("wgmma.fence.sync.aligned;" ::: "memory");
@@ -76,7 +90,68 @@ __device__ inline void pin(std::uint32_t (&values)[N][4]) {
     }
 }
 
+/// N = 8.
+template <class = void>
+__device__ inline void wgmma_narrow(float (&d)[4], std::uint64_t a, std::uint64_t b, int add) {
+    asm volatile(
+        "{\n.reg .pred p;\nsetp.ne.b32 p, %6, 0;\n"
+        "wgmma.mma_async.sync.aligned.m64n8k16.f32.bf16.bf16 {%0, %1, %2, %3}, %4, %5, p, 1, 1, 0, 0;\n}\n"
+        : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3])
+        : "l"(a), "l"(b), "r"(add)
+        : "memory");
+}
+
 // clang-format off: operand lists, eight a line
+
+template <class T, int TransA, int TransB>
+__device__ inline void wgmma(float (&d)[8], std::uint64_t a, std::uint64_t b, int add) {
+    if constexpr (std::is_same_v<T, bf16>) {
+        asm volatile(
+            "{\n.reg .pred p;\nsetp.ne.b32 p, %10, 0;\n"
+            "wgmma.mma_async.sync.aligned.m64n16k16.f32.bf16.bf16 "
+            "{%0, %1, %2, %3, %4, %5, %6, %7}, "
+            "%8, %9, p, 1, 1, %11, %12;\n}\n"
+            : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3]), "+f"(d[4]), "+f"(d[5]), "+f"(d[6]), "+f"(d[7])
+            : "l"(a), "l"(b), "r"(add), "n"(TransA), "n"(TransB)
+            : "memory");
+    } else {
+        asm volatile(
+            "{\n.reg .pred p;\nsetp.ne.b32 p, %10, 0;\n"
+            "wgmma.mma_async.sync.aligned.m64n16k16.f32.f16.f16 "
+            "{%0, %1, %2, %3, %4, %5, %6, %7}, "
+            "%8, %9, p, 1, 1, %11, %12;\n}\n"
+            : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3]), "+f"(d[4]), "+f"(d[5]), "+f"(d[6]), "+f"(d[7])
+            : "l"(a), "l"(b), "r"(add), "n"(TransA), "n"(TransB)
+            : "memory");
+    }
+}
+
+template <class T, int TransA, int TransB>
+__device__ inline void wgmma(float (&d)[16], std::uint64_t a, std::uint64_t b, int add) {
+    if constexpr (std::is_same_v<T, bf16>) {
+        asm volatile(
+            "{\n.reg .pred p;\nsetp.ne.b32 p, %18, 0;\n"
+            "wgmma.mma_async.sync.aligned.m64n32k16.f32.bf16.bf16 "
+            "{%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15}, "
+            "%16, %17, p, 1, 1, %19, %20;\n}\n"
+            : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3]), "+f"(d[4]), "+f"(d[5]), "+f"(d[6]), "+f"(d[7]),
+              "+f"(d[8]), "+f"(d[9]), "+f"(d[10]), "+f"(d[11]), "+f"(d[12]), "+f"(d[13]), "+f"(d[14]),
+              "+f"(d[15])
+            : "l"(a), "l"(b), "r"(add), "n"(TransA), "n"(TransB)
+            : "memory");
+    } else {
+        asm volatile(
+            "{\n.reg .pred p;\nsetp.ne.b32 p, %18, 0;\n"
+            "wgmma.mma_async.sync.aligned.m64n32k16.f32.f16.f16 "
+            "{%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15}, "
+            "%16, %17, p, 1, 1, %19, %20;\n}\n"
+            : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3]), "+f"(d[4]), "+f"(d[5]), "+f"(d[6]), "+f"(d[7]),
+              "+f"(d[8]), "+f"(d[9]), "+f"(d[10]), "+f"(d[11]), "+f"(d[12]), "+f"(d[13]), "+f"(d[14]),
+              "+f"(d[15])
+            : "l"(a), "l"(b), "r"(add), "n"(TransA), "n"(TransB)
+            : "memory");
+    }
+}
 
 template <class T, int TransA, int TransB>
 __device__ inline void wgmma(float (&d)[32], std::uint64_t a, std::uint64_t b, int add) {

@@ -36,10 +36,12 @@ struct chunk_launch {
     plane_view<const float> scores{};  // of the new tokens, where they come with them
     float* computed = nullptr;         // [count, Hkv, most]: see score_launch; null: none
     bool on_leaving = false;           // `computed` are those of the keys that leave
-    std::uint32_t* status = nullptr;   // [count]
-    std::int32_t longest = 0;          // the most rows of a head
-    std::int32_t tiles = 0;            // of its places
-    bool contest_in_shared = false;    // places and records fit into shared memory
+    const float* late =
+        nullptr;  // [count, Hkv, most]: of the new tokens, where those are of the keys that leave
+    std::uint32_t* status = nullptr;  // [count]
+    std::int32_t longest = 0;         // the most rows of a head
+    std::int32_t tiles = 0;           // of its places
+    bool contest_in_shared = false;   // places and records fit into shared memory
     // Made by chunk_begin_kernel and chunk_decide_kernel.
     std::int32_t* taken = nullptr;         // [count]: tokens that count
     std::int64_t* first_row = nullptr;     // [count, Hkv]
@@ -78,14 +80,15 @@ struct chunk_head {
           entry(number / call.cache.kv_heads),
           head(number % call.cache.kv_heads),
           active(call.cache, call.batch, entry, call.tokens.most),
-          rows(call.cache, active.bad ? 0 : active.slot, head),
-          base(active.bad ? 0 : call.cache.length[active.slot]) {}
+          rows(call.cache, active.slot, head),
+          base(active.there ? call.cache.length[active.slot] : 0) {}
 
     /// The score of token j, as its row will keep it.
     __device__ float score(const chunk_launch<View>& call, std::int32_t j) const {
         float score = 0.0f;
         if (call.computed != nullptr) {
-            score = call.on_leaving ? 0.0f : call.computed[std::int64_t{pair} * call.tokens.most + j];
+            const float* const from = call.on_leaving ? call.late : call.computed;
+            score = from == nullptr ? 0.0f : from[std::int64_t{pair} * call.tokens.most + j];
         } else if (call.tokens.spare) {
             score = rows.spare_score(j);
         } else if (call.scores) {
@@ -114,16 +117,16 @@ template <class View>
 __global__ void __launch_bounds__(chunk_threads)
     chunk_begin_kernel(const __grid_constant__ chunk_launch<View> call) {
     for (auto i = static_cast<std::int32_t>(threadIdx.x); i < call.batch.count; i += chunk_threads) {
-        active_entry active(call.cache, call.batch, i, call.tokens.most);
+        active_entry active = active_entry(call.cache, call.batch, i, call.tokens.most).once(call.cache);
         if (call.tokens.spare && active.tokens != 0) {
             const typename View::head_type head(call.cache, active.slot, 0);
-            active.bad = active.tokens > call.cache.proposed[active.slot] ||
-                         head.spare_position(0) != call.cache.length[active.slot];
+            if (active.tokens > call.cache.proposed[active.slot] ||
+                head.spare_position(0) != call.cache.length[active.slot]) {
+                active.refuse(status_bad_length);
+            }
         }
-        call.taken[i] = active.bad ? 0 : active.tokens;
-        if (active.bad && call.status != nullptr) {
-            atomicOr(call.status + i, static_cast<std::uint32_t>(status_bad_length));
-        }
+        call.taken[i] = active.tokens;
+        active.report(call.status, i);
     }
 }
 
@@ -200,8 +203,7 @@ __global__ void __launch_bounds__(chunk_threads)
     }
     if constexpr (std::is_same_v<View, cache_view<typename View::value_type>>) {
         if (thread == 0) {
-            call.first_row[at.pair] =
-                (at.active.bad ? 0 : at.active.slot * call.cache.rows) + call.cache.row_offset[at.head];
+            call.first_row[at.pair] = at.active.slot * call.cache.rows + call.cache.row_offset[at.head];
         }
     }
     __syncthreads();
@@ -297,8 +299,9 @@ __global__ void __launch_bounds__(chunk_threads)
     const std::int32_t piece = static_cast<std::int32_t>(blockIdx.x) % chunk_pieces;
     const std::int32_t tokens = at.active.tokens;
     const View& cache = call.cache;
-    if (piece == 0 && threadIdx.x == 0 && !at.active.bad) {
+    if (piece == 0 && threadIdx.x == 0 && at.active.there) {
         if (tokens != 0) {
+            cache.taken[at.rows.index] = tokens;
             cache.kept[at.rows.index] = call.kept[at.pair];
             cache.victim[at.rows.index] = -1;
             if constexpr (requires { cache.pinned; }) {

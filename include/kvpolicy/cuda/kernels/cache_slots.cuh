@@ -16,6 +16,7 @@ inline namespace KVPOLICY_CUDA_NAMESPACE KVPOLICY_HIDDEN {
 namespace cuda_backend {
 
 inline constexpr int slot_threads = 128;
+inline constexpr int advance_threads = 512;
 inline constexpr std::int32_t most_reordered = 512;
 
 /// Empties `count` slots from `first` on: a block a head of a slot of a layer. Pages go back to the pool, but where the memory is
@@ -55,29 +56,72 @@ __global__ void __launch_bounds__(slot_threads)
         cache.pinned[index] = 0;
     }
     cache.victim[index] = -1;
+    cache.taken[index] = 0;
     cache.arrivals[index] = 0;
     if (head == 0) {
         cache.proposed[slot] = 0;
         if (layer == 0) {
             cache.length[slot] = 0;
+            if constexpr (Ref::pooled) {
+                cache.reserved[slot] = 0;
+            }
         }
     }
 }
 
-/// One block.
-template <class Length>
-__global__ void __launch_bounds__(slot_threads)
-    advance_kernel(Length* const length, const std::int32_t slots, const Batch batch,
-                   std::uint32_t* const status) {
-    for (auto i = static_cast<std::int32_t>(threadIdx.x); i < batch.count; i += slot_threads) {
-        const std::int32_t slot = batch.slot(i), tokens = batch.tokens(i);
-        if (slot < 0 || slot >= slots || tokens < 0) {
-            if (status != nullptr) {
-                atomicOr(status + i, static_cast<std::uint32_t>(status_bad_length));
-            }
-        } else {
-            length[slot] += tokens;
+/// What advance() needs of a cache: all in few reads, since nothing else runs meanwhile.
+struct advance_launch {
+    position_t* length = nullptr;   // [slots]
+    std::int32_t* taken = nullptr;  // [layers, slots, kv_heads]
+    std::int32_t layers = 0;
+    std::int32_t slots = 0;
+    std::int32_t kv_heads = 0;
+    position_t longest = 0;  // of a slot
+    Batch batch{};
+    std::uint32_t* status = nullptr;  // [count]
+
+    /// Tokens beyond `longest` no layer has taken.
+    [[nodiscard]] __device__ bool takes(std::int32_t /*slot*/, std::int32_t /*tokens*/) const { return true; }
+};
+
+/// Moves slots on, if every head of every layer has taken the tokens. A block an entry. Call: advance_launch.
+template <class Call>
+__global__ void __launch_bounds__(advance_threads) advance_kernel(const __grid_constant__ Call call) {
+    const auto i = static_cast<std::int32_t>(blockIdx.x);
+    const active_entry active(call, call.batch, i, never);
+    if (!active.there) {
+        if (threadIdx.x == 0) {
+            active.report(call.status, i);
         }
+        return;
+    }
+    const std::int32_t tokens = active.tokens, heads = call.layers * call.kv_heads;
+    const auto taken_by = [&](std::int32_t x) -> std::int32_t& {
+        return call.taken[(std::int64_t{x / call.kv_heads} * call.slots + active.slot) * call.kv_heads +
+                          x % call.kv_heads];
+    };
+    const position_t before = call.length[active.slot];
+    bool differs = false, lacks = false;
+    for (auto x = static_cast<std::int32_t>(threadIdx.x); x < heads; x += advance_threads) {
+        const std::int32_t taken = taken_by(x);  // -1: it found no pages
+        differs |= tokens != 0 ? taken != tokens : taken > 0;
+        lacks |= tokens != 0 && taken < 0;
+    }
+    if (__syncthreads_or(differs ? 1 : 0) != 0) {
+        const bool exhausted = __syncthreads_or(lacks ? 1 : 0) != 0;
+        if (threadIdx.x == 0 && call.status != nullptr) {
+            const status_bits why = before + tokens > call.longest ? status_bad_length
+                                    : exhausted                    ? status_pool_exhausted
+                                                                   : status_not_taken;
+            atomicOr(call.status + i, static_cast<std::uint32_t>(why));
+        }
+        return;
+    }
+    for (auto x = static_cast<std::int32_t>(threadIdx.x); x < heads; x += advance_threads) {
+        taken_by(x) = 0;
+    }
+    if (threadIdx.x == 0) {
+        call.length[active.slot] = before + tokens;
     }
 }
 
@@ -234,6 +278,10 @@ __global__ void __launch_bounds__(slot_threads)
     move_words<std::uint32_t, std::uint32_t>(
         all, moves.count, scratch, thread, threads, cache.kv_heads,
         [&](std::int32_t slot) { return cache.kept + cache.head_index(slot, 0); },
+        [&](const slot_move&) { return std::int64_t{cache.kv_heads}; });
+    move_words<std::uint32_t, std::uint32_t>(
+        all, moves.count, scratch, thread, threads, cache.kv_heads,
+        [&](std::int32_t slot) { return cache.taken + cache.head_index(slot, 0); },
         [&](const slot_move&) { return std::int64_t{cache.kv_heads}; });
     if (blockIdx.x == 0) {
         move_words<std::uint32_t, std::uint32_t>(

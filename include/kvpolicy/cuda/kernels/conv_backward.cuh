@@ -63,8 +63,8 @@ __global__ void __launch_bounds__(128) conv_backward_kernel(const conv_backward_
     }
     const conv_memory<T, columns, conv_rows + conv_lead + 8> memory(aligned_dynamic_shared(), forward);
     const std::int32_t first = s.first - streams.delay;
-    load_conv_input(forward.source, s, first, memory.in[0],
-                    problem.in[0] + chunk * conv_rows * forward.source.padded);
+    load_conv_input(forward.source, scorer_rows<T>{forward.source.k, forward.source.v, s}, first,
+                    memory.in[0], problem.in[0] + chunk * conv_rows * forward.source.padded);
     const int lane = lane_id();
 #pragma unroll 1
     for (int l = 1; l <= 2; ++l) {
@@ -334,7 +334,7 @@ __global__ void __launch_bounds__(128)
             return sum;
         };
         for (std::int32_t c = lane_id(); c < source.k.dim; c += 32) {
-            d_k.row(s.b, s.h, t)[c] = source.turned(c, t - s.begin, 1.0f, number);
+            d_k.row(s.b, s.h, t)[c] = source.turned(c, static_cast<float>(t - s.begin), 1.0f, number);
         }
         for (std::int32_t c = lane_id(); c < source.v.dim; c += 32) {
             d_v.row(s.b, s.h, t)[c] = number(source.k.dim + c);

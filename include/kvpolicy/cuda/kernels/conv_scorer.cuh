@@ -64,22 +64,27 @@ struct conv_problem {
     }
 };
 
-/// to[h][n][tap][c] = weights[h][n][tap][c], 0 where there is none.
+/// to[h][n][tap][c] = weights[h][n][tap][c], 0 where there is none. By thread `thread` of `threads` of the grid.
 template <class T>
-__global__ void __launch_bounds__(256)
-    stack_conv_kernel(const float* const weights, const std::int32_t heads, const std::int32_t width,
-                      const std::int32_t padded, const std::int32_t inputs, const std::int32_t padded_inputs,
-                      T* const to) {
-    const std::int64_t count = std::int64_t{heads} * padded * 3 * padded_inputs;
-    for (std::int64_t i = std::int64_t{blockIdx.x} * 256 + threadIdx.x; i < count;
-         i += std::int64_t{gridDim.x} * 256) {
+__device__ inline void stack_conv(const float* weights, std::int32_t heads,
+                                  const conv_layer_problem<T>& layer, T* to, std::int64_t thread,
+                                  std::int64_t threads) {
+    const std::int32_t inputs = layer.inputs, padded_inputs = layer.padded_inputs;
+    const std::int64_t count = std::int64_t{heads} * layer.padded * 3 * padded_inputs;
+    for (std::int64_t i = thread; i < count; i += threads) {
         const auto c = static_cast<std::int32_t>(i % padded_inputs);
         const auto tap = static_cast<std::int32_t>(i / padded_inputs % 3);
-        const auto n = static_cast<std::int32_t>(i / padded_inputs / 3 % padded);
-        const std::int64_t h = i / padded_inputs / 3 / padded;
-        to[i] = static_cast<T>(n < width && c < inputs ? weights[((h * width + n) * 3 + tap) * inputs + c]
-                                                       : 0.0f);
+        const auto n = static_cast<std::int32_t>(i / padded_inputs / 3 % layer.padded);
+        const std::int64_t h = i / padded_inputs / 3 / layer.padded;
+        to[i] = static_cast<T>(
+            n < layer.width && c < inputs ? weights[((h * layer.width + n) * 3 + tap) * inputs + c] : 0.0f);
     }
+}
+template <class T>
+__global__ void __launch_bounds__(256) stack_conv_kernel(const float* const weights, const std::int32_t heads,
+                                                         const conv_layer_problem<T> layer, T* const to) {
+    stack_conv(weights, heads, layer, to, std::int64_t{blockIdx.x} * 256 + threadIdx.x,
+               std::int64_t{gridDim.x} * 256);
 }
 
 /// Columns of a product that a block of four warps makes at once. float's tiles are twice as large.
@@ -162,11 +167,11 @@ __device__ inline std::int32_t conv_token(int l, int row) {
     return 2 * (row % conv_parity + l) + row / conv_parity - conv_reach;
 }
 
-/// x of a chunk: tokens before the stream's begin, and behind its end, are 0. `copy` [conv_rows, padded], where given, gets it too. The
+/// x of a chunk: what the rows lack (tokens before the stream's begin, and behind its end) is 0. `copy` [conv_rows, padded], where given, gets it too. The
 /// caller synchronises.
-template <class T>
-__device__ inline void load_conv_input(const scorer_source<T>& source, const scorer_span& s,
-                                       std::int32_t first, const shared_tile<T>& to, T* copy = nullptr) {
+template <class T, class Rows>
+__device__ inline void load_conv_input(const scorer_source<T>& source, const Rows& rows, std::int32_t first,
+                                       const shared_tile<T>& to, T* copy = nullptr) {
     // Eight columns at once; where keys are turned, those that a sine is shared with too. So the first `pairs` units of a row make two.
     const bool turned = source.turns_eight();
     const std::int32_t pairs = turned ? source.rotated / 16 : 0, units = source.padded / 8 - pairs;
@@ -181,22 +186,24 @@ __device__ inline void load_conv_input(const scorer_source<T>& source, const sco
     std::int32_t unit = static_cast<std::int32_t>(threadIdx.x) % units;
     while (row < conv_rows) {
         const std::int32_t t = first + conv_token(0, row);
-        const bool in = row % conv_parity < 38 && t >= s.begin && t < s.end;
+        const bool in = row % conv_parity < 38 && rows.in(t);
         float x[8] = {}, y[8] = {};
         if (unit < pairs) {
             if (in) {
-                source.turn_eight(s, t, 8 * unit, x, y);
+                source.turn_eight(rows.key(t), rows.position(t), 8 * unit, x, y);
             }
             put(row, 8 * unit, x);
             put(row, 8 * unit + source.rotated / 2, y);
         } else {
             const std::int32_t c = 8 * (unit + pairs);
             if (turned && in && c < source.size) {
-                source.plain_eight(s, t, c, x);
+                source.load_eight(c < source.k.dim ? rows.key(t) + c : rows.value(t) + (c - source.k.dim), x);
             } else if (in) {
+                const T *const key = rows.key(t), *const value = rows.value(t);
+                const float position = rows.position(t);
 #pragma unroll
                 for (int e = 0; e < 8; ++e) {
-                    x[e] = c + e < source.size ? source.number(s, t, c + e, 1.0f, 1.0f) : 0.0f;
+                    x[e] = c + e < source.size ? source.turned_number(key, value, position, c + e) : 0.0f;
                 }
             }
             put(row, c, x);
@@ -260,19 +267,14 @@ __device__ inline void conv_layer_forward(const conv_problem<T>& problem, const 
     conv_layer_forward<Last, 2>(problem, s, first, l, memory, sums);
 }
 
-/// Scores of the tokens that leave a window of streams.delay keys while the chunk's come.
-template <class T>
-__global__ void __launch_bounds__(128) conv_kernel(const conv_problem<T> problem) {
-    const scorer_streams& streams = problem.streams;
-    const scorer_span s = streams.span(static_cast<std::int32_t>(blockIdx.x) / streams.slots,
-                                       static_cast<std::int32_t>(blockIdx.x) % streams.slots);
-    const std::int32_t skipped = max(0, s.begin + streams.delay - s.first);
-    if (skipped >= s.count) {
-        return;
-    }
+/// Scores of up to 64 tokens from token `first` on of head s.h, by a block of 128 threads: write(r, score) for token first + r in [low, high).
+/// Dropout draws for span s.
+template <class T, class Rows, class Write>
+__device__ inline void conv_block(const conv_problem<T>& problem, const scorer_span& s, const Rows& rows,
+                                  std::int32_t first, std::int32_t low, std::int32_t high,
+                                  const Write& write) {
     const conv_memory<T, conv_columns<T>> memory(aligned_dynamic_shared(), problem);
-    const std::int32_t first = s.first - streams.delay;
-    load_conv_input(problem.source, s, first, memory.in[0]);
+    load_conv_input(problem.source, rows, first, memory.in[0]);
     float sums[5][2] = {};
 #pragma unroll 1
     for (int l = 1; l <= 2; ++l) {
@@ -292,14 +294,29 @@ __global__ void __launch_bounds__(128) conv_kernel(const conv_problem<T> problem
     }
     __syncthreads();
     const auto r = static_cast<std::int32_t>(threadIdx.x);
-    if (r >= skipped && r < s.count) {
+    if (r >= low && r < high) {
         const int row = r % 2 * conv_parity + r / 2;
         float score = problem.readout_bias != nullptr ? problem.readout_bias[s.h] : 0.0f;
         for (int w = 0; w < 4; ++w) {
             score += memory.sums[w * conv_rows + row];
         }
-        problem.scores.head(s.b, s.h)[first + r] = score;
+        write(r, score);
     }
+}
+
+/// Scores of the tokens that leave a window of streams.delay keys while the chunk's come.
+template <class T>
+__global__ void __launch_bounds__(128) conv_kernel(const conv_problem<T> problem) {
+    const scorer_streams& streams = problem.streams;
+    const scorer_span s = streams.span(static_cast<std::int32_t>(blockIdx.x) / streams.slots,
+                                       static_cast<std::int32_t>(blockIdx.x) % streams.slots);
+    const std::int32_t skipped = max(0, s.begin + streams.delay - s.first);
+    if (skipped >= s.count) {
+        return;
+    }
+    const std::int32_t first = s.first - streams.delay;
+    conv_block(problem, s, scorer_rows<T>{problem.source.k, problem.source.v, s}, first, skipped, s.count,
+               [&](std::int32_t r, float score) { problem.scores.head(s.b, s.h)[first + r] = score; });
 }
 
 }  // namespace cuda_backend

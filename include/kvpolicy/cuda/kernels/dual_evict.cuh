@@ -363,10 +363,9 @@ __device__ void evict_rows(const evicted_head<P, T>& at, const evict_memory<T>& 
     if (thread == 0) {
         cache.kept[at.index] -= drop;
         cache.victim[at.index] = -1;
-        // The pages after the last row in use are the free ones, then the reserved; all are alike, and no fork shares them.
-        const std::int32_t page = cache.page_rows;
-        std::int32_t free = (used + page - 1) / page - (to + page - 1) / page;
-        for (std::int32_t& held = cache.held[at.index]; free > 0; --free) {
+        // What neither rows nor the rest of a reservation need; no fork shares it.
+        const std::int64_t wanted = cache.pages_wanted(at.slot, at.head);
+        for (std::int32_t& held = cache.held[at.index]; held > wanted;) {
             const std::int32_t id = cache.pages(at.slot, at.head)[--held];
             if (atomicSub(cache.pool.names + id, 1) == 1) {
                 cache.pool.free_ids[atomicAdd(cache.pool.free_count, 1)] = id;
@@ -399,11 +398,12 @@ __global__ void __launch_bounds__(admit_threads)
     for (std::int32_t entry = 0; entry < batch.count; ++entry) {
         EvictionReport report;
         const std::int32_t slot = batch.slot(entry), tokens = batch.tokens(entry);
-        const bool bad = slot < 0 || slot >= any.slots || tokens < 0;
+        const bool padding = slot == Batch::no_slot,
+                   bad = !padding && (slot < 0 || slot >= any.slots || tokens < 0);
         if (leads && bad && status != nullptr) {
             atomicOr(status + entry, static_cast<std::uint32_t>(status_bad_length));
         }
-        while (!bad && tokens != 0) {
+        while (!bad && !padding && tokens != 0) {
             __syncthreads();  // all have read the total before
             if (threadIdx.x == 0) {
                 total = 0;

@@ -201,6 +201,9 @@ __global__ void __launch_bounds__(slot_threads)
     move_words<std::uint32_t, std::uint32_t>(
         copied, all.count, scratch, thread, threads, 1,
         [&](std::int32_t slot) { return cache.kept + cache.head_index(slot, head); }, one);
+    move_words<std::uint32_t, std::uint32_t>(
+        copied, all.count, scratch, thread, threads, 1,
+        [&](std::int32_t slot) { return cache.taken + cache.head_index(slot, head); }, one);
     if constexpr (P::has_keep) {
         move_words<std::uint32_t, std::uint32_t>(
             copied, all.count, scratch, thread, threads, 1,
@@ -210,7 +213,17 @@ __global__ void __launch_bounds__(slot_threads)
         copied, all.count, scratch, thread, threads, cache.state_size,
         [&](std::int32_t slot) { return cache.state + cache.head_index(slot, head) * cache.state_size; },
         [&](const slot_move&) { return cache.state_size; });
+    if (blockIdx.x == 0) {  // reservations go with the pages
+        move_words<std::uint32_t, std::uint32_t>(
+            inherited, all.count, scratch, thread, threads, 2,
+            [&](std::int32_t slot) { return cache.reserved + slot; },
+            [](const slot_move&) { return std::int64_t{2}; });
+        __syncthreads();
+    }
     for (std::int32_t i = thread; i < all.count; i += threads) {
+        if (blockIdx.x == 0 && all.copies(i)) {
+            cache.reserved[all.target(i)] = 0;
+        }
         cache.victim[cache.head_index(all.target(i), head)] = -1;
         if (head == 0) {
             cache.proposed[all.target(i)] = 0;

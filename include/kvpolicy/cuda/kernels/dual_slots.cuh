@@ -14,20 +14,20 @@ namespace kvpolicy {
 inline namespace KVPOLICY_CUDA_NAMESPACE KVPOLICY_HIDDEN {
 namespace cuda_backend {
 
-/// Slab `number` joins the pool. One block.
+/// Slab `number` joins the pool, but for its first `spared` pages. One block.
 template <class T>
 __global__ void __launch_bounds__(admit_threads)
     lend_slab_kernel(const PagePool<T> pool, Slab<T>* const slabs, const std::int32_t number,
-                     const Slab<T> lent) {
-    const std::int32_t count = *pool.free_count;
-    for (auto page = static_cast<std::int32_t>(threadIdx.x); page < pool.slab_pages; page += admit_threads) {
+                     const std::int32_t spared, const Slab<T> lent) {
+    const std::int32_t count = *pool.free_count, pages = pool.slab_pages - spared;
+    for (auto page = static_cast<std::int32_t>(threadIdx.x); page < pages; page += admit_threads) {
         // The stack hands out low ids first.
         pool.free_ids[count + page] = number * pool.slab_pages + (pool.slab_pages - 1 - page);
     }
     __syncthreads();
     if (threadIdx.x == 0) {
         slabs[number] = lent;
-        *pool.free_count = count + pool.slab_pages;
+        *pool.free_count = count + pages;
     }
 }
 
@@ -49,11 +49,9 @@ __global__ void __launch_bounds__(admit_threads)
             return 0;
         }
         const DualRef<P, T>& ref = refs[x / each];
-        // Every token adds at most one row: to the ring until it is full, to the global part from then on.
-        const std::int64_t rows = std::int64_t{ref.used(active.slot, h)} + active.tokens,
-                           most = ref.capacity(h);
-        const std::int32_t pages = cache.pages_of(static_cast<std::int32_t>(rows < most ? rows : most)) -
-                                   ref.held[ref.head_index(active.slot, h)];
+        const std::int32_t pages =
+            cache.pages_of(static_cast<std::int32_t>(ref.rows_after(active.slot, h, active.tokens))) -
+            ref.held[ref.head_index(active.slot, h)];
         return pages < 0 ? 0 : pages;
     };
     if (threadIdx.x == 0) {
@@ -92,52 +90,13 @@ __global__ void __launch_bounds__(admit_threads)
     if (threadIdx.x == 0) {
         *any.pool.free_count = free - taken;
     }
-}
-
-/// Moves slots on. A block an entry.
-template <class P, class T>
-__global__ void __launch_bounds__(admit_threads)
-    advance_dual_kernel(const DualRef<P, T>* const refs, const std::int32_t layers, const Batch batch,
-                        std::uint32_t* const status) {
-    const auto entry = static_cast<std::int32_t>(blockIdx.x);
-    const DualRef<P, T>& any = refs[0];
-    bool takes = true;
-    for (std::int32_t layer = 0; layer < layers; ++layer) {
-        takes = takes && !active_entry(dual_view<T>(refs[layer]), batch, entry, never).bad;
-    }
-    if (!takes) {
-        if (threadIdx.x == 0 && status != nullptr) {
-            atomicOr(status + entry, static_cast<std::uint32_t>(status_bad_length));
+    const dual_view<T> view(any);
+    for (auto entry = static_cast<std::int32_t>(threadIdx.x); entry < batch.count; entry += admit_threads) {
+        const active_entry active(view, batch, entry, never);
+        if (active.tokens != 0) {
+            const position_t until = any.length[active.slot] + active.tokens;
+            any.reserved[active.slot] = max(any.reserved[active.slot], until);
         }
-        return;
-    }
-    const std::int32_t slot = batch.slot(entry), tokens = batch.tokens(entry);
-    if (tokens == 0) {
-        return;
-    }
-    const position_t after = any.length[slot] + tokens;
-    bool lacks = false;
-    for (auto x = static_cast<std::int32_t>(threadIdx.x); x < layers * any.kv_heads; x += admit_threads) {
-        const DualRef<P, T>& ref = refs[x / any.kv_heads];
-        const dual_view<T> view(ref);
-        const dual_head<T> head(view, slot, x % any.kv_heads);
-        const std::int32_t rows = head.layout.used(after, ref.kept[head.index]);
-        // A layer that found no page for some head has a row too few there, or has not written the newest row of a full ring.
-        const std::int64_t pages = ref.held[head.index];
-        if (pages * ref.page_rows < rows) {
-            lacks = true;
-        } else {
-            lacks = lacks || head.position_of(head.layout.recent(after - 1)) != after - 1;
-        }
-    }
-    lacks = __syncthreads_or(lacks ? 1 : 0) != 0;
-    if (threadIdx.x != 0) {
-        return;
-    }
-    if (!lacks) {
-        any.length[slot] = after;
-    } else if (status != nullptr) {
-        atomicOr(status + entry, static_cast<std::uint32_t>(status_pool_exhausted));
     }
 }
 

@@ -23,12 +23,17 @@ __global__ void __launch_bounds__(256) check_streams_kernel(const Streams stream
     }
 }
 
-/// The frequencies of a Rope that gives a base: f_i = base^(-2 i / rotated), rounded once. One block.
+/// Frequency i of a Rope that gives a base: base^(-2 i / rotated), rounded once.
+template <class Float>
+__device__ inline Float rope_frequency(float base, std::int32_t i, std::int32_t rotated) {
+    return static_cast<Float>(pow(static_cast<double>(base), -2.0 * i / rotated));
+}
+/// The frequencies of such a Rope. One block.
 template <class Float>
 __global__ void __launch_bounds__(256)
     frequencies_kernel(const float base, const std::int32_t rotated, Float* const frequencies) {
     for (auto i = static_cast<std::int32_t>(threadIdx.x); i < rotated / 2; i += 256) {
-        frequencies[i] = static_cast<Float>(pow(static_cast<double>(base), -2.0 * i / rotated));
+        frequencies[i] = rope_frequency<Float>(base, i, rotated);
     }
 }
 

@@ -1,5 +1,5 @@
 // The backward pass of an mLSTM scorer (host/scorers/mlstm_backward_stream.hpp has the equations): the reads of each chunk, which
-// give d N, d g and d q~; then, with the state A that runs backwards (mlstm_states.cuh), the tokens it absorbed.
+// give d N, d g and d q~; then, with the state A that runs backwards (mlstm_walk.cuh), the tokens it absorbed.
 //
 // A pair is a token j and a read l from it on; its share of the gradient is T_lj = w_lj (q~_l . k~_j) G_lj. d log i_j is the sum of
 // its pairs, d log f_t that of all pairs with j < t <= l. Both are summed as they are, pairs that leave the chunk through the

@@ -2,7 +2,9 @@
 #pragma once
 
 #include <kvpolicy/cuda/blocks/mlstm_problem.cuh>
+#include <kvpolicy/cuda/blocks/wgmma.cuh>
 #include <kvpolicy/cuda/config.cuh>
+#include <kvpolicy/cuda/hopper.cuh>
 #include <kvpolicy/cuda/kernels/scorer_weights.cuh>
 #include <kvpolicy/cuda/launch.cuh>
 
@@ -21,7 +23,8 @@ template <class T, int Slots>
 struct mlstm_project_memory {
     shared_tile<T> x;  // of the first; the others' follow
     unsigned char* slabs;
-    float* weights;      // [2][gate_weight(padded)]: of the gates, or of the skip
+    float* weights;      // [2][gate_weight(padded)]: of the gates, or of the skip; float rows
+    T* split;            // [8][padded + 8]: the same in parts (split_weight); 16-bit rows
     double* log_input;   // [Slots][64]
     double* log_forget;  // [Slots][64]
     float* ones;         // [64]: an mLSTM's input has no norms
@@ -35,7 +38,8 @@ struct mlstm_project_memory {
         x = {parts.tile<T>(scorer_chunk, Slots * padded).data, scorer_chunk};
         slabs = parts.tile<T>(slab_rows, 64).data;
         parts.tile<T>(slab_rows, 64);
-        weights = parts.take<float>(2 * gate_weight(padded));
+        weights = parts.take<float>(shared_tile<T>::plain ? 2 * gate_weight(padded) : 0);
+        split = parts.take<T>(shared_tile<T>::plain ? 0 : 8 * (padded + 8));
         log_input = parts.take<double>(Slots * scorer_chunk);
         log_forget = parts.take<double>(Slots * scorer_chunk);
         ones = parts.take<float>(scorer_chunk);
@@ -45,25 +49,47 @@ struct mlstm_project_memory {
     }
 };
 
-/// Where a warp's part of a product stands: 32 rows of its chunk, and half of the columns. Four warps a chunk.
+/// Whether a product with 16 NI rows of weights is wgmma's: on Hopper the four warps of a chunk are a warpgroup.
+template <class T, int NI>
+inline constexpr bool project_by_warpgroup = !shared_tile<T>::plain && KVPOLICY_HOPPER_CODE == 1 && NI >= 4;
+
+/// Where a warp's part of a product stands, four warps a chunk: 32 rows and half of the columns; of a warpgroup 16 rows and all columns.
+template <bool Warpgroup>
 struct mlstm_project_warp {
+    static constexpr int down = Warpgroup ? 1 : 2;  // times 16 rows
+    static constexpr int wide = Warpgroup ? 2 : 1;  // times the columns of a half
+
     int row, half;
     int barrier;  // of the two warps of the same rows
 
     __device__ mlstm_project_warp()
-        : row(warp_id() % 2 * 32), half(warp_id() / 2 % 2), barrier(1 + warp_id() / 4 * 2 + warp_id() % 2) {}
+        : row(Warpgroup ? warp_id() % 4 * 16 : warp_id() % 2 * 32),
+          half(Warpgroup ? 0 : warp_id() / 2 % 2),
+          barrier(1 + warp_id() / 4 * 2 + warp_id() % 2) {}
     __device__ int row_of(int i, int r) const { return row + 16 * i + lane_id() / 4 + 8 * r; }
+};
+/// The same, with the numbers of a product with 16 NI rows of weights.
+template <class T, int NI>
+struct mlstm_product : mlstm_project_warp<project_by_warpgroup<T, NI>> {
+    using warp = mlstm_project_warp<project_by_warpgroup<T, NI>>;
+    static constexpr int MI = warp::down, across = NI * warp::wide;
+    using numbers = float[MI][across][4];
+
+    /// Column of number j, e.
+    __device__ int column(int j, int e) const {
+        return this->half * 8 * across + 8 * j + lane_id() % 4 * 2 + e;
+    }
 };
 
 /// softmax over the first `count` columns of sign * y; other columns become 0. y and p may be the same. What the two warps of a row must know
 /// of each other, maxima and sums, goes through `stats` [2][64]. Rounded is what the result will be rounded to: 16 bits are content with the
 /// special function unit's 2^x.
-template <class Rounded, int NI>
-__device__ inline void softmax_rows(const mlstm_project_warp& warp, const float (&y)[2][NI][4],
-                                    float (&p)[2][NI][4], float sign, std::int32_t count, float2* stats) {
+template <class Rounded, class Product, int MI, int NI>
+__device__ inline void softmax_rows(const Product& warp, const float (&y)[MI][NI][4], float (&p)[MI][NI][4],
+                                    float sign, std::int32_t count, float2* stats) {
     constexpr float log2e = 1.4426950408889634f;
     const int lane = lane_id();
-    const std::int32_t left = count - warp.half * 8 * NI - lane % 4 * 2;
+    const std::int32_t left = count - warp.column(0, 0);
     const auto in = [&](int j, int e) { return 8 * j + e < left; };
     const auto power = [](float x) {
         if constexpr (std::is_same_v<Rounded, float>) {
@@ -72,9 +98,9 @@ __device__ inline void softmax_rows(const mlstm_project_warp& warp, const float 
             return fast_exp2(x * log2e);
         }
     };
-    float most[2][2], sum[2][2];
+    float most[MI][2], sum[MI][2];
 #pragma unroll
-    for (int i = 0; i < 2; ++i) {
+    for (int i = 0; i < MI; ++i) {
 #pragma unroll
         for (int r = 0; r < 2; ++r) {
             float high = -INFINITY;
@@ -98,20 +124,27 @@ __device__ inline void softmax_rows(const mlstm_project_warp& warp, const float 
             }
             most[i][r] = high;
             sum[i][r] = row_sum(all);
-            if (lane % 4 == 0) {
+            if (MI == 2 && lane % 4 == 0) {
                 stats[warp.half * scorer_chunk + warp.row_of(i, r)] = make_float2(high, sum[i][r]);
             }
         }
     }
-    named_barrier(warp.barrier, 64);
+    if constexpr (MI == 2) {
+        named_barrier(warp.barrier, 64);
+    }
 #pragma unroll
-    for (int i = 0; i < 2; ++i) {
+    for (int i = 0; i < MI; ++i) {
 #pragma unroll
         for (int r = 0; r < 2; ++r) {
-            const float2 other = stats[(1 - warp.half) * scorer_chunk + warp.row_of(i, r)];
-            const float high = fmaxf(most[i][r], other.x);
-            const float own = power(most[i][r] - high);
-            const float scale = own / (own * sum[i][r] + power(other.x - high) * other.y);
+            float scale;
+            if constexpr (MI == 2) {
+                const float2 other = stats[(1 - warp.half) * scorer_chunk + warp.row_of(i, r)];
+                const float high = fmaxf(most[i][r], other.x);
+                const float own = power(most[i][r] - high);
+                scale = own / (own * sum[i][r] + power(other.x - high) * other.y);
+            } else {
+                scale = fast_reciprocal(sum[i][r]);
+            }
 #pragma unroll
             for (int j = 0; j < NI; ++j) {
                 p[i][j][2 * r] *= scale;
@@ -122,14 +155,14 @@ __device__ inline void softmax_rows(const mlstm_project_warp& warp, const float 
 }
 
 /// A warp's part of an accumulator to rows of `stride` elements from column `column` on.
-template <int NI, class E>
-__device__ inline void store_rows(const mlstm_project_warp& warp, E* to, std::int64_t stride, int column,
-                                  const float (&acc)[2][NI][4]) {
+template <class Product, int MI, int NI, class E>
+__device__ inline void store_rows(const Product& warp, E* to, std::int64_t stride, int column,
+                                  const float (&acc)[MI][NI][4]) {
 #pragma unroll
-    for (int i = 0; i < 2; ++i) {
+    for (int i = 0; i < MI; ++i) {
 #pragma unroll
         for (int r = 0; r < 2; ++r) {
-            E* const row = to + warp.row_of(i, r) * stride + column + warp.half * 8 * NI + lane_id() % 4 * 2;
+            E* const row = to + warp.row_of(i, r) * stride + column + warp.column(0, 0);
 #pragma unroll
             for (int j = 0; j < NI; ++j) {
                 store_pair(row + 8 * j, acc[i][j][2 * r], acc[i][j][2 * r + 1]);
@@ -142,9 +175,10 @@ __device__ inline void store_rows(const mlstm_project_warp& warp, E* to, std::in
 /// numbers each. `slabs`: memory of two tiles of so many rows and 64 columns. Warps whose chunk has nothing to do (`active` false) only help
 /// to load.
 template <int NI, int Slots, class T>
-__device__ inline void project_slots(const mlstm_project_warp& warp, float (&acc)[2][NI][4],
-                                     const shared_tile<T>& x, bool active, const T* weights,
-                                     std::int32_t padded, unsigned char* slabs) {
+__device__ inline void project_slots(const mlstm_product<T, NI>& warp,
+                                     typename mlstm_product<T, NI>::numbers& acc, const shared_tile<T>& x,
+                                     bool active, const T* weights, std::int32_t padded,
+                                     unsigned char* slabs) {
     constexpr int rows = 16 * NI, threads = 128 * Slots;
     const std::size_t slab = shared_tile<T>::bytes(rows, 64);
     const int count = padded / 64;
@@ -160,11 +194,31 @@ __device__ inline void project_slots(const mlstm_project_warp& warp, float (&acc
         } else {
             copy_wait<0>();
         }
-        __syncthreads();
-        if (active) {
-            add_product<2, NI, 64, false, false>(acc, x.from(64 * i), warp.row,
-                                                 shared_tile<T>{slabs + slab * (i % 2), rows},
-                                                 warp.half * 8 * NI);
+        const shared_tile<T> of_weights{slabs + slab * (i % 2), rows};
+        if constexpr (project_by_warpgroup<T, NI>) {
+            fence_async_proxy();
+            __syncthreads();
+            if (active) {
+                auto& flat = reinterpret_cast<float(&)[8 * NI]>(acc);
+                const std::uint64_t a = describe_k_major(shared_address(x.from(64 * i).data));
+                const std::uint64_t b = describe_k_major(shared_address(of_weights.data));
+                pin(flat);
+                wgmma_fence();
+#pragma unroll
+                for (int k = 0; k < 4; ++k) {
+                    wgmma<T, 0, 0>(flat, a + static_cast<std::uint64_t>(2 * k),
+                                   b + static_cast<std::uint64_t>(2 * k), 1);
+                }
+                wgmma_commit();
+                wgmma_wait<0>();
+                pin(flat);
+            }
+        } else {
+            __syncthreads();
+            if (active) {
+                add_product<2, NI, 64, false, false>(acc, x.from(64 * i), warp.row, of_weights,
+                                                     warp.half * 8 * NI);
+            }
         }
         __syncthreads();
     }
@@ -172,17 +226,18 @@ __device__ inline void project_slots(const mlstm_project_warp& warp, float (&acc
 
 /// phi(W x) of 64 inputs into rows of F elements.
 template <int F, bool Hedgehog, int Slots, class T, class E>
-__device__ inline void project_features(const mlstm_project_warp& warp, const shared_tile<T>& x, bool active,
-                                        const T* weights, std::int32_t padded, unsigned char* slabs,
-                                        std::int32_t projection, float2* stats, E* to) {
+__device__ inline void project_features(const shared_tile<T>& x, bool active, const T* weights,
+                                        std::int32_t padded, unsigned char* slabs, std::int32_t projection,
+                                        float2* stats, E* to) {
     constexpr int NI = (Hedgehog ? F / 2 : F) / 16;
-    float y[2][NI][4];
+    const mlstm_product<T, NI> warp;
+    typename mlstm_product<T, NI>::numbers y;
     project_slots<NI, Slots>(warp, y, x, active, weights, padded, slabs);
     if (!active) {
         return;
     }
     if constexpr (Hedgehog) {
-        float p[2][NI][4];
+        typename mlstm_product<T, NI>::numbers p;
         softmax_rows<E>(warp, y, p, -1.0f, projection, stats + 2 * scorer_chunk);
         store_rows(warp, to, F, F / 2, p);
     }
@@ -191,7 +246,7 @@ __device__ inline void project_features(const mlstm_project_warp& warp, const sh
 }
 
 /// Sums of two arrays' products with an input, two threads (neighbours) a row of a tile; both get them. `finite` is 0 or NaN.
-template <bool Both, class T>
+template <class T>
 __device__ inline void row_products(const shared_tile<T>& x, int row, int part, const float* weights,
                                     std::int32_t padded, float& first, float& second, float& finite) {
     first = 0.0f;
@@ -208,17 +263,63 @@ __device__ inline void row_products(const shared_tile<T>& x, int row, int part, 
                 const std::int32_t at = gate_weight(c) + i + h;
                 const float4 a = *reinterpret_cast<const float4*>(weights + at);
                 first += of[h] * a.x + of[h + 1] * a.y + of[h + 2] * a.z + of[h + 3] * a.w;
-                if (Both) {
-                    const float4 b = *reinterpret_cast<const float4*>(others + at);
-                    second += of[h] * b.x + of[h + 1] * b.y + of[h + 2] * b.z + of[h + 3] * b.w;
-                    finite += of[h] * 0.0f + of[h + 1] * 0.0f + of[h + 2] * 0.0f + of[h + 3] * 0.0f;
-                }
+                const float4 b = *reinterpret_cast<const float4*>(others + at);
+                second += of[h] * b.x + of[h + 1] * b.y + of[h + 2] * b.z + of[h + 3] * b.w;
+                finite += of[h] * 0.0f + of[h + 1] * 0.0f + of[h + 2] * 0.0f + of[h + 3] * 0.0f;
             }
         }
     }
     first += __shfl_xor_sync(all_lanes, first, 1);
     second += __shfl_xor_sync(all_lanes, second, 1);
     finite += __shfl_xor_sync(all_lanes, finite, 1);
+}
+
+/// What the parts of a weight that is split are multiplied by: as many bits as T has.
+template <class T>
+inline constexpr float split_scale = std::is_same_v<T, bf16> ? 256.0f : 2048.0f;
+
+/// Rows of a matrix whose products with an input, by tensor cores, are exact to fp32: two weights in three parts each, high and
+/// middle of the first, of the second, then low of both, and twice 0, whose sum is NaN where an input is not finite. Column c.
+template <class T>
+__device__ inline void split_weights(T* to, std::int32_t pitch, std::int32_t c, float first, float second) {
+    constexpr float scale = split_scale<T>;
+    const float weights[2] = {first, second};
+#pragma unroll
+    for (int i = 0; i < 2; ++i) {
+        const T high = static_cast<T>(weights[i]);
+        const float rest = (weights[i] - static_cast<float>(high)) * scale;
+        const T middle = static_cast<T>(rest);
+        to[2 * i * pitch + c] = high;
+        to[(2 * i + 1) * pitch + c] = middle;
+        to[(4 + i) * pitch + c] = static_cast<T>((rest - static_cast<float>(middle)) * scale);
+        to[(6 + i) * pitch + c] = static_cast<T>(0.0f);
+    }
+}
+/// Products of 16 rows of a tile from `row` on with both weights: lane i has those of rows row + i / 4 and 8 further.
+template <class T>
+__device__ inline void split_products(const shared_tile<T>& x, int row, const T* split, std::int32_t padded,
+                                      float (&first)[2], float (&second)[2], float (&finite)[2]) {
+    const int lane = lane_id();
+    const std::uint32_t rows = shared_address(x.data);
+    const T* const own = split + lane / 4 * (padded + 8) + lane % 4 * 2;
+    float acc[4] = {};
+    for (std::int32_t k = 0; k < padded; k += 16) {
+        std::uint32_t a[4];
+        load_matrices(a, rows + swizzled(x.rows, row + lane % 16, k / 8 + lane / 16));
+        mma_16x8x16<T>(acc, a, *reinterpret_cast<const std::uint32_t*>(own + k),
+                       *reinterpret_cast<const std::uint32_t*>(own + k + 8));
+    }
+    constexpr float by = 1.0f / split_scale<T>;
+    const int quad = lane & ~3;
+#pragma unroll
+    for (int r = 0; r < 2; ++r) {
+        const float upper = acc[2 * r] + acc[2 * r + 1] * by;
+        first[r] =
+            __shfl_sync(all_lanes, upper, quad) + __shfl_sync(all_lanes, acc[2 * r], quad + 2) * (by * by);
+        second[r] = __shfl_sync(all_lanes, upper, quad + 1) +
+                    __shfl_sync(all_lanes, acc[2 * r + 1], quad + 2) * (by * by);
+        finite[r] = __shfl_sync(all_lanes, acc[2 * r], quad + 3);
+    }
 }
 
 /// A token's gates from its weights' products with the input: logarithms into shared memory, slopes where a backward pass wants them. A
@@ -337,7 +438,6 @@ __global__ void __launch_bounds__(128 * Slots, shared_tile<T>::plain || Slots ==
     const scorer_source<T>& source = problem.source;
     const mlstm_project_memory<T, Slots> memory(aligned_dynamic_shared(), source.padded, slab_rows);
     const shared_tile<T> x = memory.x.from(own * source.padded);
-    const mlstm_project_warp warp;
     float2* const stats = memory.stats + own * 4 * scorer_chunk;
     const std::int32_t first = s.first - (queries ? streams.delay : 0);
     const std::int64_t row = s.row(streams.slots);
@@ -348,9 +448,14 @@ __global__ void __launch_bounds__(128 * Slots, shared_tile<T>::plain || Slots ==
         const float* const w = queries ? problem.skip : problem.w_i;
         const std::int64_t at = std::int64_t{s.h} * source.size;
         for (auto c = static_cast<std::int32_t>(threadIdx.x); c < source.padded; c += 128 * Slots) {
-            memory.weights[gate_weight(c)] = w != nullptr && c < source.size ? w[at + c] : 0.0f;
-            memory.weights[gate_weight(source.padded) + gate_weight(c)] =
-                !queries && c < source.size ? problem.w_f[at + c] : 0.0f;
+            const float of_first = w != nullptr && c < source.size ? w[at + c] : 0.0f;
+            const float of_second = !queries && c < source.size ? problem.w_f[at + c] : 0.0f;
+            if constexpr (shared_tile<T>::plain) {
+                memory.weights[gate_weight(c)] = of_first;
+                memory.weights[gate_weight(source.padded) + gate_weight(c)] = of_second;
+            } else {
+                split_weights(memory.split, source.padded + 8, c, of_first, of_second);
+            }
         }
     }
     if constexpr (shared_tile<T>::plain) {
@@ -363,35 +468,46 @@ __global__ void __launch_bounds__(128 * Slots, shared_tile<T>::plain || Slots ==
     }
     copy_wait<0>();
     __syncthreads();
-    float of_first, of_second, finite;
-    if (queries) {
-        if (problem.skip != nullptr && active) {
-            row_products<false>(x, thread / 2, thread % 2, memory.weights, source.padded, of_first, of_second,
-                                finite);
-            if (thread % 2 == 0) {  // rows without a read have inputs that are 0
-                problem.skipped[row + thread / 2] = of_first;
+    // Calls body(row, products with both weights, 0 or NaN) for each row of the chunk, one thread a row.
+    const auto for_each_row = [&](const auto& body) {
+        if constexpr (shared_tile<T>::plain) {
+            float of_first, of_second, finite;
+            row_products(x, thread / 2, thread % 2, memory.weights, source.padded, of_first, of_second,
+                         finite);
+            if (thread % 2 == 0) {
+                body(thread / 2, of_first, of_second, finite);
+            }
+        } else {
+            float of_first[2], of_second[2], finite[2];
+            const int from = thread / 32 * 16, lane = lane_id(), r = lane % 4;
+            split_products(x, from, memory.split, source.padded, of_first, of_second, finite);
+            if (r < 2) {
+                body(from + lane / 4 + 8 * r, r == 0 ? of_first[0] : of_first[1],
+                     r == 0 ? of_second[0] : of_second[1], r == 0 ? finite[0] : finite[1]);
             }
         }
+    };
+    if (queries) {
+        if (problem.skip != nullptr && active) {  // rows without a read have inputs that are 0
+            for_each_row([&](int r, float product, float, float) { problem.skipped[row + r] = product; });
+        }
         project_features<F, Hedgehog, Slots>(
-            warp, x, active, problem.stack_q + std::int64_t{s.h} * problem.rows_q * source.padded,
-            source.padded, memory.slabs, problem.projection, stats, problem.q + row * F);
+            x, active, problem.stack_q + std::int64_t{s.h} * problem.rows_q * source.padded, source.padded,
+            memory.slabs, problem.projection, stats, problem.q + row * F);
         return;
     }
     double* const log_input = memory.log_input + own * scorer_chunk;
     double* const log_forget = memory.log_forget + own * scorer_chunk;
     std::int32_t* const bad = memory.bad + own * scorer_chunk;
     if (active) {
-        row_products<true>(x, thread / 2, thread % 2, memory.weights, source.padded, of_first, of_second,
-                           finite);
-        if (thread % 2 == 0) {
-            const int r = thread / 2;
+        for_each_row([&](int r, float input, float forget, float finite) {
             const bool good = finite == 0.0f;
             double of_input, of_forget;
-            compute_gates(problem, s, r, of_first, of_second, good, of_input, of_forget);
+            compute_gates(problem, s, r, input, forget, good, of_input, of_forget);
             log_input[r] = of_input;
             log_forget[r] = of_forget;
             bad[r] = good ? 0 : 1;
-        }
+        });
     }
     __syncthreads();
     if (active) {
@@ -409,8 +525,8 @@ __global__ void __launch_bounds__(128 * Slots, shared_tile<T>::plain || Slots ==
     }
     __syncthreads();
     const T* const weights = problem.stack_k + std::int64_t{s.h} * problem.rows_k * source.padded;
-    project_features<F, Hedgehog, Slots>(warp, x, active, weights, source.padded, memory.slabs,
-                                         problem.projection, stats, problem.k + row * F);
+    project_features<F, Hedgehog, Slots>(x, active, weights, source.padded, memory.slabs, problem.projection,
+                                         stats, problem.k + row * F);
     if (direct_values && source.k.dim % 8 == 0) {
         if (active) {
             for (int i = thread; i < scorer_chunk * V / 8; i += 128) {
@@ -428,19 +544,22 @@ __global__ void __launch_bounds__(128 * Slots, shared_tile<T>::plain || Slots ==
         }
         return;
     }
-    float y[2][V / 16][4];
+    const mlstm_product<T, V / 16> warp;
+    typename mlstm_product<T, V / 16>::numbers y;
     project_slots<V / 16, Slots>(warp, y, x, active, weights + std::int64_t{problem.at_v} * source.padded,
                                  source.padded, memory.slabs);
     if (!active) {
         return;
     }
 #pragma unroll
-    for (int j = 0; j < V / 16; ++j) {
+    for (auto& rows : y) {
 #pragma unroll
-        for (int e = 0; e < 4; ++e) {
-            if (V / 2 * warp.half + 8 * j + lane_id() % 4 * 2 + e % 2 >= problem.width) {
-                y[0][j][e] = 0.0f;  // the stack's next rows
-                y[1][j][e] = 0.0f;
+        for (int j = 0; j < warp.across; ++j) {
+#pragma unroll
+            for (int e = 0; e < 4; ++e) {
+                if (warp.column(j, e % 2) >= problem.width) {
+                    rows[j][e] = 0.0f;  // the stack's next rows
+                }
             }
         }
     }

@@ -7,9 +7,9 @@
 #pragma once
 
 #include <kvpolicy/cuda/blocks/mlstm_problem.cuh>
+#include <kvpolicy/cuda/blocks/mlstm_state.cuh>
 #include <kvpolicy/cuda/config.cuh>
 #include <kvpolicy/cuda/kernels/mlstm_read.cuh>
-#include <kvpolicy/cuda/kernels/mlstm_states.cuh>
 #include <kvpolicy/cuda/launch.cuh>
 
 #include <cstdint>
@@ -71,46 +71,6 @@ struct mlstm_sweep_memory {
         v = first_v.from(stage * V);
     }
 };
-
-/// As add_outer (mlstm_states.cuh), of k~ and v~ in tiles of their own, with row r of k~ times by scale[r] * add and rounded as it is
-/// loaded.
-template <int NI, class E>
-__device__ inline void add_scaled_outer(float (&acc)[NI][4], float (&sums)[4], const shared_tile<E>& a,
-                                        int m0, const shared_tile<E>& b, int n0, const float* scale,
-                                        float add) {
-    int lane = lane_id();
-    asm volatile("" : "+r"(lane));
-    const int half = lane / 16, eighth = lane / 8 % 2, line = lane % 8;
-    const std::uint32_t of_a =
-        shared_address(a.data) + swizzled(scorer_chunk, half * 8 + line, m0 / 8 + eighth);
-    const std::uint32_t of_b = shared_address(b.data);
-    const std::uint32_t ones = lane < 4 ? 0x3f803f80u : 0u;
-#pragma unroll
-    for (int k = 0; k < scorer_chunk; k += 16) {
-        std::uint32_t fa[4];
-        load_matrices_transposed(fa, of_a + static_cast<std::uint32_t>(k * 128));
-#pragma unroll
-        for (int i = 0; i < 2; ++i) {
-            const float2 by = *reinterpret_cast<const float2*>(scale + k + 8 * i + lane % 4 * 2);
-#pragma unroll
-            for (int e = 2 * i; e < 2 * i + 2; ++e) {
-                rounded_pair<E> pair;
-                pair.both = fa[e];
-                pair.set(pair.first() * (by.x * add), pair.second() * (by.y * add));
-                fa[e] = pair.both;
-            }
-        }
-#pragma unroll
-        for (int j = 0; j < NI; j += 2) {
-            std::uint32_t fb[4];
-            load_matrices_transposed(
-                fb, of_b + swizzled(scorer_chunk, k + eighth * 8 + line, (n0 + 8 * j) / 8 + half));
-            mma_16x8x16<E>(acc[j], fa, fb[0], fb[1]);
-            mma_16x8x16<E>(acc[j + 1], fa, fb[2], fb[3]);
-        }
-        mma_16x8x16<E>(sums, fa, ones, ones);
-    }
-}
 
 template <class T, int F, int V>
 __global__ void __launch_bounds__(mlstm_sweep_threads) mlstm_sweep_kernel(const mlstm_problem<T> problem) {

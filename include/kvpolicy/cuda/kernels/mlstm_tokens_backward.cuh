@@ -27,7 +27,8 @@ struct mlstm_tokens_memory {
     float* across;   // [8]
     float* d_gates;  // [64][2]
     float* slopes;   // [2][64]: of the input gates, of the forget gates
-    mlstm_row_sums inside, later, low, high;
+    float* later;    // [64]: a token's pairs with reads after the chunk
+    mlstm_row_sums inside, low, high;
     mlstm_exponents<E> exponents;
     std::size_t bytes;
 
@@ -48,7 +49,8 @@ struct mlstm_tokens_memory {
         across = parts.take<float>(8);
         d_gates = parts.take<float>(2 * scorer_chunk);
         slopes = parts.take<float>(2 * scorer_chunk);
-        for (mlstm_row_sums* one : {&inside, &later, &low, &high}) {
+        later = parts.take<float>(scorer_chunk);
+        for (mlstm_row_sums* one : {&inside, &low, &high}) {
             one->of = parts.take<float>(2 * scorer_chunk);
         }
         exponents.source = parts.take<typename mlstm_exponents<E>::number>(scorer_chunk);
@@ -109,6 +111,64 @@ __device__ inline void pairs_of_chunk(const mlstm_tokens_memory<E, F, V>& memory
     const float sum = sums_down(down);
     memory.columns[warp_id() % 4 * scorer_chunk + 32 * half + lane / 8 * 8 + lane % 4 * 2 + lane / 4 % 2] =
         sum;
+}
+
+/// d of a chunk's gates from its pairs, by one warp, into memory.d_gates and the chunk's sums. `across`: pairs of a token before the chunk
+/// and a read after it; inside(j): token j's pairs with reads of the chunk; over(j): those that memory.columns leaves out for tokens after j.
+template <class T, class Memory, class Inside, class Over>
+__device__ inline void gate_gradients(const mlstm_problem<T>& problem, const scorer_span& s,
+                                      std::int64_t chunk, const Memory& memory, float across,
+                                      const Inside& inside, const Over& over) {
+    // d log f_t = pairs across the chunk + reads from t on of earlier tokens + tokens before t read later + those inside; two
+    // tokens a lane.
+    const int lane = lane_id(), at = 2 * lane;
+    const float carried[2] = {memory.carried[at], memory.carried[at + 1]};
+    const float later[2] = {memory.later[at], memory.later[at + 1]};
+    const float left_out[2] = {over(at), over(at + 1)};
+    float suffix = carried[0] + carried[1], prefix = later[0] + later[1], middle = left_out[0] + left_out[1];
+#pragma unroll
+    for (int step = 1; step < 32; step *= 2) {
+        const float behind = __shfl_down_sync(all_lanes, suffix, static_cast<unsigned>(step));
+        const float ahead = __shfl_up_sync(all_lanes, prefix, static_cast<unsigned>(step));
+        const float before = __shfl_up_sync(all_lanes, middle, static_cast<unsigned>(step));
+        suffix += lane + step < 32 ? behind : 0.0f;
+        prefix += lane >= step ? ahead : 0.0f;
+        middle += lane >= step ? before : 0.0f;
+    }
+    const float ahead = __shfl_up_sync(all_lanes, prefix, 1u);
+    const float before = __shfl_up_sync(all_lanes, middle, 1u);
+    const float behind = __shfl_down_sync(all_lanes, suffix, 1u);
+    prefix = lane > 0 ? ahead : 0.0f;
+    middle = lane > 0 ? before : 0.0f;
+    const float suffixes[2] = {suffix, carried[1] + (lane < 31 ? behind : 0.0f)};
+    const float prefixes[2] = {prefix, prefix + later[0]};
+    const float middles[2] = {middle, middle + left_out[0]};
+    float of_gates[2] = {};
+#pragma unroll
+    for (int i = 0; i < 2; ++i) {
+        const int j = at + i;
+        float d_i = 0.0f, d_f = 0.0f;
+        if (j < s.count) {
+            float d_log_f = across + suffixes[i] + prefixes[i] + (j < scorer_chunk / 2 ? middles[i] : 0.0f);
+#pragma unroll
+            for (int w = 0; w < 4; ++w) {
+                d_log_f += memory.columns[w * scorer_chunk + j];
+            }
+            d_i = (inside(j) + later[i]) * memory.slopes[j];
+            // Nothing is forgotten before a stream's first token.
+            d_f = s.first + j == s.begin ? 0.0f : d_log_f * memory.slopes[scorer_chunk + j];
+            of_gates[0] += d_i;
+            of_gates[1] += d_f;
+        }
+        memory.d_gates[2 * j] = d_i;
+        memory.d_gates[2 * j + 1] = d_f;
+    }
+    of_gates[0] = warp_sum(of_gates[0]);
+    of_gates[1] = warp_sum(of_gates[1]);
+    if (lane == 0) {
+        problem.d_gates[chunk * 2] = of_gates[0];
+        problem.d_gates[chunk * 2 + 1] = of_gates[1];
+    }
 }
 
 /// Of a chunk's tokens: d (Wk x), d v~ and d of the gates' preactivations into d_rows_k, and the sums of the latter. Eight warps, as
@@ -233,7 +293,7 @@ __global__ void __launch_bounds__(mlstm_threads, mlstm_blocks<T>)
         }
     }
     if (half == 0 && lane < 16) {
-        memory.later.of[m0 + lane] = memory.low.get(m0 + lane) + memory.high.get(m0 + lane);
+        memory.later[m0 + lane] = memory.low.get(m0 + lane) + memory.high.get(m0 + lane);
     }
     sync_rows();
     if (reads) {
@@ -295,63 +355,17 @@ __global__ void __launch_bounds__(mlstm_threads, mlstm_blocks<T>)
     }
     __syncthreads();
     if (warp_id() == 0) {
-        // d log f_t = pairs across the chunk + reads from t on of earlier tokens + tokens before t read later + those inside; two
-        // tokens a lane.
-        const int at = 2 * lane;
-        const float carried[2] = {memory.carried[at], memory.carried[at + 1]};
-        const float later[2] = {memory.later.of[at], memory.later.of[at + 1]};
-        // Pairs of the first 32 tokens with reads of the second half.
-        const float over[2] = {lane < 16 ? memory.inside.of[scorer_chunk + at] : 0.0f,
-                               lane < 16 ? memory.inside.of[scorer_chunk + at + 1] : 0.0f};
-        float suffix = carried[0] + carried[1], prefix = later[0] + later[1], middle = over[0] + over[1];
-#pragma unroll
-        for (int step = 1; step < 32; step *= 2) {
-            const float behind = __shfl_down_sync(all_lanes, suffix, static_cast<unsigned>(step));
-            const float ahead = __shfl_up_sync(all_lanes, prefix, static_cast<unsigned>(step));
-            const float before = __shfl_up_sync(all_lanes, middle, static_cast<unsigned>(step));
-            suffix += lane + step < 32 ? behind : 0.0f;
-            prefix += lane >= step ? ahead : 0.0f;
-            middle += lane >= step ? before : 0.0f;
-        }
-        const float ahead = __shfl_up_sync(all_lanes, prefix, 1u);
-        const float before = __shfl_up_sync(all_lanes, middle, 1u);
-        const float behind = __shfl_down_sync(all_lanes, suffix, 1u);
-        prefix = lane > 0 ? ahead : 0.0f;
-        middle = lane > 0 ? before : 0.0f;
         float whole = 0.0f;
 #pragma unroll
         for (int i = 0; i < 8; ++i) {
             whole += memory.across[i];
         }
-        const float suffixes[2] = {suffix, carried[1] + (lane < 31 ? behind : 0.0f)};
-        const float prefixes[2] = {prefix, prefix + later[0]};
-        const float middles[2] = {middle, middle + over[0]};
-        float of_gates[2] = {};
-#pragma unroll
-        for (int i = 0; i < 2; ++i) {
-            const int j = at + i;
-            float d_i = 0.0f, d_f = 0.0f;
-            if (j < s.count) {
-                float d_log_f = whole + suffixes[i] + prefixes[i] + (lane < 16 ? middles[i] : 0.0f);
-#pragma unroll
-                for (int w = 0; w < 4; ++w) {
-                    d_log_f += memory.columns[w * scorer_chunk + j];
-                }
-                d_i = (memory.inside.get(j) + later[i]) * memory.slopes[j];
-                // Nothing is forgotten before a stream's first token.
-                d_f = s.first + j == s.begin ? 0.0f : d_log_f * memory.slopes[scorer_chunk + j];
-                of_gates[0] += d_i;
-                of_gates[1] += d_f;
-            }
-            memory.d_gates[2 * j] = d_i;
-            memory.d_gates[2 * j + 1] = d_f;
-        }
-        of_gates[0] = warp_sum(of_gates[0]);
-        of_gates[1] = warp_sum(of_gates[1]);
-        if (lane == 0) {
-            problem.d_gates[chunk * 2] = of_gates[0];
-            problem.d_gates[chunk * 2 + 1] = of_gates[1];
-        }
+        // Pairs of the first 32 tokens with reads of the second half.
+        const auto over = [&](int j) {
+            return j < scorer_chunk / 2 ? memory.inside.of[scorer_chunk + j] : 0.0f;
+        };
+        gate_gradients(
+            problem, s, chunk, memory, whole, [&](int j) { return memory.inside.get(j); }, over);
     }
     // Meanwhile the other warps write what does not wait for the gates.
     T* const rows = problem.d_rows_k + row * problem.rows_k;

@@ -5,7 +5,9 @@
 
 #include <kvpolicy/cuda/blocks/scorer_problem.cuh>
 #include <kvpolicy/cuda/blocks/scorer_tile.cuh>
+#include <kvpolicy/cuda/blocks/wgmma.cuh>
 #include <kvpolicy/cuda/config.cuh>
+#include <kvpolicy/cuda/hopper.cuh>
 #include <kvpolicy/cuda/launch.cuh>
 
 #include <cstdint>
@@ -103,6 +105,10 @@ __device__ inline void project(float (&acc)[1][NI][4], const shared_tile<T>& x, 
     }
 }
 
+/// Chunks that a block of weight_gradient_kernel has in shared memory.
+template <class T>
+inline constexpr int weight_gradient_stages = shared_tile<T>::plain ? 1 : 3;
+
 /// Partial sums over chunks of d y^T x. A block has 64 rows and 128 columns of one head's matrix and one of `splits` parts of its
 /// chunks; partial [splits, heads, stack.rows, padded] is overwritten where the stack has gradients. The input of row r of a chunk is token
 /// first + r - shift.
@@ -113,7 +119,8 @@ __global__ void __launch_bounds__(128)
                            const std::int32_t splits, float* const partial) {
     const std::int32_t width = stack.rows;
     shared_parts parts(aligned_dynamic_shared());
-    unsigned char* const tiles = parts.tile<T>(scorer_chunk, 2 * (64 + 128)).data;
+    constexpr int stages = weight_gradient_stages<T>;
+    unsigned char* const tiles = parts.tile<T>(scorer_chunk, stages * (64 + 128)).data;
     const auto d_y = [&](int stage) {
         return shared_tile<T>{tiles + shared_tile<T>::bytes(scorer_chunk, 192) * stage, scorer_chunk};
     };
@@ -155,31 +162,67 @@ __global__ void __launch_bounds__(128)
         source.load(s, s.first - shift, max(0, s.begin + shift - s.first), s.count, scale_k, scale_v,
                     x(stage), column, 128);
     };
-    // Plain copies run one chunk ahead; what is computed on the way is not.
-    const bool ahead = !shared_tile<T>::plain && source.input == scorer_input::key_value;
+    // On Hopper the four warps are a warpgroup, and acc has its layout.
+    constexpr bool hopper = !shared_tile<T>::plain && KVPOLICY_HOPPER_CODE == 1;
+    const auto wait_for_others = [] {
+        if constexpr (hopper) {
+            fence_async_proxy();
+        }
+        __syncthreads();
+    };
+    const auto multiply = [&](int stage) {
+        if constexpr (hopper) {
+            auto& flat = reinterpret_cast<float(&)[64]>(acc);
+            const std::uint64_t a = describe_mn_major(shared_address(d_y(stage).data), scorer_chunk * 128);
+            const std::uint64_t b = describe_mn_major(shared_address(x(stage).data), scorer_chunk * 128);
+            pin(flat);
+            wgmma_fence();
+#pragma unroll
+            for (int k = 0; k < scorer_chunk / 16; ++k) {
+                wgmma<T, 1, 1>(flat, a + static_cast<std::uint64_t>(k) * (2048 / 16),
+                               b + static_cast<std::uint64_t>(k) * (2048 / 16), 1);
+            }
+            wgmma_commit();
+            wgmma_wait<0>();
+            pin(flat);
+        } else {
+            add_product<2, 8, 64, true, true>(acc, d_y(stage), m0, x(stage), n0);
+        }
+    };
+    // Plain copies run ahead; what is computed on the way is not.
     std::int32_t chunk = next_of(split * each);
-    int stage = 0;
-    if (ahead && chunk < last) {
-        load(chunk, 0);
-    }
-    while (chunk < last) {
-        const std::int32_t next = next_of(chunk + 1);
-        if (!ahead) {
+    if (!shared_tile<T>::plain && source.input == scorer_input::key_value) {
+        std::int32_t fetched = 0;
+        const auto fetch = [&](int stage) {
+            if (chunk < last) {
+                load(chunk, stage);
+                chunk = next_of(chunk + 1);
+                ++fetched;
+            } else {
+                copy_commit();
+            }
+        };
+        for (int i = 0; i < stages - 1; ++i) {
+            fetch(i);
+        }
+        int stage = 0;
+        for (std::int32_t done = 0; done < fetched; ++done) {
+            copy_wait<(stages > 1 ? stages - 2 : 0)>();
+            wait_for_others();  // this chunk is there, and the one before has been multiplied
+            fetch(stage == 0 ? stages - 1 : stage - 1);
+            multiply(stage);
+            stage = stage + 1 == stages ? 0 : stage + 1;
+        }
+    } else {
+        for (; chunk < last; chunk = next_of(chunk + 1)) {
             const scorer_span s = span_of(chunk);
             source.norms(s, s.first - shift, max(0, s.begin + shift - s.first), s.count, scale_k, scale_v);
             load(chunk, 0);
             copy_wait<0>();
-        } else if (next < last) {
-            load(next, 1 - stage);
-            copy_wait<1>();
-        } else {
-            copy_wait<0>();
+            wait_for_others();
+            multiply(0);
+            __syncthreads();  // the tiles are free
         }
-        __syncthreads();
-        add_product<2, 8, 64, true, true>(acc, d_y(stage), m0, x(stage), n0);
-        __syncthreads();  // the tiles are free
-        stage = ahead ? 1 - stage : 0;
-        chunk = next;
     }
     float* const to = partial + (std::int64_t{split} * streams.heads + h) * width * source.padded;
     const int lane = lane_id();
@@ -189,8 +232,8 @@ __global__ void __launch_bounds__(128)
         for (int j = 0; j < 8; ++j) {
 #pragma unroll
             for (int e = 0; e < 4; ++e) {
-                const int n = row + m0 + 16 * i + lane / 4 + 8 * (e / 2);
-                const int c = column + n0 + 8 * j + lane % 4 * 2 + e % 2;
+                const int n = row + (hopper ? 16 * warp_id() : m0 + 16 * i) + lane / 4 + 8 * (e / 2);
+                const int c = column + (hopper ? 64 * i : n0) + 8 * j + lane % 4 * 2 + e % 2;
                 if (c < source.padded) {
                     to[std::int64_t{n} * source.padded + c] = acc[i][j][e];
                 }
@@ -226,26 +269,54 @@ __global__ void __launch_bounds__(256)
     }
 }
 
-/// into[h][i] += sum over the chunks of head h of partial[plane, slot][at + i], i < count; rows of `width` numbers. One warp for
-/// one number.
-template <class Float>
-__global__ void __launch_bounds__(128)
-    add_sums_kernel(const Float* const partial, const std::int32_t width, const std::int32_t at,
-                    const std::int32_t count, const std::int32_t batch, const std::int32_t heads,
-                    const std::int32_t slots, Float* const into) {
-    const std::int64_t item = std::int64_t{blockIdx.x} * 4 + warp_id();
-    if (item >= std::int64_t{heads} * count) {
+/// Numbers of chunks [batch, heads, slots][width], of which into[h][i] gets those at `at` + i, i < count, added up over the chunks of head h.
+struct chunk_sum {
+    const float* partial = nullptr;
+    float* into = nullptr;
+    std::int32_t width = 0, at = 0, count = 0;
+};
+struct chunk_sums {
+    static constexpr int most = 5;
+    chunk_sum part[most];
+    std::int32_t parts = 0;
+
+    /// Nothing where nobody wants them.
+    void add(const float* partial, std::int32_t width, std::int32_t at, std::int32_t count, float* into) {
+        if (into != nullptr) {
+            part[parts++] = {partial, into, width, at, count};
+        }
+    }
+    [[nodiscard]] std::int64_t count() const {
+        std::int64_t all = 0;
+        for (int p = 0; p < parts; ++p) {
+            all += part[p].count;
+        }
+        return all;
+    }
+};
+
+/// One warp a number.
+template <class Sums>
+__global__ void __launch_bounds__(128) add_sums_kernel(const Sums sums, const std::int32_t batch,
+                                                       const std::int32_t heads, const std::int32_t slots) {
+    std::int64_t item = std::int64_t{blockIdx.x} * 4 + warp_id();
+    for (int p = 0; p < sums.parts; ++p) {
+        const chunk_sum& all = sums.part[p];
+        if (item >= std::int64_t{heads} * all.count) {
+            item -= std::int64_t{heads} * all.count;
+            continue;
+        }
+        const std::int64_t h = item / all.count, i = item % all.count;
+        float sum = 0.0f;
+        for (std::int32_t c = lane_id(); c < batch * slots; c += 32) {
+            const std::int64_t chunk = (std::int64_t{c / slots} * heads + h) * slots + c % slots;
+            sum += all.partial[chunk * all.width + all.at + i];
+        }
+        sum = warp_sum(sum);
+        if (lane_id() == 0) {
+            all.into[h * all.count + i] += sum;
+        }
         return;
-    }
-    const std::int64_t h = item / count, i = item % count;
-    float sum = 0.0f;
-    for (std::int32_t c = lane_id(); c < batch * slots; c += 32) {
-        const std::int64_t chunk = (std::int64_t{c / slots} * heads + h) * slots + c % slots;
-        sum += partial[chunk * width + at + i];
-    }
-    sum = warp_sum(sum);
-    if (lane_id() == 0) {
-        into[h * count + i] += sum;
     }
 }
 
@@ -342,7 +413,7 @@ __global__ void __launch_bounds__(128)
         if (source.input == scorer_input::write_gate) {
             // Rotations keep lengths, so RMSNorm(k before RoPE) is RMSNorm(k) turned back.
             through_norm(key, scale_k[r], dim_k, to_k, [&](std::int32_t c) {
-                return source.turned(c, t - s.begin, 1.0f, plain) + of_row[dim_k + c];
+                return source.turned(c, static_cast<float>(t - s.begin), 1.0f, plain) + of_row[dim_k + c];
             });
             for (std::int32_t c = lane; c < dim_v; c += 32) {
                 to_v[c] = 0.0f;

@@ -1,0 +1,549 @@
+// ConvScorer's gradients of weights on Hopper. A block has the tile of conv_hopper.cuh: the layers again, and back through them. It answers for 104 tokens'
+// scores, and for what the layers' results at these tokens (and up to 4 more at a stream's ends, where nobody else does) have as gradients: all that
+// these need, scores of the neighbours too, it computes itself, so that every gradient is there once and whole.
+//
+// Row i is, from the first token a whose y_1 the tile answers for, token a - 10 + i of x, a - 8 + i of y_1, a - 6 + i of y_2, a - 4 + i of y_3 and d y_3,
+// a - 2 + i of d y_2, a + i of d y_1: so back, too, a row needs rows i, i + 2, i + 4, with weights transposed and taps the other way.
+//
+// x, y_1, y_2 and the gradients before activations go to memory, a tile after the other, in the layout of the tiles in shared memory. Gradients of weights
+// are products over tokens of these: d W_l[tap] = y_{l-1}[. + tap]^T d y_l. There tokens are k, so a tap is again the same tile begun further on.
+#pragma once
+
+#include <kvpolicy/cuda/blocks/async.cuh>
+#include <kvpolicy/cuda/blocks/scorer_problem.cuh>
+#include <kvpolicy/cuda/blocks/wgmma.cuh>
+#include <kvpolicy/cuda/config.cuh>
+#include <kvpolicy/cuda/hopper.cuh>
+#include <kvpolicy/cuda/kernels/conv_hopper.cuh>
+#include <kvpolicy/cuda/kernels/mlp_scorer.cuh>
+#include <kvpolicy/cuda/launch.cuh>
+
+#include <cstddef>
+#include <cstdint>
+#include <type_traits>
+
+namespace kvpolicy {
+inline namespace KVPOLICY_CUDA_NAMESPACE KVPOLICY_HIDDEN {
+namespace cuda_backend {
+
+inline constexpr int conv_back_tile = 104;  // tokens of a block
+inline constexpr int conv_back_rows =
+    112;  // rows of gradients in memory: at most these have one that the tile answers for
+inline constexpr int conv_back_inputs = 120;  // rows of layers' results in memory
+
+/// Sizes beyond conv_hopper_shape's.
+template <int Inputs>
+struct conv_back_shape : conv_hopper_shape<Inputs> {
+    using base = conv_hopper_shape<Inputs>;
+    /// Transposed weights of a head, layer 3 before layer 2, and how a stage cuts a tap of them.
+    static constexpr int weights =
+        3 * (base::channels(3) * base::channels(2) + base::channels(2) * base::channels(1));
+    KVPOLICY_HOST_DEVICE static constexpr int back_depth(int layer) {
+        const int most = conv_stage / 2 / base::channels(layer - 1);
+        return most < base::channels(layer) ? most : base::channels(layer);
+    }
+    static constexpr std::size_t shared_bytes =
+        base::shared_bytes - base::kept_bytes + (8 * base::channels(1) + conv_tile_rows) * sizeof(float);
+    static_assert(2 * base::tile_bytes(1) <= base::tile_bytes(0) &&
+                  2 * base::tile_bytes(2) <= base::tile_bytes(1));
+};
+static_assert(conv_back_shape<256>::shared_bytes <= 113 * 1024, "two blocks a multiprocessor");
+
+/// What the tiles leave in memory: numbers of a tile are channels / 8 x rows x 8.
+template <class T>
+struct conv_back_problem {
+    conv_problem<T> forward;  // streams.slots counts tiles of conv_back_tile tokens
+    plane_view<const float> d_scores;
+    T* in[3] = {};          // x, y_1, y_2: [tiles, channels / 8, 120, 8]
+    T* d[3] = {};           // d y_1, d y_2, d y_3: [tiles, channels / 8, 112, 8]
+    float* sums = nullptr;  // [tiles, sums_width]: b1, b2, b3, readout, readout_bias
+    std::int32_t sums_width = 0;
+};
+
+/// Which tokens a tile answers for.
+struct conv_back_span {
+    scorer_span s;
+    std::int32_t first;            // token of the first score
+    std::int32_t low, high;        // scores first + low .. first + high - 1 are there
+    std::int32_t ahead, behind;    // 1 at a stream's beginning and end
+    std::int32_t lowest, highest;  // scores of the stream: [lowest, highest)
+    bool any;
+
+    __device__ conv_back_span(const scorer_streams& streams, std::int64_t tile)
+        : s(streams.span(static_cast<std::int32_t>(tile / streams.slots),
+                         static_cast<std::int32_t>(tile % streams.slots), conv_back_tile)) {
+        first = s.first - streams.delay;
+        low = max(0, s.begin + streams.delay - s.first);
+        high = s.count;
+        ahead = s.first == s.from ? 1 : 0;
+        behind = s.first + s.count == s.end ? 1 : 0;
+        lowest = max(s.begin, s.from - streams.delay);
+        highest = s.end - streams.delay;
+        // Tokens before the first score have gradients, too.
+        any = s.count > 0 && first + s.count + 4 > lowest && lowest < highest;
+    }
+    /// The first token whose y_1 is the tile's.
+    __device__ std::int32_t origin() const { return first - 4 * ahead; }
+    /// The rows of gradients of layer l that the tile answers for, [begin_of(l), end_of(l)).
+    __device__ std::int32_t begin_of(int l) const {
+        return l == 3 ? 4 * ahead + 4 : l == 2 ? 2 * ahead + 2 : 0;
+    }
+    __device__ std::int32_t end_of(int l) const {
+        return 4 * ahead + s.count + (l == 3 ? 4 : l == 2 ? 2 + 2 * behind : 4 * behind);
+    }
+};
+
+/// [heads][W_3, then W_2][(tap, c_out) / 8][c_in][8 of c_out], taps the other way. By a grid.
+template <class T, int Inputs>
+__global__ void __launch_bounds__(256) pack_conv_backward_kernel(const conv_weights from, T* const to) {
+    using shape = conv_back_shape<Inputs>;
+    constexpr int third = 3 * shape::channels(3) * shape::channels(2) / 8, each = shape::weights / 8;
+    const std::int64_t count = std::int64_t{from.heads} * each;
+    for (std::int64_t i = std::int64_t{blockIdx.x} * 256 + threadIdx.x; i < count;
+         i += std::int64_t{gridDim.x} * 256) {
+        const std::int64_t h = i / each;
+        auto at = static_cast<int>(i % each);
+        const int l = at < third ? 3 : 2;
+        at -= l == 3 ? 0 : third;
+        const int c = at % shape::channels(l - 1), k = at / shape::channels(l - 1) * 8;
+        const int tap = 2 - k / shape::channels(l), n = k % shape::channels(l);
+        const std::int32_t inputs = from.inputs[l - 1], width = from.width[l - 1];
+        float w[8];
+#pragma unroll
+        for (int e = 0; e < 8; ++e) {
+            w[e] = n + e < width && c < inputs
+                       ? from.layer[l - 1][((h * width + n + e) * 3 + tap) * std::int64_t{inputs} + c]
+                       : 0.0f;
+        }
+        reinterpret_cast<uint4*>(to)[i] =
+            make_uint4(pack<T>(w[0], w[1]), pack<T>(w[2], w[3]), pack<T>(w[4], w[5]), pack<T>(w[6], w[7]));
+    }
+}
+
+#if KVPOLICY_HOPPER_CODE
+
+/// SiLU and its slope, for 16-bit results.
+__device__ inline float conv_silu(float y, float& slope) {
+    const float open = fast_reciprocal(1.0f + fast_exp2(-1.4426950408889634f * y));
+    slope = open * (1.0f + y * (1.0f - open));
+    return y * open;
+}
+
+/// Whether two packed numbers have an exponent.
+template <class T>
+__device__ inline bool finite_pair(std::uint32_t pair) {
+    constexpr std::uint32_t exponent = std::is_same_v<T, bf16> ? 0x7f80u : 0x7c00u;
+    return (pair & exponent) != exponent && (pair >> 16 & exponent) != exponent;
+}
+
+/// Two neighbouring numbers of an accumulator at a row of an image.
+template <class T>
+__device__ inline void put_conv_pair(T* image, int rows, int row, int c, std::uint32_t pair) {
+    *reinterpret_cast<std::uint32_t*>(image + (c / 8 * rows + row) * 8 + c % 8) = pair;
+}
+
+/// The block's sums of columns: of_thread(j, e) is a thread's own sum of column 8 j + 2 (lane % 4) + e; into(c, sum). Begins and ends with a
+/// barrier of the consumers.
+template <int Width, class Of, class Into>
+__device__ inline void sum_conv_columns(float* memory, int thread, const Of& of_thread, const Into& into) {
+    named_barrier(1, conv_consumers);
+#pragma unroll
+    for (int j = 0; j < Width / 8; ++j) {
+#pragma unroll
+        for (int e = 0; e < 2; ++e) {
+            float sum = of_thread(j, e);
+            sum += __shfl_xor_sync(all_lanes, sum, 4);
+            sum += __shfl_xor_sync(all_lanes, sum, 8);
+            sum += __shfl_xor_sync(all_lanes, sum, 16);
+            if (thread % 32 < 4) {
+                memory[thread / 32 * Width + 8 * j + thread % 4 * 2 + e] = sum;
+            }
+        }
+    }
+    named_barrier(1, conv_consumers);
+    if (thread < Width) {
+        float sum = 0.0f;
+        for (int w = 0; w < conv_consumers / 32; ++w) {
+            sum += memory[w * Width + thread];
+        }
+        into(thread, sum);
+    }
+}
+
+/// A layer again: y_l and its slope into tiles, y_l into the image.
+template <int Width, class T>
+__device__ inline void store_conv_layer(float (&acc)[Width / 2], const float* bias, unsigned char* to,
+                                        unsigned char* slopes, T* image, int thread) {
+    const int row = thread / 32 * 16 + thread % 32 / 4, pair = thread % 4;
+#pragma unroll
+    for (int j = 0; j < Width / 8; ++j) {
+        const float2 b = *reinterpret_cast<const float2*>(bias + 8 * j + 2 * pair);
+#pragma unroll
+        for (int r = 0; r < 2; ++r) {
+            float first, second;
+            const float y0 = conv_silu(acc[4 * j + 2 * r] + b.x, first),
+                        y1 = conv_silu(acc[4 * j + 2 * r + 1] + b.y, second);
+            const std::uint32_t y = pack<T>(y0, y1), offset = conv_offset(row + 8 * r, 8 * j) + 4 * pair;
+            *reinterpret_cast<std::uint32_t*>(to + offset) = y;
+            *reinterpret_cast<std::uint32_t*>(slopes + offset) = pack<T>(first, second);
+            if (row + 8 * r < conv_back_inputs) {
+                put_conv_pair(image, conv_back_inputs, row + 8 * r, 8 * j + 2 * pair, y);
+            }
+        }
+    }
+}
+
+/// Gradients of layer l after the product: times the slopes of rows + `shift`, 0 from row `valid` on; into the tile `to` (null: nowhere), and those
+/// that the tile answers for into the image. acc becomes the latter, for the sums of the biases.
+template <int Width, class T>
+__device__ inline void store_conv_gradients(float (&acc)[Width / 2], const unsigned char* slopes, int shift,
+                                            int valid, unsigned char* to, T* image, int thread, int begin,
+                                            int end) {
+    const int row = thread / 32 * 16 + thread % 32 / 4, pair = thread % 4;
+#pragma unroll
+    for (int r = 0; r < 2; ++r) {
+        const int i = row + 8 * r;
+        const bool there = i < valid, owned = there && i >= begin && i < end;
+#pragma unroll
+        for (int j = 0; j < Width / 8; ++j) {
+            float first = 0.0f, second = 0.0f;
+            if (there) {
+                shared_tile<T>::load_pair(slopes + conv_offset(i + shift, 8 * j) + 4 * pair, first, second);
+                first *= acc[4 * j + 2 * r];
+                second *= acc[4 * j + 2 * r + 1];
+            }
+            if (to != nullptr) {
+                *reinterpret_cast<std::uint32_t*>(to + conv_offset(i, 8 * j) + 4 * pair) =
+                    pack<T>(first, second);
+            }
+            acc[4 * j + 2 * r] = owned ? first : 0.0f;
+            acc[4 * j + 2 * r + 1] = owned ? second : 0.0f;
+            if (i < conv_back_rows) {
+                put_conv_pair(image, conv_back_rows, i, 8 * j + 2 * pair,
+                              pack<T>(acc[4 * j + 2 * r], acc[4 * j + 2 * r + 1]));
+            }
+        }
+    }
+}
+
+/// The consumers' part of a tile.
+template <int Inputs, class T>
+__device__ inline void conv_backward_tile(const conv_back_problem<T>& problem, const conv_back_span& span,
+                                          std::int64_t number, unsigned char* tile,
+                                          const conv_weight_ring& ring, const float* constants,
+                                          float* columns, float* d_score) {
+    using shape = conv_back_shape<Inputs>;
+    constexpr int c1 = shape::channels(1), c2 = shape::channels(2), c3 = shape::channels(3);
+    const conv_problem<T>& forward = problem.forward;
+    const auto thread = static_cast<int>(threadIdx.x);
+    const std::int32_t a = span.origin();
+    const auto image = [&](T* of, int channels, int rows) { return of + number * channels * rows; };
+    float* const sums = problem.sums + number * problem.sums_width;
+    for (int i = thread; i < conv_tile_rows; i += conv_consumers) {
+        const std::int32_t t = a - 4 + i;
+        const bool there = t >= span.lowest && t < span.highest;
+        const float d = there ? problem.d_scores.head(span.s.b, span.s.h)[t] : 0.0f;
+        if (there && i >= span.begin_of(3) && i < span.end_of(3) && !isfinite(d)) {
+            forward.streams.report(span.s.b, status_not_finite);
+        }
+        d_score[i] = d;
+    }
+    load_conv_rows<Inputs>(forward.source, scorer_rows<T>{forward.source.k, forward.source.v, span.s}, a - 10,
+                           0, tile, thread);
+    fence_async_proxy();
+    named_barrier(1, conv_consumers);
+    {
+        T* const x = image(problem.in[0], Inputs, conv_back_inputs);
+        bool finite = true;
+        for (int i = thread; i < Inputs / 8 * conv_back_inputs; i += conv_consumers) {
+            const int row = i % conv_back_inputs, c = i / conv_back_inputs * 8;
+            const uint4 of = *reinterpret_cast<const uint4*>(tile + conv_offset(row + 8, c));
+            reinterpret_cast<uint4*>(x)[i] = of;
+            finite = finite && finite_pair<T>(of.x) && finite_pair<T>(of.y) && finite_pair<T>(of.z) &&
+                     finite_pair<T>(of.w);
+        }
+        if (!finite) {
+            forward.streams.report(span.s.b, status_not_finite);
+        }
+    }
+    const std::int32_t begin2 = span.begin_of(2), end2 = span.end_of(2), begin3 = span.begin_of(3),
+                       end3 = span.end_of(3), end1 = span.end_of(1);
+    conv_turn turn;
+    const int first_row = thread / 128 * 64;
+    const std::uint32_t rows = shared_address(tile) + conv_offset(first_row, 0);
+    unsigned char *const slopes1 = tile + shape::tile_bytes(1), *const slopes2 = tile + shape::tile_bytes(2);
+    {
+        float acc[c1 / 2];
+        conv_hopper_product<1, shape, T>(acc, rows, ring, turn);
+        named_barrier(1, conv_consumers);  // nobody reads x any more
+        store_conv_layer<c1, T>(acc, constants, tile, slopes1, image(problem.in[1], c1, conv_back_inputs),
+                                thread);
+    }
+    fence_async_proxy();
+    named_barrier(1, conv_consumers);
+    {
+        float acc[c2 / 2];
+        conv_hopper_product<2, shape, T>(acc, rows, ring, turn);
+        named_barrier(1, conv_consumers);  // nor y_1
+        store_conv_layer<c2, T>(acc, constants + c1, tile, slopes2,
+                                image(problem.in[2], c2, conv_back_inputs), thread);
+    }
+    fence_async_proxy();
+    named_barrier(1, conv_consumers);
+
+    // The last layer, down to d y_3, which takes the place of y_2.
+    const int row = thread / 32 * 16 + thread % 32 / 4, pair = thread % 4;
+    {
+        float acc[c3 / 2];
+        conv_hopper_product<3, shape, T>(acc, rows, ring, turn);
+        named_barrier(1, conv_consumers);  // nor y_2
+        float of_readout[c3 / 4] = {}, of_bias[c3 / 4] = {};
+        T* const d_image = image(problem.d[2], c3, conv_back_rows);
+#pragma unroll
+        for (int j = 0; j < c3 / 8; ++j) {
+            const int c = 8 * j + 2 * pair;
+            const float2 bias = *reinterpret_cast<const float2*>(constants + c1 + c2 + c),
+                         readout = *reinterpret_cast<const float2*>(constants + c1 + c2 + c3 + c);
+#pragma unroll
+            for (int r = 0; r < 2; ++r) {
+                const int i = row + 8 * r;
+                const float d_r = i < conv_input_rows - 12 ? d_score[i] : 0.0f;
+                const bool owned = i >= begin3 && i < end3;
+                float d[2] = {};
+                if (d_r != 0.0f) {
+                    float slope;
+                    const float y0 = conv_silu(acc[4 * j + 2 * r] + bias.x, slope);
+                    d[0] = d_r * readout.x * slope;
+                    const float y1 = conv_silu(acc[4 * j + 2 * r + 1] + bias.y, slope);
+                    d[1] = d_r * readout.y * slope;
+                    if (owned) {
+                        of_readout[2 * j] += d_r * y0;
+                        of_readout[2 * j + 1] += d_r * y1;
+                        of_bias[2 * j] += d[0];
+                        of_bias[2 * j + 1] += d[1];
+                    }
+                }
+                const std::uint32_t both = pack<T>(d[0], d[1]);
+                *reinterpret_cast<std::uint32_t*>(tile + conv_offset(i, 8 * j) + 4 * pair) = both;
+                if (i < conv_back_rows) {
+                    put_conv_pair(d_image, conv_back_rows, i, c, owned ? both : 0u);
+                }
+            }
+        }
+        const std::int32_t w1 = forward.layer[0].width, w2 = forward.layer[1].width,
+                           w3 = forward.layer[2].width;
+        sum_conv_columns<c3>(
+            columns, thread, [&](int j, int e) { return of_bias[2 * j + e]; },
+            [&](int c, float sum) {
+                if (c < w3) {
+                    sums[w1 + w2 + c] = sum;
+                }
+            });
+        sum_conv_columns<c3>(
+            columns, thread, [&](int j, int e) { return of_readout[2 * j + e]; },
+            [&](int c, float sum) {
+                if (c < w3) {
+                    sums[w1 + w2 + w3 + c] = sum;
+                }
+            });
+        if (thread == 0) {
+            float sum = 0.0f;
+            for (int i = 0; i < conv_back_rows; ++i) {
+                sum += i >= begin3 && i < end3 ? d_score[i] : 0.0f;
+            }
+            sums[w1 + w2 + 2 * w3] = sum;
+        }
+    }
+    fence_async_proxy();
+    named_barrier(1, conv_consumers);
+    {
+        float acc[c2 / 2];
+        conv_taps_product<c2, c3, shape::back_depth(3), T>(acc, rows, ring, turn);
+        named_barrier(1, conv_consumers);  // nobody reads d y_3 any more
+        store_conv_gradients<c2, T>(acc, slopes2, 4, 116, tile, image(problem.d[1], c2, conv_back_rows),
+                                    thread, begin2, end2);
+        sum_conv_columns<c2>(
+            columns, thread, [&](int j, int e) { return acc[4 * j + e] + acc[4 * j + 2 + e]; },
+            [&](int c, float sum) {
+                if (c < forward.layer[1].width) {
+                    sums[forward.layer[0].width + c] = sum;
+                }
+            });
+    }
+    fence_async_proxy();
+    named_barrier(1, conv_consumers);
+    float acc[c1 / 2];
+    conv_taps_product<c1, c2, shape::back_depth(2), T>(acc, rows, ring, turn);
+    store_conv_gradients<c1, T>(acc, slopes1, 8, conv_back_rows, static_cast<unsigned char*>(nullptr),
+                                image(problem.d[0], c1, conv_back_rows), thread, 0, end1);
+    sum_conv_columns<c1>(
+        columns, thread, [&](int j, int e) { return acc[4 * j + e] + acc[4 * j + 2 + e]; },
+        [&](int c, float sum) {
+            if (c < forward.layer[0].width) {
+                sums[c] = sum;
+            }
+        });
+}
+
+#endif
+
+/// A block a tile. `weights` is pack_conv_kernel's, `back` pack_conv_backward_kernel's. No dropout.
+template <class T, int Inputs>
+__global__ void __launch_bounds__(KVPOLICY_HOPPER_THREADS(conv_consumers + 32), 2)
+    conv_backward_hopper_kernel([[maybe_unused]] const conv_back_problem<T> problem,
+                                [[maybe_unused]] const T* const weights,
+                                [[maybe_unused]] const T* const back) {
+#if KVPOLICY_HOPPER_CODE
+    using shape = conv_back_shape<Inputs>;
+    const std::int64_t number = blockIdx.x;
+    const conv_back_span span(problem.forward.streams, number);
+    if (!span.any) {
+        for (auto i = static_cast<std::int32_t>(threadIdx.x); i < problem.sums_width;
+             i += conv_consumers + 32) {
+            problem.sums[number * problem.sums_width + i] = 0.0f;
+        }
+        return;
+    }
+    unsigned char* const tile = dynamic_shared();
+    unsigned char* const stages = tile + shape::tile_bytes(0);
+    auto* const constants = reinterpret_cast<float*>(stages + conv_ring * conv_stage);
+    float *const columns = constants + shape::constants, *const d_score = columns + 8 * shape::channels(1);
+    const std::uint32_t barriers = shared_address(d_score + conv_tile_rows);
+    const conv_weight_ring ring{shared_address(stages), barriers, barriers + 8 * conv_ring};
+    begin_conv_ring(ring);
+    if (threadIdx.x >= conv_consumers) {
+        if (threadIdx.x == conv_consumers) {
+            conv_turn turn;
+            bring_conv_layers<shape>(weights + std::int64_t{span.s.h} * shape::weights_before(4), ring, turn);
+            const T* from = back + std::int64_t{span.s.h} * shape::weights;
+            for (int l = 3; l >= 2; --l) {
+                bring_conv_weights(from, 3 * shape::channels(l) / shape::back_depth(l),
+                                   2 * shape::back_depth(l) * shape::channels(l - 1), ring, turn);
+            }
+        }
+        return;
+    }
+    load_conv_constants<Inputs>(problem.forward, span.s.h, constants);
+    conv_backward_tile<Inputs>(problem, span, number, tile, ring, constants, columns, d_score);
+#endif
+}
+
+inline constexpr int conv_gradient_stages = 3;
+template <int Width>
+inline constexpr std::uint32_t conv_gradient_bytes = 64 * conv_back_inputs * 2 + Width* conv_back_rows * 2;
+template <int Width>
+inline constexpr std::size_t conv_gradient_shared = conv_gradient_stages*(conv_gradient_bytes<Width> +
+                                                                          2 * sizeof(std::uint64_t));
+
+/// Partial sums of d W[tap] = in[. + shift + 2 tap]^T d: a block has 64 of the `inputs` channels, all of Width, all taps (a warpgroup each), and one of
+/// `splits` parts of a head's tiles; partial [splits, heads, padded, 3, padded_inputs] is overwritten.
+template <class T, int Width>
+__global__ void __launch_bounds__(KVPOLICY_HOPPER_THREADS(3 * 128 + 32))
+    conv_gradient_hopper_kernel([[maybe_unused]] const scorer_streams streams,
+                                [[maybe_unused]] const T* const d, [[maybe_unused]] const T* const in,
+                                [[maybe_unused]] const std::int32_t inputs,
+                                [[maybe_unused]] const std::int32_t shift,
+                                [[maybe_unused]] const std::int32_t splits,
+                                [[maybe_unused]] const std::int32_t padded,
+                                [[maybe_unused]] const std::int32_t padded_inputs,
+                                [[maybe_unused]] float* const partial) {
+#if KVPOLICY_HOPPER_CODE
+    constexpr std::uint32_t in_bytes = 64 * conv_back_inputs * 2, d_bytes = Width * conv_back_rows * 2;
+    const std::uint32_t data = shared_address(dynamic_shared()),
+                        barriers = data + conv_gradient_stages * conv_gradient_bytes<Width>;
+    const auto full = [&](int i) { return barriers + static_cast<std::uint32_t>(8 * i); };
+    const auto empty = [&](int i) {
+        return barriers + static_cast<std::uint32_t>(8 * (conv_gradient_stages + i));
+    };
+    if (threadIdx.x == 0) {
+        for (int i = 0; i < conv_gradient_stages; ++i) {
+            barrier_init(full(i), 1);
+            barrier_init(empty(i), 12 * arrivals_of_warp);
+        }
+        barrier_init_fence();
+    }
+    __syncthreads();
+    auto item = static_cast<std::int32_t>(blockIdx.x);
+    const std::int32_t parts = (inputs + 63) / 64, part = item % parts;
+    item /= parts;
+    const std::int32_t h = item % streams.heads, split = item / streams.heads;
+    const std::int32_t tiles = streams.batch * streams.slots, each = (tiles + splits - 1) / splits,
+                       last = min(tiles, (split + 1) * each);
+    int stage = 0;
+    std::uint32_t parity = 0;
+    const auto for_each_tile = [&](const auto& visit) {
+        for (std::int32_t i = split * each; i < last; ++i) {
+            const std::int64_t tile =
+                (std::int64_t{i / streams.slots} * streams.heads + h) * streams.slots + i % streams.slots;
+            if (conv_back_span(streams, tile).any) {
+                visit(tile);
+                if (++stage == conv_gradient_stages) {
+                    stage = 0;
+                    parity ^= 1;
+                }
+            }
+        }
+    };
+    const auto warpgroup = static_cast<int>(threadIdx.x) / 128;
+    if (warpgroup == 3) {
+        if (threadIdx.x == 3 * 128) {
+            // Channels that the inputs lack stay as they are in shared memory: their sums are never read.
+            const auto there = static_cast<std::uint32_t>(min(64, inputs - part * 64) * conv_back_inputs * 2);
+            for_each_tile([&](std::int64_t tile) {
+                const std::uint32_t to =
+                    data + static_cast<std::uint32_t>(stage) * conv_gradient_bytes<Width>;
+                barrier_wait(empty(stage), parity ^ 1);
+                barrier_expect(full(stage), there + d_bytes);
+                copy_bulk(to, in + (tile * inputs + part * 64) * conv_back_inputs, there, full(stage));
+                copy_bulk(to + in_bytes, d + tile * Width * conv_back_rows, d_bytes, full(stage));
+            });
+        }
+        return;
+    }
+    float acc[Width / 2];
+#pragma unroll
+    for (float& sum : acc) {
+        sum = 0.0f;
+    }
+    pin(acc);
+    int before = -1;
+    for_each_tile([&](std::int64_t) {
+        const std::uint32_t from = data + static_cast<std::uint32_t>(stage) * conv_gradient_bytes<Width>;
+        barrier_wait(full(stage), parity);
+        const std::uint64_t x = describe_rows(from + static_cast<std::uint32_t>((shift + 2 * warpgroup) * 16),
+                                              conv_back_inputs * 16),
+                            d_y = describe_rows(from + in_bytes, conv_back_rows * 16);
+        wgmma_fence();
+#pragma unroll
+        for (int k = 0; k < conv_back_rows; k += 16) {
+            wgmma<T, 1, 1>(acc, x + static_cast<std::uint64_t>(k), d_y + static_cast<std::uint64_t>(k), 1);
+        }
+        wgmma_commit();
+        if (before >= 0) {
+            wgmma_wait<1>();
+            warp_arrive(empty(before), lane_id());
+        }
+        before = stage;
+    });
+    wgmma_wait<0>();
+    pin(acc);
+    // Row m of the sums is channel 64 part + m of the inputs, column n of the results.
+    float* const to = partial + (std::int64_t{split} * streams.heads + h) * padded * 3 * padded_inputs;
+    const int lane = lane_id();
+#pragma unroll
+    for (int j = 0; j < Width / 8; ++j) {
+#pragma unroll
+        for (int e = 0; e < 4; ++e) {
+            const std::int32_t n = 8 * j + lane % 4 * 2 + e % 2,
+                               c = part * 64 + warp_id() % 4 * 16 + lane / 4 + 8 * (e / 2);
+            if (n < padded && c < padded_inputs) {
+                to[(std::int64_t{n} * 3 + warpgroup) * padded_inputs + c] = acc[4 * j + e];
+            }
+        }
+    }
+#endif
+}
+
+}  // namespace cuda_backend
+}  // namespace KVPOLICY_HIDDEN
+}  // namespace kvpolicy

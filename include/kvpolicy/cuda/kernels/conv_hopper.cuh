@@ -1,0 +1,564 @@
+// ConvScorer's scores on Hopper: the three layers of a tile of tokens in one block, as implicit matrix products by wgmma.
+//
+// A block scores up to 120 tokens of one head, two warpgroups of 64 rows each. Row i of x is token first - 6 + i, of layer l token
+// first - 6 + 2 l + i, so a layer's row i needs rows i, i + 2, i + 4 of the one before, one for each tap: all taps are products with the same
+// tile, begun two rows further on, and their sums stay in registers. For that tiles are not swizzled: eight columns of all rows, then the
+// next eight (describe_columns), where a product may begin at any row. Rows behind the 128 of a layer hold anything, and reach none of
+// the 120 that are looked at. A block goes through a range of tokens, and keeps the last four rows of x and of each layer: so all tiles but the first have
+// 128 tokens, whose rows stand behind those four.
+//
+// Weights lie in the workspace as products read them, [tap * inputs + c][width][8 of c], and come through a ring of bulk copies that one warp
+// issues. x is read once; layer 1 takes its place in shared memory, so that two blocks fit on a multiprocessor: one loads, undoes RoPE or
+// applies SiLU while the other multiplies.
+#pragma once
+
+#include <kvpolicy/cuda/blocks/async.cuh>
+#include <kvpolicy/cuda/blocks/mma.cuh>
+#include <kvpolicy/cuda/blocks/scorer_problem.cuh>
+#include <kvpolicy/cuda/blocks/scorer_tile.cuh>
+#include <kvpolicy/cuda/blocks/wgmma.cuh>
+#include <kvpolicy/cuda/config.cuh>
+#include <kvpolicy/cuda/hopper.cuh>
+#include <kvpolicy/cuda/kernels/conv_scorer.cuh>
+#include <kvpolicy/cuda/launch.cuh>
+
+#include <cstddef>
+#include <cstdint>
+
+namespace kvpolicy {
+inline namespace KVPOLICY_CUDA_NAMESPACE KVPOLICY_HIDDEN {
+namespace cuda_backend {
+
+inline constexpr int conv_tile = 120;        // tokens of a tile that begins anew; others have conv_tile_rows
+inline constexpr int conv_tile_rows = 128;   // rows of a layer
+inline constexpr int conv_input_rows = 132;  // rows of x: those of a layer, and two taps' reach
+inline constexpr int conv_pitch = 133;  // rows of a tile; odd, so that columns of one row fall on all banks
+inline constexpr int conv_consumers = 256;  // threads; one more warp brings weights
+inline constexpr int conv_ring = 5;         // stages of weights
+inline constexpr int conv_stage = 8192;     // bytes
+
+/// Padded widths of a scorer of up to `Inputs` numbers a token (128 or 256): layer l takes channels(l - 1) and gives channels(l).
+template <int Inputs>
+struct conv_hopper_shape {
+    KVPOLICY_HOST_DEVICE static constexpr int channels(int layer) { return Inputs >> layer; }
+    /// Where a layer's weights begin in a head's, and with layer 4 how many there are.
+    KVPOLICY_HOST_DEVICE static constexpr int weights_before(int layer) {
+        int before = 0;
+        for (int l = 1; l < layer; ++l) {
+            before += 3 * channels(l - 1) * channels(l);
+        }
+        return before;
+    }
+    /// Inputs of a tap that a stage of weights has.
+    KVPOLICY_HOST_DEVICE static constexpr int depth(int layer) {
+        const int most = conv_stage / 2 / channels(layer);
+        return most < channels(layer - 1) ? most : channels(layer - 1);
+    }
+    KVPOLICY_HOST_DEVICE static constexpr int stages(int layer) {
+        return 3 * channels(layer - 1) / depth(layer);
+    }
+    KVPOLICY_HOST_DEVICE static constexpr int stage_bytes(int layer) {
+        return 2 * depth(layer) * channels(layer);
+    }
+    KVPOLICY_HOST_DEVICE static constexpr std::size_t tile_bytes(int layer) {
+        return std::size_t{conv_pitch} * static_cast<std::size_t>(2 * channels(layer));
+    }
+    /// Biases of the three layers, then the readout.
+    static constexpr int constants = channels(1) + channels(2) + 2 * channels(3);
+    /// Four rows of x, y_1 and y_2.
+    static constexpr std::size_t kept_bytes =
+        static_cast<std::size_t>(4 * 2 * (channels(0) + channels(1) + channels(2)));
+    static constexpr std::size_t shared_bytes = tile_bytes(0) + conv_ring * conv_stage +
+                                                constants * sizeof(float) +
+                                                2 * conv_ring * sizeof(std::uint64_t) + kept_bytes;
+
+    static_assert(tile_bytes(1) + tile_bytes(2) <= tile_bytes(0));
+    static_assert(tile_bytes(0) % 16 == 0 && tile_bytes(1) % 16 == 0);
+};
+static_assert(conv_hopper_shape<256>::shared_bytes <= 113 * 1024, "two blocks a multiprocessor");
+
+/// A scorer's weights, [heads, width, 3, inputs] a layer.
+struct conv_weights {
+    const float* layer[3];
+    std::int32_t width[3], inputs[3];
+    std::int32_t heads;
+};
+/// The weights of all heads as Hopper kernels take them, to [heads][weights_before(4)]; 0 where a scorer is narrower. By thread `thread` of
+/// `threads` of the grid.
+template <int Inputs, class T>
+__device__ inline void pack_conv(const conv_weights& from, T* to, std::int64_t thread, std::int64_t threads) {
+    using shape = conv_hopper_shape<Inputs>;
+    constexpr int each = shape::weights_before(4) / 8;
+    const std::int64_t count = std::int64_t{from.heads} * each;
+    for (std::int64_t i = thread; i < count; i += threads) {
+        const std::int64_t h = i / each;
+        auto at = static_cast<int>(i % each);
+        int l = 1;
+        while (at >= shape::weights_before(l + 1) / 8) {
+            ++l;
+        }
+        at -= shape::weights_before(l) / 8;
+        const int n = at % shape::channels(l), k = at / shape::channels(l) * 8;
+        const int tap = k / shape::channels(l - 1), c = k % shape::channels(l - 1);
+        const std::int32_t inputs = from.inputs[l - 1];
+        float w[8] = {};
+        if (n < from.width[l - 1]) {
+            const float* const row =
+                from.layer[l - 1] + ((h * from.width[l - 1] + n) * 3 + tap) * std::int64_t{inputs};
+#pragma unroll
+            for (int e = 0; e < 8; ++e) {
+                w[e] = c + e < inputs ? row[c + e] : 0.0f;
+            }
+        }
+        reinterpret_cast<uint4*>(to)[i] =
+            make_uint4(pack<T>(w[0], w[1]), pack<T>(w[2], w[3]), pack<T>(w[4], w[5]), pack<T>(w[6], w[7]));
+    }
+}
+/// The same, and the frequencies of a Rope that gives a base, where there is room for them.
+template <class T, int Inputs>
+__global__ void __launch_bounds__(256)
+    pack_conv_kernel(const conv_weights from, T* const to, const float base, const std::int32_t rotated,
+                     float* const frequencies) {
+    let_next_kernel_start();
+    const auto thread = static_cast<std::int32_t>(threadIdx.x);
+    if (frequencies != nullptr && blockIdx.x == 0) {
+        for (std::int32_t i = thread; i < rotated / 2; i += 256) {
+            frequencies[i] = rope_frequency<float>(base, i, rotated);
+        }
+    }
+    pack_conv<Inputs>(from, to, std::int64_t{blockIdx.x} * 256 + thread, std::int64_t{gridDim.x} * 256);
+}
+
+#if KVPOLICY_HOPPER_CODE
+
+/// A block's part of shared memory for weights: stages, and what says that one is full or free.
+struct conv_weight_ring {
+    std::uint32_t data, full, empty;
+
+    __device__ std::uint32_t stage(int i) const { return data + static_cast<std::uint32_t>(i * conv_stage); }
+    __device__ std::uint32_t full_of(int i) const { return full + static_cast<std::uint32_t>(i * 8); }
+    __device__ std::uint32_t empty_of(int i) const { return empty + static_cast<std::uint32_t>(i * 8); }
+};
+/// Which stage is next, and the parity of its phase.
+struct conv_turn {
+    int stage = 0;
+    std::uint32_t parity = 0;
+
+    __device__ void next() {
+        if (++stage == conv_ring) {
+            stage = 0;
+            parity ^= 1;
+        }
+    }
+};
+
+/// Byte offset of eight columns (c, a multiple of 8) of a row of a tile.
+__device__ inline std::uint32_t conv_offset(int row, int c) {
+    return static_cast<std::uint32_t>((c / 8 * conv_pitch + row) * 16);
+}
+
+/// `stages` stages of weights through the ring, in the order in which they are taken; by one thread.
+template <class T>
+__device__ inline void bring_conv_weights(const T*& from, int stages, std::uint32_t bytes,
+                                          const conv_weight_ring& ring, conv_turn& turn) {
+#pragma unroll 1
+    for (int i = 0; i < stages; ++i) {
+        barrier_wait(ring.empty_of(turn.stage), turn.parity ^ 1);
+        barrier_expect(ring.full_of(turn.stage), bytes);
+        copy_bulk(ring.stage(turn.stage), from, bytes, ring.full_of(turn.stage));
+        from += bytes / 2;
+        turn.next();
+    }
+}
+/// Those of the three layers of a head.
+template <class Shape, class T>
+__device__ inline void bring_conv_layers(const T* from, const conv_weight_ring& ring, conv_turn& turn) {
+    bring_conv_weights(from, Shape::stages(1), Shape::stage_bytes(1), ring, turn);
+    bring_conv_weights(from, Shape::stages(2), Shape::stage_bytes(2), ring, turn);
+    bring_conv_weights(from, Shape::stages(3), Shape::stage_bytes(3), ring, turn);
+}
+/// Barriers of a ring, by the whole block.
+__device__ inline void begin_conv_ring(const conv_weight_ring& ring) {
+    if (threadIdx.x == 0) {
+        for (int i = 0; i < conv_ring; ++i) {
+            barrier_init(ring.full_of(i), 1);
+            barrier_init(ring.empty_of(i), conv_consumers / 32 * arrivals_of_warp);
+        }
+        barrier_init_fence();
+    }
+    __syncthreads();
+}
+
+/// acc = sum over taps of rows i + 2 tap of `in`, from the warpgroup's first row on, times what the ring brings: weights of Width results and Inputs inputs
+/// a tap, Depth of them a stage.
+template <int Width, int Inputs, int Depth, class T>
+__device__ inline void conv_taps_product(float (&acc)[Width / 2], std::uint32_t in,
+                                         const conv_weight_ring& ring, conv_turn& turn) {
+    constexpr int across = Inputs / Depth;
+    // Zeros, though a product could overwrite: what is read without a value would be alive between tiles, and take registers there.
+#pragma unroll
+    for (float& sum : acc) {
+        sum = 0.0f;
+    }
+    pin(acc);
+    int before = 0;
+#pragma unroll 1
+    for (int i = 0; i < 3 * across; ++i) {
+        barrier_wait(ring.full_of(turn.stage), turn.parity);
+        const std::uint64_t a =
+            describe_columns(in + conv_offset(2 * (i / across), i % across * Depth), conv_pitch * 16);
+        const std::uint64_t b = describe_columns(ring.stage(turn.stage), Width * 16);
+        wgmma_fence();
+#pragma unroll
+        for (int k = 0; k < Depth; k += 16) {
+            wgmma<T, 0, 0>(acc, a + static_cast<std::uint64_t>(k / 8 * conv_pitch),
+                           b + static_cast<std::uint64_t>(k / 8 * Width), 1);
+        }
+        wgmma_commit();
+        if (i > 0) {
+            wgmma_wait<1>();
+            warp_arrive(ring.empty_of(before), lane_id());
+        }
+        before = turn.stage;
+        turn.next();
+    }
+    wgmma_wait<0>();
+    pin(acc);
+    warp_arrive(ring.empty_of(before), lane_id());
+}
+/// The same for a layer: rows of W_l; `in` is the layer before.
+template <int Layer, class Shape, class T>
+__device__ inline void conv_hopper_product(float (&acc)[Shape::channels(Layer) / 2], std::uint32_t in,
+                                           const conv_weight_ring& ring, conv_turn& turn) {
+    conv_taps_product<Shape::channels(Layer), Shape::channels(Layer - 1), Shape::depth(Layer), T>(acc, in,
+                                                                                                  ring, turn);
+}
+
+/// y sigmoid(y), for 16-bit results.
+__device__ inline float conv_silu(float y) {
+    return y * fast_reciprocal(1.0f + fast_exp2(-1.4426950408889634f * y));
+}
+
+/// A layer's results, rounded, into the tile of the next one's inputs, `shift` rows further.
+template <int Width, class T>
+__device__ inline void store_conv_layer(float (&acc)[Width / 2], const float* bias, unsigned char* to,
+                                        int thread, int shift) {
+    const int row = thread / 32 * 16 + thread % 32 / 4 + shift, pair = thread % 4;
+#pragma unroll
+    for (int j = 0; j < Width / 8; ++j) {
+        const float2 b = *reinterpret_cast<const float2*>(bias + 8 * j + 2 * pair);
+#pragma unroll
+        for (int r = 0; r < 2; ++r) {
+            *reinterpret_cast<std::uint32_t*>(to + conv_offset(row + 8 * r, 8 * j) + 4 * pair) =
+                pack<T>(conv_silu(acc[4 * j + 2 * r] + b.x), conv_silu(acc[4 * j + 2 * r + 1] + b.y));
+        }
+    }
+}
+
+/// x of a tile, whose row 0 is token t0, from row `begin` on: what the rows lack (tokens before the stream's begin, and behind its end) is 0.
+template <int Inputs, class T, class Rows>
+__device__ inline void load_conv_rows(const scorer_source<T>& source, const Rows& rows, std::int32_t t0,
+                                      int begin, unsigned char* to, int thread) {
+    const auto in = [&](int row) { return rows.in(t0 + row); };
+    if (!source.turns_eight()) {
+        for (int i = thread + begin * (Inputs / 8); i < conv_input_rows * (Inputs / 8); i += conv_consumers) {
+            const int row = i / (Inputs / 8), c = i % (Inputs / 8) * 8;
+            float x[8] = {};
+            if (in(row)) {
+                const T *const key = rows.key(t0 + row), *const value = rows.value(t0 + row);
+                const float position = rows.position(t0 + row);
+#pragma unroll
+                for (int e = 0; e < 8; ++e) {
+                    x[e] = c + e < source.size ? source.turned_number(key, value, position, c + e) : 0.0f;
+                }
+            }
+            *reinterpret_cast<uint4*>(to + conv_offset(row, c)) = make_uint4(
+                pack<T>(x[0], x[1]), pack<T>(x[2], x[3]), pack<T>(x[4], x[5]), pack<T>(x[6], x[7]));
+        }
+        return;
+    }
+    // What is not turned is copied as it is, beside the rest.
+    const int turned = source.rotated / 8, plain = Inputs / 8 - turned;
+    {
+        const std::uint32_t data = shared_address(to);
+        const int step_row = conv_consumers / plain, step_unit = conv_consumers % plain;
+        int row = begin + thread / plain, unit = thread % plain;
+        while (row < conv_input_rows) {
+            const int c = 8 * (turned + unit);
+            const bool there = in(row) && c < source.size;
+            // Nothing is read where nothing is there, but the address must be one.
+            const T* const from = !there             ? source.k.data
+                                  : c < source.k.dim ? rows.key(t0 + row) + c
+                                                     : rows.value(t0 + row) + (c - source.k.dim);
+            copy_16(data + conv_offset(row, c), from, there ? 16 : 0);
+            row += step_row;
+            unit += step_unit;
+            if (unit >= plain) {
+                unit -= plain;
+                ++row;
+            }
+        }
+        copy_commit();
+    }
+    // A thread turns the same columns of several rows: eight, and those that a sine is shared with.
+    const int pairs = turned / 2;
+    if (pairs > 0) {
+        constexpr int together = 4;
+        const int step = conv_consumers / pairs, c = 8 * (thread % pairs);
+        if (thread < step * pairs) {
+            float frequency[8];
+#pragma unroll
+            for (int e = 0; e < 8; ++e) {
+                frequency[e] = source.frequencies[c + e];
+            }
+            for (int from = begin + thread / pairs; from < conv_input_rows; from += together * step) {
+                uint4 low[together], high[together];
+#pragma unroll
+                for (int i = 0; i < together; ++i) {
+                    const int row = from + i * step;
+                    low[i] = high[i] = make_uint4(0, 0, 0, 0);
+                    if (row < conv_input_rows && in(row)) {
+                        const T* const key = rows.key(t0 + row) + c;
+                        low[i] = *reinterpret_cast<const uint4*>(key);
+                        high[i] = *reinterpret_cast<const uint4*>(key + source.rotated / 2);
+                    }
+                }
+#pragma unroll
+                for (int i = 0; i < together; ++i) {
+                    const int row = from + i * step;
+                    if (row >= conv_input_rows) {
+                        break;
+                    }
+                    const float position = rows.position(t0 + row);
+                    const auto turn = [&](std::uint32_t& x, std::uint32_t& y, int e) {
+                        float x0, x1, y0, y1, sine, cosine;
+                        shared_tile<T>::load_pair(reinterpret_cast<const unsigned char*>(&x), x0, x1);
+                        shared_tile<T>::load_pair(reinterpret_cast<const unsigned char*>(&y), y0, y1);
+                        rope_sine<T>(position * frequency[e], sine, cosine);
+                        const float low0 = x0 * cosine + y0 * sine, high0 = y0 * cosine - x0 * sine;
+                        rope_sine<T>(position * frequency[e + 1], sine, cosine);
+                        x = pack<T>(low0, x1 * cosine + y1 * sine);
+                        y = pack<T>(high0, y1 * cosine - x1 * sine);
+                    };
+                    turn(low[i].x, high[i].x, 0);
+                    turn(low[i].y, high[i].y, 2);
+                    turn(low[i].z, high[i].z, 4);
+                    turn(low[i].w, high[i].w, 6);
+                    *reinterpret_cast<uint4*>(to + conv_offset(row, c)) = low[i];
+                    *reinterpret_cast<uint4*>(to + conv_offset(row, c + source.rotated / 2)) = high[i];
+                }
+            }
+        }
+    }
+    copy_wait<0>();
+}
+
+/// Biases and readout, 0 where a scorer is narrower, by the consumers; who reads them waits at a barrier first.
+template <int Inputs, class T>
+__device__ inline void load_conv_constants(const conv_problem<T>& problem, std::int32_t head,
+                                           float* constants) {
+    using shape = conv_hopper_shape<Inputs>;
+    constexpr int c1 = shape::channels(1), c2 = shape::channels(2), c3 = shape::channels(3);
+    for (int i = static_cast<int>(threadIdx.x); i < shape::constants; i += conv_consumers) {
+        const int l = i < c1 ? 0 : i < c1 + c2 ? 1 : 2;
+        const bool read = i >= c1 + c2 + c3;
+        const int c = read ? i - c1 - c2 - c3 : i - (l == 0 ? 0 : l == 1 ? c1 : c1 + c2);
+        const float* const from = read ? problem.readout : problem.layer[l].bias;
+        const std::int32_t width = problem.layer[l].width;
+        constants[i] = from != nullptr && c < width ? from[std::int64_t{head} * width + c] : 0.0f;
+    }
+}
+
+/// Four rows of `Channels` channels, from row `row` of a tile on, to what a block keeps, or back to its first rows.
+template <int Channels>
+__device__ inline void keep_conv_rows(const unsigned char* tile, int row, uint4* kept, int thread) {
+    if (thread < Channels / 2) {
+        kept[thread] = *reinterpret_cast<const uint4*>(tile + conv_offset(row + thread % 4, thread / 4 * 8));
+    }
+}
+template <int Channels>
+__device__ inline void take_conv_rows(unsigned char* tile, const uint4* kept, int thread) {
+    if (thread < Channels / 2) {
+        *reinterpret_cast<uint4*>(tile + conv_offset(thread % 4, thread / 4 * 8)) = kept[thread];
+    }
+}
+
+/// What a block has in shared memory besides the ring.
+struct conv_hopper_memory {
+    unsigned char* tile;
+    float* constants;
+    uint4* kept;
+};
+
+/// Layers 1 to 3 of a tile and its scores, by the consumers: write(r, score) for token first + r in [low, high). `follows`: the tile before is the
+/// one that ends where it begins, and its last rows were kept.
+template <int Inputs, class T, class Rows, class Write>
+__device__ inline void score_conv_tile(const conv_problem<T>& problem, std::int32_t head, const Rows& rows,
+                                       std::int32_t first, std::int32_t low, std::int32_t high, bool follows,
+                                       const conv_hopper_memory& memory, const conv_weight_ring& ring,
+                                       conv_turn& turn, const Write& write) {
+    using shape = conv_hopper_shape<Inputs>;
+    constexpr int c0 = shape::channels(0), c1 = shape::channels(1), c2 = shape::channels(2),
+                  c3 = shape::channels(3);
+    auto thread = static_cast<int>(threadIdx.x);
+    asm volatile(
+        ""
+        : "+r"(thread));  // made anew for every tile: addresses that outlive one would fill the registers
+    unsigned char *const tile = memory.tile, *const second = tile + shape::tile_bytes(1);
+    const float* const constants = memory.constants;
+    uint4 *const kept_x = memory.kept, *const kept_1 = kept_x + c0 / 2, *const kept_2 = kept_1 + c1 / 2;
+    const int shift = follows ? 4 : 0;
+    if (follows) {
+        take_conv_rows<c0>(tile, kept_x, thread);
+    }
+    load_conv_rows<Inputs>(problem.source, rows, first + (follows ? 2 : -conv_reach), shift, tile, thread);
+    fence_async_proxy();
+    named_barrier(1, conv_consumers);
+    keep_conv_rows<c0>(tile, conv_tile_rows, kept_x, thread);
+
+    const int first_row = thread / 128 * 64;
+    {
+        float acc[c1 / 2];
+        conv_hopper_product<1, shape, T>(acc, shared_address(tile) + conv_offset(first_row, 0), ring, turn);
+        named_barrier(1, conv_consumers);  // nobody reads x any more
+        if (follows) {
+            take_conv_rows<c1>(tile, kept_1, thread);
+        }
+        store_conv_layer<c1, T>(acc, constants, tile, thread, shift);
+    }
+    fence_async_proxy();
+    named_barrier(1, conv_consumers);
+    keep_conv_rows<c1>(tile, conv_tile_rows - 4 + shift, kept_1, thread);
+    {
+        float acc[c2 / 2];
+        conv_hopper_product<2, shape, T>(acc, shared_address(tile) + conv_offset(first_row, 0), ring, turn);
+        if (follows) {
+            take_conv_rows<c2>(second, kept_2, thread);
+        }
+        store_conv_layer<c2, T>(acc, constants + c1, second, thread, shift);
+    }
+    fence_async_proxy();
+    named_barrier(1, conv_consumers);
+    keep_conv_rows<c2>(second, follows ? conv_tile_rows : conv_tile, kept_2, thread);
+    float acc[c3 / 2];
+    conv_hopper_product<3, shape, T>(acc, shared_address(second) + conv_offset(first_row, 0), ring, turn);
+    const int lane = lane_id();
+    float sums[2] = {};
+#pragma unroll
+    for (int j = 0; j < c3 / 8; ++j) {
+        const int c = 8 * j + lane % 4 * 2;
+        const float2 bias = *reinterpret_cast<const float2*>(constants + c1 + c2 + c),
+                     readout = *reinterpret_cast<const float2*>(constants + c1 + c2 + c3 + c);
+#pragma unroll
+        for (int r = 0; r < 2; ++r) {
+            sums[r] += conv_silu(acc[4 * j + 2 * r] + bias.x) * readout.x +
+                       conv_silu(acc[4 * j + 2 * r + 1] + bias.y) * readout.y;
+        }
+    }
+#pragma unroll
+    for (int r = 0; r < 2; ++r) {
+        const float sum =
+            row_sum(sums[r]) + (problem.readout_bias != nullptr ? problem.readout_bias[head] : 0.0f);
+        const std::int32_t row = 16 * warp_id() + lane / 4 + 8 * r;
+        if (lane % 4 == 0 && row >= low && row < high) {
+            write(row, sum);
+        }
+    }
+}
+
+/// The whole of a block, for tiles of one head: barriers, the warp that brings weights, and the consumers. tiles.count of them;
+/// tiles(i, body) calls body(rows, first, low, high, follows, write) for one (score_conv_tile).
+template <int Inputs, class T, class Tiles>
+__device__ inline void conv_hopper_block(const conv_problem<T>& problem, const T* weights, std::int32_t head,
+                                         const Tiles& tiles) {
+    using shape = conv_hopper_shape<Inputs>;
+    conv_hopper_memory memory{};
+    memory.tile = dynamic_shared();
+    unsigned char* const stages = memory.tile + shape::tile_bytes(0);
+    memory.kept = reinterpret_cast<uint4*>(stages + conv_ring * conv_stage);
+    memory.constants =
+        reinterpret_cast<float*>(reinterpret_cast<unsigned char*>(memory.kept) + shape::kept_bytes);
+    const std::uint32_t barriers = shared_address(memory.constants + shape::constants);
+    const conv_weight_ring ring{shared_address(stages), barriers, barriers + 8 * conv_ring};
+    begin_conv_ring(ring);
+    conv_turn turn;
+    if (threadIdx.x >= conv_consumers) {
+        for (int i = 0; threadIdx.x == conv_consumers && i < tiles.count; ++i) {
+            bring_conv_layers<shape>(weights + std::int64_t{head} * shape::weights_before(4), ring, turn);
+        }
+        return;
+    }
+    load_conv_constants<Inputs>(problem, head, memory.constants);
+    for (int i = 0; i < tiles.count; ++i) {
+        if (i > 0) {
+            named_barrier(1, conv_consumers);  // nobody reads the last tile any more
+        }
+        tiles(i, [&](const auto& rows, std::int32_t first, std::int32_t low, std::int32_t high, bool follows,
+                     const auto& write) {
+            score_conv_tile<Inputs>(problem, head, rows, first, low, high, follows, memory, ring, turn,
+                                    write);
+        });
+    }
+}
+
+/// Tokens of a range that tile i and those before it have.
+__device__ inline std::int32_t conv_tokens(int tiles) {
+    return tiles == 0 ? 0 : conv_tile + (tiles - 1) * conv_tile_rows;
+}
+
+/// The tiles of a range of a stream's scores, first + low .. first + high - 1.
+template <class T>
+struct conv_stream_tiles {
+    const conv_problem<T>& problem;
+    scorer_span s;
+    std::int32_t first, low, high;
+    int count;
+
+    __device__ conv_stream_tiles(const conv_problem<T>& of, const scorer_span& span, std::int32_t skipped)
+        : problem(of),
+          s(span),
+          first(span.first - of.streams.delay + skipped),
+          low(0),
+          high(span.count - skipped) {
+        count = high <= conv_tile ? 1 : 1 + (high - conv_tile + conv_tile_rows - 1) / conv_tile_rows;
+    }
+    template <class Body>
+    __device__ void operator()(int tile, const Body& body) const {
+        const std::int32_t begin = conv_tokens(tile), t = first + begin;
+        // The next tile's rows, while this one is computed.
+        const auto thread = static_cast<std::int32_t>(threadIdx.x);
+        const std::int32_t ahead = first + conv_tokens(tile + 1) + conv_reach + thread % conv_tile_rows;
+        if (tile + 1 < count && ahead < s.end) {
+            const rows_view<const T>& view = thread < conv_tile_rows ? problem.source.k : problem.source.v;
+            prefetch_to_l2(view.row(s.b, s.h, ahead), static_cast<std::uint32_t>(view.dim) * sizeof(T));
+        }
+        body(scorer_rows<T>{problem.source.k, problem.source.v, s}, t, 0,
+             min(high - begin, tile == 0 ? conv_tile : conv_tile_rows), tile > 0,
+             [&](std::int32_t r, float score) { problem.scores.head(s.b, s.h)[t + r] = score; });
+    }
+};
+
+#endif
+
+/// Scores of the tokens that leave a window of streams.delay keys while those of a range of `tokens` come, of which streams.slots counts the
+/// ranges of a plane. No dropout. `weights` is what pack_conv made.
+template <class T, int Inputs>
+__global__ void __launch_bounds__(KVPOLICY_HOPPER_THREADS(conv_consumers + 32), 2)
+    conv_hopper_kernel([[maybe_unused]] const __grid_constant__ conv_problem<T> problem,
+                       [[maybe_unused]] const std::int32_t tokens, [[maybe_unused]] const T* const weights) {
+#if KVPOLICY_HOPPER_CODE
+    wait_for_kernel_before();
+    const scorer_streams& streams = problem.streams;
+    const scorer_span s = streams.span(static_cast<std::int32_t>(blockIdx.x) / streams.slots,
+                                       static_cast<std::int32_t>(blockIdx.x) % streams.slots, tokens);
+    const std::int32_t skipped = max(0, s.begin + streams.delay - s.first);
+    if (skipped >= s.count) {
+        return;
+    }
+    conv_hopper_block<Inputs>(problem, weights, s.h, conv_stream_tiles<T>(problem, s, skipped));
+#endif
+}
+
+}  // namespace cuda_backend
+}  // namespace KVPOLICY_HIDDEN
+}  // namespace kvpolicy

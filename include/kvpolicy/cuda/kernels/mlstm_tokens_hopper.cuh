@@ -1,0 +1,432 @@
+// mlstm_tokens_backward_kernel (mlstm_backward.cuh has the equations) with a warpgroup a chunk, as mlstm_reads_hopper.cuh.
+#pragma once
+
+#include <kvpolicy/cuda/blocks/mlstm_problem.cuh>
+#include <kvpolicy/cuda/blocks/mlstm_warpgroup.cuh>
+#include <kvpolicy/cuda/config.cuh>
+#include <kvpolicy/cuda/kernels/mlstm_backward.cuh>
+#include <kvpolicy/cuda/kernels/mlstm_reads_hopper.cuh>
+#include <kvpolicy/cuda/kernels/mlstm_tokens_backward.cuh>
+#include <kvpolicy/cuda/launch.cuh>
+
+#include <cstdint>
+
+namespace kvpolicy {
+inline namespace KVPOLICY_CUDA_NAMESPACE KVPOLICY_HIDDEN {
+namespace cuda_backend {
+
+/// Blocks that a multiprocessor has room for.
+inline constexpr int mlstm_tokens_blocks = 2;
+
+template <class E, int F, int V>
+struct mlstm_tokens_hopper_memory {
+    shared_tile<E> q, d_n;  // then the state before the chunk
+    shared_tile<E> k, v, a;
+    shared_tile<E> before;
+    float *a_z, *z;                         // [F]
+    float* rho;                             // before the chunk
+    float *d_g, *carried, *later, *inside;  // [64]
+    float* columns;                         // [4][64]: sums down the columns, of 16 rows each
+    float* across;                          // [4]
+    float* d_gates;                         // [64][2]
+    float* slopes;                          // [2][64]: of the input gates, of the forget gates
+    mlstm_exponents<E> exponents;
+    std::size_t bytes;
+
+    KVPOLICY_HOST_DEVICE explicit mlstm_tokens_hopper_memory(unsigned char* memory) {
+        static_assert(F * V <= scorer_chunk * (F + V));
+        shared_parts parts(memory);
+        q = parts.tile<E>(scorer_chunk, F);
+        d_n = parts.tile<E>(scorer_chunk, V);
+        before = {q.data, F};
+        k = parts.tile<E>(scorer_chunk, F);
+        v = parts.tile<E>(scorer_chunk, V);
+        a = parts.tile<E>(F, V);
+        a_z = parts.take<float>(F);
+        z = parts.take<float>(F);
+        rho = parts.take<float>(V);
+        for (float** one : {&d_g, &carried, &later, &inside}) {
+            *one = parts.take<float>(scorer_chunk);
+        }
+        columns = parts.take<float>(4 * scorer_chunk);
+        across = parts.take<float>(4);
+        d_gates = parts.take<float>(2 * scorer_chunk);
+        slopes = parts.take<float>(2 * scorer_chunk);
+        exponents.source = parts.take<typename mlstm_exponents<E>::number>(scorer_chunk);
+        exponents.most = parts.take<typename mlstm_exponents<E>::number>(scorer_chunk);
+        exponents.kept = parts.take<float>(scorer_chunk);
+        bytes = parts.bytes();
+    }
+};
+
+/// A thread's share of a chunk's numbers, on their way from global memory while the chunk before is still at work.
+template <class E, int F, int V>
+struct mlstm_token_numbers {
+    double source, top, last, m;
+    float a_z[V / 64], z;  // parts of the sum
+    float share, keep;
+    E heavy;
+    float d_g, carried, slope_i, slope_f;
+    std::int32_t reads, count = 0, bad;
+
+    /// Nothing where there is no such chunk, or no token in it.
+    template <class T>
+    __device__ void load(const mlstm_problem<T>& problem, std::int32_t chunk, const mlstm_read_frame& frame) {
+        *this = {};  // nothing of the chunk before stays in registers
+        count = frame.count;
+        if (count == 0) {
+            return;
+        }
+        const auto thread = static_cast<int>(threadIdx.x);
+        const std::int64_t row = std::int64_t{chunk} * scorer_chunk;
+        m = frame.m;
+        keep = frame.keep;
+        reads = frame.reads;
+        bad = frame.bad;
+        if (thread < scorer_chunk) {
+            source = problem.log_source[row + thread];
+            top = problem.log_top[row + thread];
+            last = problem.log_top[row + scorer_chunk - 1];
+            const bool any = reads < scorer_chunk, there = thread < count;
+            d_g = any ? problem.d_g[row + thread] : 0.0f;
+            carried = any ? problem.carried[row + thread] : 0.0f;
+            slope_i = there ? problem.slope_i[row + thread] : 0.0f;
+            slope_f = there ? problem.slope_f[row + thread] : 0.0f;
+        }
+        if (thread < F) {
+#pragma unroll
+            for (int part = 0; part < V / 64; ++part) {
+                a_z[part] = problem.d_sums[(std::int64_t{chunk} * (V / 64) + part) * F + thread];
+            }
+            z = problem.sums[std::int64_t{chunk} * F + thread];
+        }
+        if (thread < V) {
+            const std::int32_t plane = chunk / problem.streams.slots;
+            share = frame.before >= 0 ? frame.share : 0.0f;
+            const std::int64_t reference = std::int64_t{plane} * problem.streams.slots * scorer_chunk +
+                                           (frame.before >= 0 ? frame.before : 0);
+            heavy = frame.before >= 0 ? problem.v[reference * V + thread] : static_cast<E>(0.0f);
+        }
+    }
+    template <class Memory>
+    __device__ void store(const Memory& memory) const {
+        const auto thread = static_cast<int>(threadIdx.x);
+        if (thread < scorer_chunk) {
+            memory.d_g[thread] = d_g;
+            memory.carried[thread] = carried;
+            memory.slopes[thread] = slope_i;
+            memory.slopes[scorer_chunk + thread] = slope_f;
+            memory.exponents.set(source, top, last, m);
+        }
+        if (thread < F) {
+            float sum = 0.0f;
+#pragma unroll
+            for (const float part : a_z) {
+                sum += part;
+            }
+            memory.a_z[thread] = sum;
+            memory.z[thread] = z;
+        }
+        if (thread < V) {
+            memory.rho[thread] = share * static_cast<float>(heavy);
+        }
+    }
+};
+
+#if KVPOLICY_HOPPER_CODE
+/// From q~_l . k~_j and d N_l . v~_j, tokens on rows and reads on columns: w_lj (q~_l . k~_j) and w_lj G_lj as they are rounded, a token's
+/// sums over its pairs, and sums of pairs across tokens down the columns (pairs_of_chunk, kernels/mlstm_tokens_backward.cuh).
+template <class E, class Memory>
+__device__ inline void weigh_pairs_of_tokens(const Memory& memory, const float (&products)[32],
+                                             const float (&g)[32], std::uint32_t (&weights)[4][4],
+                                             std::uint32_t (&gradients)[4][4]) {
+    const int lane = lane_id(), pair = lane % 4, c0 = 2 * pair, j0 = 16 * warp_id() + lane / 4;
+    const float source[2] = {memory.exponents.source[j0], memory.exponents.source[j0 + 8]};
+    float behind[2] = {};  // of the row's pairs in later columns
+    float down[2][8] = {};
+#pragma unroll
+    for (int i = 7; i >= 0; --i) {
+        if (i < 2 * warp_id()) {  // pairs of tokens after the reads
+            weights[i / 2][i % 2 * 2] = weights[i / 2][i % 2 * 2 + 1] = 0u;
+            gradients[i / 2][i % 2 * 2] = gradients[i / 2][i % 2 * 2 + 1] = 0u;
+            continue;
+        }
+        const int l = 8 * i + c0;
+        const float2 most = *reinterpret_cast<const float2*>(memory.exponents.most + l);
+        const float2 d_g = *reinterpret_cast<const float2*>(memory.d_g + l);
+#pragma unroll
+        for (int r = 0; r < 2; ++r) {
+            const int j = j0 + 8 * r;
+            const float w[2] = {j <= l ? fast_exp2(source[r] - most.x) : 0.0f,
+                                j <= l + 1 ? fast_exp2(source[r] - most.y) : 0.0f};
+            const float of_pair[2] = {g[4 * i + 2 * r] + d_g.x, g[4 * i + 2 * r + 1] + d_g.y};
+            gradients[i / 2][i % 2 * 2 + r] = pack<E>(w[0] * of_pair[0], w[1] * of_pair[1]);
+            // Rounded as the read's, so that its pairs add up to what its quotient says.
+            rounded_pair<E> weight;
+            weight.set(w[0] * products[4 * i + 2 * r], w[1] * products[4 * i + 2 * r + 1]);
+            weights[i / 2][i % 2 * 2 + r] = weight.both;
+            const float second = weight.second() * of_pair[1],
+                        both = fmaf(weight.first(), of_pair[0], second);
+            float from = both;  // of this lane's columns and the quad's later ones
+            float other = __shfl_down_sync(all_lanes, from, 1u);
+            from += pair < 3 ? other : 0.0f;
+            other = __shfl_down_sync(all_lanes, from, 2u);
+            from += pair < 2 ? other : 0.0f;
+            other = __shfl_down_sync(all_lanes, from, 1u);
+            const float after = behind[r] + (pair < 3 ? other : 0.0f);
+            down[i / 4][2 * (i % 4)] += j < l ? after + both : 0.0f;
+            down[i / 4][2 * (i % 4) + 1] += j < l + 1 ? after + second : 0.0f;
+            behind[r] += __shfl_sync(all_lanes, from, lane & ~3);
+        }
+    }
+#pragma unroll
+    for (int r = 0; r < 2; ++r) {
+        if (pair == 0) {
+            memory.inside[j0 + 8 * r] = behind[r];
+        }
+    }
+#pragma unroll
+    for (int half = 0; half < 2; ++half) {
+        const float sum = sums_down(down[half]);
+        memory.columns[warp_id() * scorer_chunk + 32 * half + lane / 8 * 8 + c0 + lane / 4 % 2] = sum;
+    }
+}
+#endif
+
+template <class T, int F, int V>
+__global__ void __launch_bounds__(KVPOLICY_HOPPER_THREADS(mlstm_warpgroup_threads), mlstm_tokens_blocks)
+    mlstm_tokens_hopper_kernel([[maybe_unused]] const mlstm_problem<T> problem) {
+#if KVPOLICY_HOPPER_CODE
+    using E = mlstm_element<T>;
+    static_assert(!shared_tile<E>::plain);
+    constexpr int threads = mlstm_warpgroup_threads;
+    const scorer_streams& streams = problem.streams;
+    const std::int32_t chunks = streams.batch * streams.heads * streams.slots;
+    const auto steps = static_cast<std::int32_t>(gridDim.x);
+    const auto thread = static_cast<int>(threadIdx.x);
+    const mlstm_tokens_hopper_memory<E, F, V> memory(aligned_dynamic_shared());
+    mlstm_read_frame following;
+    mlstm_token_numbers<E, F, V> numbers;
+    following.load(problem, static_cast<std::int32_t>(blockIdx.x), chunks);
+    numbers.load(problem, static_cast<std::int32_t>(blockIdx.x), following);
+    following.load(problem, static_cast<std::int32_t>(blockIdx.x) + steps, chunks);
+    for (auto chunk = static_cast<std::int32_t>(blockIdx.x); chunk < chunks; chunk += steps) {
+        const std::int32_t next = chunk + steps;
+        // The next chunk's numbers, which nobody needs before this one is done.
+        const auto load_next = [&] {
+            numbers.load(problem, next, following);
+            following.load(problem, next + steps, chunks);
+        };
+        if (numbers.count == 0) {
+            if (thread < 2) {
+                problem.d_gates[std::int64_t{chunk} * 2 + thread] = 0.0f;
+            }
+            load_next();
+            continue;
+        }
+        const scorer_span s = streams.span(chunk / streams.slots, chunk % streams.slots);
+        const std::int64_t row = std::int64_t{chunk} * scorer_chunk;
+        const bool reads = numbers.reads < scorer_chunk;
+        const float keep = numbers.keep;
+        copy_slice<scorer_chunk, F, threads>(memory.k, 0, static_cast<const E*>(problem.k) + row * F, F);
+        copy_slice<scorer_chunk, V, threads>(memory.v, 0, static_cast<const E*>(problem.v) + row * V, V);
+        if (reads) {
+            copy_slice<scorer_chunk, F, threads>(memory.q, 0, static_cast<const E*>(problem.q) + row * F, F);
+            copy_slice<scorer_chunk, V, threads>(memory.d_n, 0, static_cast<const E*>(problem.d_n) + row * V,
+                                                 V);
+        } else {  // no pairs: the same products of nothing
+            const float blank[8] = {};
+            for (int i = thread; i < scorer_chunk * F / 8; i += threads) {
+                memory.q.set_eight(i / (F / 8), i % (F / 8) * 8, blank);
+            }
+            for (int i = thread; i < scorer_chunk * V / 8; i += threads) {
+                memory.d_n.set_eight(i / (V / 8), i % (V / 8) * 8, blank);
+            }
+        }
+        copy_commit();
+        copy_slice<F, V, threads>(memory.a, 0,
+                                  static_cast<const E*>(problem.d_memory) + std::int64_t{chunk} * (F * V), V);
+        copy_commit();
+        numbers.store(memory);
+        if (thread == 0 && numbers.bad < s.count) {
+            streams.report(s.b, status_not_finite);
+        }
+        const int lane = lane_id(), j0 = 16 * warp_id() + lane / 4, c0 = lane % 4 * 2;
+        mlstm_look_ahead<T> ahead(next, following.count > 0);
+        ahead.array(problem.q, scorer_chunk * F);
+        ahead.array(problem.d_n, scorer_chunk * V);
+        ahead.array(problem.k, scorer_chunk * F);
+        ahead.array(problem.v, scorer_chunk * V);
+        ahead.array(problem.d_memory, F * V);
+        ahead.array(problem.memory, F * V);
+        copy_wait<1>();
+        fence_async_proxy();
+        __syncthreads();
+        std::uint32_t weights[4][4], gradients[4][4];
+        {
+            float products[32], g[32];
+            wgmma_fence();
+            start_product<F, false>(products, memory.k, memory.q);
+            start_product<V, false>(g, memory.v, memory.d_n);
+            wgmma_commit();
+            wgmma_wait<0>();
+            pin(products);
+            pin(g);
+            weigh_pairs_of_tokens<E>(memory, products, g, weights, gradients);
+        }
+        copy_wait<0>();
+        fence_async_proxy();
+        __syncthreads();
+        // exp(s_j - M at the chunk's end): how much of a token the state after the chunk has.
+        float out[2];
+#pragma unroll
+        for (int r = 0; r < 2; ++r) {
+            out[r] = memory.exponents.weight(scorer_chunk - 1, j0 + 8 * r);
+        }
+        // d v~_j = sum_l w_lj (q~_l . k~_j) d N_l + o_j A^T k~_j, and of d k~_j first sum_l w_lj G_lj q~_l
+        float d_k[F / 2];
+        std::uint32_t to_v[V / 16][4];
+        {
+            float d_v[V / 2];
+            pin(gradients);
+            wgmma_fence();
+            start_product<F, true>(d_v, memory.k, memory.a);
+            wgmma_commit();
+            start_held_product<true>(d_k, gradients, memory.q, false);
+            wgmma_commit();
+            wgmma_wait<1>();
+            pin(d_v);
+#pragma unroll
+            for (int i = 0; i < V / 2; ++i) {
+                d_v[i] *= out[i / 2 % 2];
+            }
+            pin(d_v);
+            pin(weights);
+            wgmma_fence();
+            start_held_product<true>(d_v, weights, memory.d_n, true);
+            wgmma_commit();
+            wgmma_wait<0>();
+            pin(d_v);
+            pin(d_k);
+#pragma unroll
+            for (int k = 0; k < V / 16; ++k) {
+#pragma unroll
+                for (int i = 0; i < 4; ++i) {
+                    const int column = 16 * k + 8 * (i / 2) + c0;
+                    to_v[k][i] = pack<T>(column < problem.width ? d_v[8 * k + 2 * i] : 0.0f,
+                                         column + 1 < problem.width ? d_v[8 * k + 2 * i + 1] : 0.0f);
+                }
+            }
+        }
+        __syncthreads();  // queries and d N have been read: the state before the chunk comes there
+        copy_slice<F, V, threads>(memory.before, 0,
+                                  static_cast<const E*>(problem.memory) + std::int64_t{chunk} * (F * V), V);
+        copy_commit();
+        // + o_j (A v~_j + a)
+        float later[2] = {}, along[2][2] = {};
+        constexpr int parts = F / 64;  // one after the other, for the registers' sake
+#pragma unroll
+        for (int part = 0; part < parts; ++part) {
+            float state[32];
+            wgmma_fence();
+            start_product<V, false>(state, memory.v, shared_tile<E>{memory.a.data + part * 64 * 128, F});
+            wgmma_commit();
+            wgmma_wait<0>();
+            pin(state);
+#pragma unroll
+            for (int k = 4 * part; k < 4 * part + 4; ++k) {
+                std::uint32_t p[4];
+                load_rows(p, memory.k, k);
+                const float2 low = *reinterpret_cast<const float2*>(memory.a_z + 16 * k + c0);
+                const float2 high = *reinterpret_cast<const float2*>(memory.a_z + 16 * k + 8 + c0);
+                const float a_z[4] = {low.x, low.y, high.x, high.y};
+#pragma unroll
+                for (int i = 0; i < 8; ++i) {
+                    const int r = i / 2 % 2;
+                    const float x = __uint_as_float(i % 2 == 0 ? p[i / 2] << 16 : p[i / 2] & 0xffff0000u);
+                    const float of_state = out[r] * (state[8 * (k % 4) + i] + a_z[i / 4 * 2 + i % 2]);
+                    later[r] = fmaf(x, of_state, later[r]);
+                    d_k[8 * k + i] += of_state;
+                    float& sum = along[k / (F / 32)][r];
+                    sum = fmaf(x, d_k[8 * k + i], sum);
+                }
+            }
+        }
+#pragma unroll
+        for (int r = 0; r < 2; ++r) {
+            later[r] = row_sum(later[r]);
+            along[0][r] = row_sum(along[0][r]);
+            along[1][r] = row_sum(along[1][r]);
+            if (lane % 4 == 0) {
+                memory.later[j0 + 8 * r] = later[r];
+            }
+        }
+        through_feature_map<F>(problem, d_k, memory.k, along);
+        __syncthreads();  // keys and values have been read
+        const shared_tile<T> to_k{memory.k.data, scorer_chunk}, of_v{memory.v.data, scorer_chunk};
+        store_rounded(to_k, d_k);
+#pragma unroll
+        for (int k = 0; k < V / 16; ++k) {
+            store_rows_of(of_v, k, to_v[k]);
+        }
+        load_next();
+        copy_wait<0>();
+        __syncthreads();
+        // Pairs across the whole chunk: a token before it, a read after it.
+        float across = 0.0f;
+        {
+            constexpr int rows_at_once = threads / (V / 8);
+            const int column = thread % (V / 8) * 8, first = thread / (V / 8);
+            float rho[8];
+#pragma unroll
+            for (int e = 0; e < 8; ++e) {
+                rho[e] = memory.rho[column + e];
+            }
+#pragma unroll 4
+            for (int i = 0; i < F; i += rows_at_once) {
+                float x[8], y[8];
+                memory.before.get_eight(first + i, column, x);
+                memory.a.get_eight(first + i, column, y);
+                const float z = memory.z[first + i];
+#pragma unroll
+                for (int e = 0; e < 8; ++e) {
+                    across = fmaf(fmaf(z, rho[e], x[e]), y[e], across);
+                }
+            }
+            if (thread < F) {
+                across = fmaf(memory.z[thread], memory.a_z[thread], across);
+            }
+            across = warp_sum(across) * keep;
+            if (lane == 0) {
+                memory.across[warp_id()] = across;
+            }
+        }
+        __syncthreads();
+        T* const rows = problem.d_rows_k + row * problem.rows_k;
+        if (warp_id() == 0) {
+            gate_gradients(
+                problem, s, std::int64_t{chunk}, memory,
+                memory.across[0] + memory.across[1] + memory.across[2] + memory.across[3],
+                [&](int j) { return memory.inside[j]; }, [](int) { return 0.0f; });
+        } else {  // meanwhile the other warps write what does not wait for the gates
+            write_tile(rows, problem.rows_k, to_k, problem.at_v, s.count, thread - 32, threads - 32);
+            write_tile(rows + problem.at_v, problem.rows_k, of_v, problem.at_i - problem.at_v, s.count,
+                       thread - 32, threads - 32);
+        }
+        __syncthreads();
+        write_columns(rows, problem.rows_k, problem.at_i, (problem.rows_k - problem.at_i) / 8, s.count,
+                      thread, threads, [&](int r, int c, float(&x)[8]) {
+                          if (c == problem.at_i) {
+                              x[0] = memory.d_gates[2 * r];
+                          } else if (c == problem.at_f) {
+                              x[0] = memory.d_gates[2 * r + 1];
+                          }
+                      });
+        __syncthreads();  // the next chunk's rows may come
+    }
+#endif
+}
+
+}  // namespace cuda_backend
+}  // namespace KVPOLICY_HIDDEN
+}  // namespace kvpolicy

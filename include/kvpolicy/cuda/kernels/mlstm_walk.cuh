@@ -1,0 +1,413 @@
+// An mLSTM's states between chunks, forwards (C, z) and backwards (A, a): walks over the chunks, each block with a part of a state's features
+// and values in registers.
+//
+// A walk takes one chunk after another, and with few planes the card waits for it. So a plane's chunks are cut into segments that are walked
+// at once: first each from nothing, for what it adds to a state and how much of one it keeps, then each from what those before it add up
+// to. That is the same sum in another order, in fp32.
+#pragma once
+
+#include <kvpolicy/cuda/blocks/mlstm_problem.cuh>
+#include <kvpolicy/cuda/blocks/mlstm_state.cuh>
+#include <kvpolicy/cuda/blocks/mlstm_warpgroup.cuh>
+#include <kvpolicy/cuda/config.cuh>
+#include <kvpolicy/cuda/hopper.cuh>
+#include <kvpolicy/cuda/launch.cuh>
+
+#include <cstdint>
+
+namespace kvpolicy {
+inline namespace KVPOLICY_CUDA_NAMESPACE KVPOLICY_HIDDEN {
+namespace cuda_backend {
+
+/// A chunk's part in a walk.
+struct alignas(16) mlstm_step {
+    float keep, add;
+    float share;         // of the reference
+    std::int32_t heavy;  // its row of the plane; -1: none
+    std::int32_t there;  // the chunk has tokens
+    std::int32_t adds;   // and adds to the state
+    std::int32_t fresh;  // a stream's first
+};
+
+/// Threads of a walk: on Hopper one warpgroup, whose products are wgmma's.
+template <bool Hopper>
+inline constexpr int mlstm_walk_threads = Hopper ? 128 : 256;
+
+/// Shared memory of mlstm_walk_kernel: a ring of what chunks add.
+template <class E, int FS, int VS, bool Hopper>
+struct mlstm_walk_memory {
+    static constexpr int stages = FS + VS <= 64 ? 8 : Hopper ? 5 : 6, batch = 64;
+    static constexpr int columns = (FS + VS + 63) / 64 * 64;
+    static constexpr int down = FS / 16,
+                         across = mlstm_walk_threads<Hopper> / 32 / down;  // warps over features, over values
+
+    shared_tile<E> state;  // on its way out, on Hopper
+    unsigned char* tiles;  // of each stage: k~ or q~, FS columns, then v~ or d N, VS columns
+    float* scale;          // [stages][64]
+    float* ratio;          // [stages][64]
+    E* split;              // [2][2][64]: a ratio rounded, and what rounding takes away
+    E* heavy;              // [stages][VS]
+    float* lost;           // [2][across][FS]
+    mlstm_step* steps;     // [2][batch]
+    std::size_t bytes;
+
+    KVPOLICY_HOST_DEVICE explicit mlstm_walk_memory(unsigned char* memory) {
+        shared_parts parts(memory);
+        state = parts.tile<E>(FS, Hopper ? VS : 0);
+        tiles = parts.tile<E>(scorer_chunk, stages * columns).data;
+        scale = parts.take<float>(stages * scorer_chunk);
+        ratio = parts.take<float>(stages * scorer_chunk);
+        split = parts.take<E>(2 * 2 * scorer_chunk);
+        heavy = parts.take<E>(stages * VS);
+        lost = parts.take<float>(2 * across * FS);
+        steps = parts.take<mlstm_step>(2 * batch);
+        bytes = parts.bytes();
+    }
+    [[nodiscard]] __device__ shared_tile<E> tile(int stage) const {
+        return {tiles + shared_tile<E>::bytes(scorer_chunk, columns) * stage, scorer_chunk};
+    }
+};
+
+/// From what segments add to the states that they begin with, in place: number i becomes keep of segment i - 1 times number i - 1, plus
+/// itself. Four neighbouring numbers of a plane's states a thread.
+template <class T, int F, int V>
+__global__ void __launch_bounds__(256)
+    mlstm_carry_kernel(const mlstm_problem<T> problem, const bool backward) {
+    constexpr int size = F * (V + 1) / 4;
+    const std::int64_t i = std::int64_t{blockIdx.x} * 256 + threadIdx.x;
+    const auto plane = static_cast<std::int32_t>(i / size);
+    const auto column = static_cast<std::int32_t>(i % size);
+    const scorer_streams& streams = problem.streams;
+    if (plane >= streams.batch * streams.heads) {
+        return;
+    }
+    const std::int64_t first = std::int64_t{plane} * problem.segments;
+    float4* const states = reinterpret_cast<float4*>(problem.partial_states) + first * size + column;
+    float4 all = make_float4(0.0f, 0.0f, 0.0f, 0.0f);
+    if (!backward && mlstm_state_part::takes_state(problem, plane)) {
+        all = states[0];
+    }
+    constexpr int together = 8;  // loads that are under way at once
+    for (std::int32_t from = 1; from < problem.segments; from += together) {
+        float4 added[together];
+        float keeps[together];
+#pragma unroll
+        for (int i = 0; i < together; ++i) {
+            if (from + i < problem.segments) {
+                added[i] = states[std::int64_t{from + i} * size];
+                keeps[i] = problem.partial_keeps[first + from + i - 1];
+            }
+        }
+#pragma unroll
+        for (int i = 0; i < together; ++i) {
+            if (from + i < problem.segments) {
+                const float keep = keeps[i];
+                const bool none = keep < 0.0f;  // not even what is not finite
+                all.x = (none ? 0.0f : keep * all.x) + added[i].x;
+                all.y = (none ? 0.0f : keep * all.y) + added[i].y;
+                all.z = (none ? 0.0f : keep * all.z) + added[i].z;
+                all.w = (none ? 0.0f : keep * all.w) + added[i].w;
+                states[std::int64_t{from + i} * size] = all;
+            }
+        }
+    }
+}
+
+/// States before each chunk, or backwards those after it. A block has FS features and VS values of a plane's state in registers, eight
+/// warps of 16 features each, and walks over the plane's chunks:
+///
+///     state <- keep state + sum_r scale_r a_r b_r^T,   sums <- keep sums + sum_r scale_r ratio_r a_r
+///
+/// Forwards a is k~, b v~, scale the tokens' weights; backwards a is q~, b d N, scale exp(m - M_l), ratio d g_l (forwards 1). Chunks without
+/// reads add nothing backwards. Continued sequences take up and leave the caller's states, features (width + 1) + 2 numbers in the
+/// features' own order. A block walks one segment; Ends: from nothing, and leaves only what the segment adds and keeps.
+template <class T, int F, int V, int FS, int VS, bool Backward, bool Ends, bool Hopper>
+__device__ inline void walk_chunks(const mlstm_problem<T>& problem) {
+    using E = mlstm_element<T>;
+    using memory_type = mlstm_walk_memory<E, FS, VS, Hopper>;
+    constexpr int threads = mlstm_walk_threads<Hopper>;
+    constexpr int stages = memory_type::stages, batch = memory_type::batch;
+    constexpr int WM = memory_type::down, WN = memory_type::across;
+    constexpr int NI = VS / 8 / WN, parts = F / FS * (V / VS);
+    const scorer_streams& streams = problem.streams;
+    const memory_type memory(aligned_dynamic_shared());
+    const auto block = static_cast<std::int32_t>(blockIdx.x);
+    // The last segment adds to nobody.
+    const std::int32_t walked = Ends ? problem.segments - 1 : problem.segments;
+    const std::int32_t plane = block / parts / walked, segment = block / parts % walked;
+    const std::int32_t slots = streams.slots, begun = segment * problem.segment_chunks;
+    const std::int32_t count = min(problem.segment_chunks, slots - begun);
+    const int f0 = block % parts / (V / VS) * FS, part_v = block % (V / VS), v0 = part_v * VS;
+    const int thread = static_cast<int>(threadIdx.x), lane = lane_id();
+    const int m0 = warp_id() % WM * 16, wn = warp_id() / WM, n0 = wn * (VS / WN);
+    const std::int64_t first_chunk = std::int64_t{plane} * slots, first_row = first_chunk * scorer_chunk;
+    const auto slot_of = [&](std::int32_t n) { return Backward ? slots - 1 - begun - n : begun + n; };
+
+    const auto load_steps = [&](std::int32_t base) {
+        if (thread < batch) {
+            mlstm_step step{};
+            step.heavy = -1;
+            if (base + thread < count) {
+                const std::int32_t slot = slot_of(base + thread);
+                const mlstm_frame& frame = problem.frames[first_chunk + slot];
+                step.there = frame.count > 0 ? 1 : 0;
+                step.adds = step.there != 0 && (!Backward || frame.reads < scorer_chunk) ? 1 : 0;
+                step.fresh = frame.fresh;
+                step.keep = frame.keep;
+                step.add = Backward ? 1.0f : frame.add;
+                if (!Backward) {
+                    step.heavy = frame.before;
+                    step.share = frame.share;
+                } else if (slot + 1 < slots) {  // the reference after the chunk; streams that end need none
+                    step.heavy = problem.frames[first_chunk + slot + 1].before;
+                    step.share = problem.frames[first_chunk + slot + 1].share;
+                }
+            }
+            memory.steps[base % (2 * batch) + thread] = step;
+        }
+    };
+    // Where step n's numbers stand; prefetch goes through the steps in order.
+    const std::int64_t from = first_row + std::int64_t{slot_of(0)} * scorer_chunk;
+    constexpr int direction = Backward ? -scorer_chunk : scorer_chunk;
+    const E* next_a = (Backward ? problem.q : problem.k) + from * F + f0;
+    const E* next_b = (Backward ? problem.d_n : problem.v) + from * V + v0;
+    const float* next_scale = (Backward ? problem.kept : problem.weight) + from;
+    const float* next_ratio = Backward ? problem.d_g + from : nullptr;
+    const E* const values = problem.v + first_row * V + v0;
+    const auto prefetch = [&](std::int32_t n) {
+        if (n < count) {
+            const int stage = n % stages;
+            const mlstm_step step = memory.steps[n % (2 * batch)];
+            if (step.adds != 0) {
+                const shared_tile<E> tile = memory.tile(stage);
+                copy_slice<scorer_chunk, FS, threads>(tile, 0, next_a, F);
+                copy_slice<scorer_chunk, VS, threads>(tile, FS, next_b, V);
+                copy_line(memory.scale + stage * scorer_chunk, next_scale, scorer_chunk, 0);
+                if (Backward) {
+                    copy_line(memory.ratio + stage * scorer_chunk, next_ratio, scorer_chunk, 32);
+                }
+            }
+            if (!Ends && step.heavy >= 0) {
+                copy_line(memory.heavy + stage * VS, values + std::int64_t{step.heavy} * V, VS, 64);
+            }
+            next_a += direction * F;
+            next_b += direction * V;
+            next_scale += direction;
+            next_ratio += Backward ? direction : 0;
+        }
+        copy_commit();
+    };
+    load_steps(0);
+    __syncthreads();
+#pragma unroll
+    for (int n = 0; n < stages - 1; ++n) {
+        prefetch(n);
+    }
+    // Multiplies what came for step n by its scales, which on Hopper is done on the way to the product.
+    const auto scale_stage = [&](std::int32_t n) {
+        if (n >= count) {
+            return;
+        }
+        const mlstm_step step = memory.steps[n % (2 * batch)];
+        if (step.adds == 0) {
+            return;
+        }
+        const int stage = n % stages;
+        const shared_tile<E> tile = memory.tile(stage);
+#pragma unroll
+        for (int i = thread; i < (Hopper ? 0 : scorer_chunk * FS / 8); i += threads) {
+            const int r = i / (FS / 8), c = i % (FS / 8) * 8;
+            const float by = memory.scale[stage * scorer_chunk + r] * step.add;
+            float x[8];
+            tile.get_eight(r, c, x);
+#pragma unroll
+            for (int e = 0; e < 8; ++e) {
+                x[e] *= by;
+            }
+            tile.set_eight(r, c, x);
+        }
+        if (Backward && thread < scorer_chunk) {
+            const float ratio = memory.ratio[stage * scorer_chunk + thread];
+            E* const split = memory.split + n % 2 * 2 * scorer_chunk + thread;
+            split[0] = static_cast<E>(ratio);
+            split[scorer_chunk] = static_cast<E>(ratio - static_cast<float>(split[0]));
+        }
+    };
+    float acc[1][NI][4], of_sums[4];  // every warp has the sums of its features
+    const auto clear_all = [&] {
+        clear(acc);
+#pragma unroll
+        for (int e = 0; e < 4; ++e) {
+            of_sums[e] = 0.0f;
+        }
+    };
+    clear_all();
+    const mlstm_state_part part{f0 + m0, v0 + n0, part_v == 0 && wn == 0};
+    const std::int64_t partial = std::int64_t{plane} * problem.segments + segment + 1;
+    float kept = 1.0f;
+    if constexpr (Ends) {
+        if (!Backward && segment == 0 && part.takes_state(problem, plane)) {
+            const float* const state = part.state_of(problem, plane);
+            part.take(problem, F, state, state + std::int64_t{problem.features} * problem.width, acc[0],
+                      of_sums);
+            part.template write_partial<F, V>(problem, partial - 1, acc[0], of_sums);
+            clear_all();
+        }
+    } else {
+        part.template begin<F, V>(problem, plane, segment, Backward, acc[0], of_sums);
+    }
+    const auto row_of = [&](int r) { return m0 + lane / 4 + 8 * r; };
+    // What rounding takes from the state before step n, along the reference: the warps' parts.
+    const auto write_sums = [&](std::int32_t n) {
+        if (Backward && !Ends && n >= 0 && thread < FS && memory.steps[n % (2 * batch)].there != 0) {
+            float sum = 0.0f;
+#pragma unroll
+            for (int w = 0; w < WN; ++w) {
+                sum += memory.lost[(n % 2 * WN + w) * FS + thread];
+            }
+            problem.d_sums[((first_chunk + slot_of(n)) * problem.sum_parts + part_v) * F + f0 + thread] = sum;
+        }
+    };
+    const auto wait_for_others = [] {
+        if constexpr (Hopper) {
+            fence_async_proxy();
+        }
+        __syncthreads();
+    };
+    copy_wait<stages - 2>();
+    wait_for_others();
+    scale_stage(0);
+    for (std::int32_t n = 0; n < count; ++n) {
+        copy_wait<stages - 3>();  // step n + 1 is there
+        wait_for_others();
+        write_sums(n - 1);
+        prefetch(n + stages - 1);
+        const mlstm_step step = memory.steps[n % (2 * batch)];
+        if (step.there != 0) {
+            const int stage = n % stages;
+            const std::int64_t chunk = first_chunk + slot_of(n);
+            // Streams begin without a state, and nothing goes back beyond their first token.
+            if (!Backward && step.fresh != 0) {
+                clear_all();
+            }
+            if constexpr (!Ends) {
+                E* const to = (Backward ? problem.d_memory : problem.memory) + chunk * F * V +
+                              (f0 + m0 + lane / 4) * V + v0 + n0 + lane % 4 * 2;
+                [[maybe_unused]] std::uint32_t rounded[Hopper ? NI / 2 : 1][4];
+                float rho[NI][2] = {};
+                if (step.heavy >= 0) {
+                    const E* const value = memory.heavy + stage * VS + n0 + lane % 4 * 2;
+#pragma unroll
+                    for (int j = 0; j < NI; ++j) {
+                        rho[j][0] = step.share * static_cast<float>(value[8 * j]);
+                        rho[j][1] = step.share * static_cast<float>(value[8 * j + 1]);
+                    }
+                }
+#pragma unroll
+                for (int r = 0; r < 2; ++r) {
+                    const float sum = __shfl_sync(all_lanes, of_sums[2 * r] + of_sums[2 * r + 1], lane & ~3);
+                    const float z = Backward ? 0.0f : sum;
+                    float lost = 0.0f;
+#pragma unroll
+                    for (int j = 0; j < NI; ++j) {
+                        float x[2] = {acc[0][j][2 * r] - z * rho[j][0], acc[0][j][2 * r + 1] - z * rho[j][1]};
+                        if constexpr (Hopper) {
+                            rounded[j / 2][j % 2 * 2 + r] = pack<E>(x[0], x[1]);
+                        } else {
+                            store_pair(to + 8 * r * V + 8 * j, x[0], x[1]);
+                        }
+                        if (Backward) {
+                            round_pair<E>(x[0], x[1]);
+                            lost += (acc[0][j][2 * r] - x[0]) * rho[j][0] +
+                                    (acc[0][j][2 * r + 1] - x[1]) * rho[j][1];
+                        }
+                    }
+                    if (Backward) {
+                        lost = row_sum(lost);
+                        if (lane % 4 == 0) {
+                            memory.lost[(n % 2 * WN + wn) * FS + row_of(r)] =
+                                lost + (part_v == 0 && wn == 0 ? sum : 0.0f);
+                        }
+                    } else if (part_v == 0 && wn == 0 && lane % 4 == 0) {
+                        problem.sums[chunk * F + f0 + row_of(r)] = sum;
+                    }
+                }
+#if KVPOLICY_HOPPER_CODE
+                if constexpr (Hopper) {  // by way of shared memory, so that whole lines leave
+                    __syncwarp();
+#pragma unroll
+                    for (int k = 0; k < NI / 2; ++k) {
+                        store_rows_of(memory.state, k, rounded[k]);
+                    }
+                    __syncwarp();
+                    E* const rows = to - (lane / 4) * V - lane % 4 * 2;
+#pragma unroll
+                    for (int i = 0; i < 16; i += 32 / (VS / 8)) {
+                        const int r = i + lane / (VS / 8), c = lane % (VS / 8) * 8;
+                        *reinterpret_cast<uint4*>(rows + r * V + c) = *reinterpret_cast<const uint4*>(
+                            memory.state.data + memory.state.offset(m0 + r, c));
+                    }
+                }
+#endif
+            }
+#pragma unroll
+            for (int e = 0; e < 4; ++e) {
+#pragma unroll
+                for (int j = 0; j < NI; ++j) {
+                    acc[0][j][e] *= step.keep;
+                }
+                of_sums[e] *= step.keep;
+            }
+            if constexpr (Hopper) {
+#if KVPOLICY_HOPPER_CODE
+                if (step.adds != 0) {
+                    add_scaled_outer_product(acc[0], of_sums, memory.tile(stage), FS,
+                                             memory.scale + stage * scorer_chunk, step.add,
+                                             Backward ? memory.split + n % 2 * 2 * scorer_chunk : nullptr);
+                }
+#endif
+            } else if (step.adds != 0) {
+                add_outer<NI>(acc[0], of_sums, memory.tile(stage), m0, FS + n0,
+                              Backward ? memory.split + n % 2 * 2 * scorer_chunk : nullptr);
+            }
+            if (Backward && step.fresh != 0) {
+                clear_all();
+            }
+            kept = step.fresh != 0 || kept < 0.0f ? -1.0f : kept * step.keep;
+        }
+        scale_stage(n + 1);
+        if (n % batch == 1) {  // nobody looks at the batch before any more
+            load_steps(n - 1 + batch);
+        }
+    }
+    __syncthreads();
+    write_sums(count - 1);
+    if constexpr (Ends) {
+        part.template write_partial<F, V>(problem, partial, acc[0], of_sums);
+        if (f0 == 0 && v0 == 0 && thread == 0) {
+            problem.partial_keeps[partial - 1] = kept;
+        }
+    } else if constexpr (!Backward) {
+        if (segment == problem.segments - 1) {
+            part.end(problem, plane, F, acc[0], of_sums);
+        }
+    }
+}
+
+template <class T, int F, int V, int FS, int VS, bool Backward, bool Ends>
+__global__ void __launch_bounds__(mlstm_walk_threads<false>)
+    mlstm_walk_kernel(const mlstm_problem<T> problem) {
+    walk_chunks<T, F, V, FS, VS, Backward, Ends, false>(problem);
+}
+/// The same by wgmma, for parts of 64 features and values.
+template <class T, int F, int V, bool Backward, bool Ends>
+__global__ void __launch_bounds__(KVPOLICY_HOPPER_THREADS(mlstm_walk_threads<true>))
+    mlstm_walk_hopper_kernel([[maybe_unused]] const mlstm_problem<T> problem) {
+#if KVPOLICY_HOPPER_CODE
+    walk_chunks<T, F, V, 64, 64, Backward, Ends, true>(problem);
+#endif
+}
+
+}  // namespace cuda_backend
+}  // namespace KVPOLICY_HIDDEN
+}  // namespace kvpolicy

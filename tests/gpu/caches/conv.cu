@@ -1,0 +1,139 @@
+// ConvScorer inside caches' calls: keys get their scores in batches, in the window; those of a device decide as the host's do. 16-bit scores agree to
+// 16-bit rounding, so there nothing is evicted.
+#include <kvpolicy/policies/sink.hpp>
+#include <kvpolicy/policies/topk_budget.hpp>
+#include <kvpolicy/policies/window.hpp>
+#include <kvpolicy/scorers/conv.hpp>
+
+#include "cache_case.hpp"
+#include "dual_case.hpp"
+#include "two_scorers.hpp"
+
+#include <algorithm>
+#include <cmath>
+#include <cstddef>
+
+using namespace kvpolicy;
+using namespace test;
+
+namespace {
+
+ConvScorer<> convolution(std::int32_t dim_k, std::int32_t dim_v, std::int32_t batch, rope_layout layout) {
+    ConvScorer<> scorer;
+    scorer.heads = 2;
+    scorer.dim_k = dim_k;
+    scorer.dim_v = dim_v;
+    scorer.batch = batch;
+    scorer.rope = {layout, 10000.0f, 0, nullptr};
+    return scorer;
+}
+
+CacheShape shaped(const ConvScorer<>& sizes, std::int32_t slots, std::int32_t page_rows) {
+    return {.layers = 1,
+            .slots = slots,
+            .query_heads = 4,
+            .kv_heads = 2,
+            .dim_k = sizes.dim_k,
+            .dim_v = sizes.dim_v,
+            .page_rows = page_rows,
+            .proposals = 6};
+}
+
+/// Steps, chunks and proposals in turn; see(turn) after each.
+template <class T, class Both, class See>
+void live(Both& both, const CacheShape& shape, std::int32_t turns, std::int32_t longest,
+          std::mt19937& generator, const See& see) {
+    for (std::int32_t turn = 0; turn < turns; ++turn) {
+        const Mode mode = turn % 3 == 0 ? Mode::prefill : turn % 3 == 1 ? Mode::step : Mode::propose;
+        const std::int32_t most = mode == Mode::step ? 1 : mode == Mode::propose ? 6 : longest;
+        const auto some = [&](std::int32_t limit) {
+            return static_cast<std::int32_t>(generator() % static_cast<std::uint32_t>(limit + 1));
+        };
+        std::vector<std::int32_t> slots, q_len, accepted;
+        for (std::int32_t i = 0; i < shape.slots; ++i) {
+            slots.push_back((i + 1) % shape.slots);
+            q_len.push_back(some(most));
+            accepted.push_back(some(q_len.back()));
+        }
+        const CallTensors<T> in(shape, shape.slots, most, Scores::random, generator);
+        both.call(mode, slots, q_len, in, accepted);
+        CAPTURE(turn);
+        see();
+    }
+}
+
+template <std::int32_t Width, std::int32_t Budget, class T, class Dims = all_head_dims>
+void check_fixed(const ConvScorer<>& sizes, std::int32_t turns, std::int32_t longest, float tolerance) {
+    using P = Policy<Sink<2>, Window<Width>, TopKBudget<Budget>, ConvScorer<>>;
+    std::mt19937 generator(11);
+    const TwoScorers<ConvScorer<>> scorers(sizes, true, generator);
+    const P policy{Sink<2>{}, Window<Width>{}, TopKBudget<Budget>{}, scorers.of_host};
+    const CacheShape shape = shaped(sizes, 3, 1);
+    BothCaches<P, T, Dims> both(shape, policy, &scorers.of_host, &scorers.of_device);
+    live<T>(both, shape, turns, longest, generator, [&] {
+        const auto ref = both.cache.ref(0), host_ref = both.oracle.cache.ref(0);
+        const auto position = both.fetch(ref.position, ref.slots * ref.rows);
+        const auto score = both.fetch(ref.score, ref.slots * ref.rows);
+        bool same = true;
+        float worst = 0.0f;
+        for (std::int32_t slot = 0; slot < shape.slots; ++slot) {
+            for (std::int32_t h = 0; h < shape.kv_heads; ++h) {
+                const auto first = static_cast<std::size_t>(host_ref.first_row(slot, h));
+                for (std::size_t r = first; r < first + static_cast<std::size_t>(host_ref.used(slot, h));
+                     ++r) {
+                    same = same && position[r] == host_ref.position[r];
+                    // A key without a score has 0 in both.
+                    same = same && (score[r] == 0.0f) == (host_ref.score[r] == 0.0f);
+                    worst = std::max(
+                        worst, std::abs(score[r] - host_ref.score[r]) / (1.0f + std::abs(host_ref.score[r])));
+                }
+            }
+        }
+        CHECK(same);
+        CHECK(worst <= tolerance);
+    });
+}
+
+}  // namespace
+
+TEST_CASE("FixedBudgetCache, float: batches of all sizes") {
+    for (const std::int32_t batch : {0, 1, 3}) {
+        check_fixed<20, 30, float>(convolution(16, 24, batch, rope_layout::half_split), 60, 45, 5e-5f);
+    }
+    check_fixed<20, 30, float>(convolution(16, 24, 5, rope_layout::interleaved), 40, 60, 5e-5f);
+}
+
+TEST_CASE("FixedBudgetCache, bf16: tiles") {
+    check_fixed<150, 4000, bf16, head_dims<64>>(convolution(64, 64, 0, rope_layout::half_split), 18, 300,
+                                                6e-2f);
+    check_fixed<150, 4000, bf16, head_dims<64>>(convolution(64, 32, 17, rope_layout::none), 18, 90, 6e-2f);
+    check_fixed<150, 4000, bf16, head_dims<128>>(convolution(128, 128, 0, rope_layout::half_split), 15, 200,
+                                                 6e-2f);
+}
+
+TEST_CASE("DualCache, whose pool runs out") {
+    using P = Policy<Sink<2>, Window<20>, TopKBudget<>, ConvScorer<>>;
+    std::mt19937 generator(11);
+    const auto sizes = convolution(16, 24, 0, rope_layout::half_split);
+    const TwoScorers<ConvScorer<>> scorers(sizes, true, generator);
+    constexpr std::int32_t budgets[] = {40, unlimited};
+    const P policy{Sink<2>{}, Window<20>{}, TopKBudget<>{per_head(budgets, 1, 2)}, scorers.of_host};
+    const CacheShape shape = shaped(sizes, 3, 16);
+    BothDuals<P, float, all_head_dims, true> both(shape,
+                                                  {.slab_pages = 3, .most_slabs = 100, .longest = 2000},
+                                                  policy, &scorers.of_host, &scorers.of_device);
+    live<float>(both, shape, 60, 40, generator, [&] { both.near_rows(5e-5f); });
+}
+
+TEST_CASE("DualCache, bf16: tiles") {
+    using P = Policy<Sink<2>, Window<150>, TopKBudget<>, ConvScorer<>>;
+    std::mt19937 generator(12);
+    const auto sizes = convolution(64, 64, 0, rope_layout::half_split);
+    const TwoScorers<ConvScorer<>> scorers(sizes, true, generator);
+    const P policy{Sink<2>{}, Window<150>{}, TopKBudget<>{unlimited}, scorers.of_host};
+    const CacheShape shape = shaped(sizes, 3, 16);
+    BothDuals<P, bf16, head_dims<64>, true> both(shape,
+                                                 {.slab_pages = 64, .most_slabs = 100, .longest = 4000},
+                                                 policy, &scorers.of_host, &scorers.of_device);
+    live<bf16>(both, shape, 18, 200, generator, [&] { both.near_rows(6e-2f); });
+}

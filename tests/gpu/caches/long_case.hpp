@@ -1,0 +1,78 @@
+// Twenty thousand steps of a cache on a device and of one on the host that are given the same scores: the same keys in the same rows. Keys
+// and values come from a few tokens that return, scores are all different, so that a step costs neither side a copy.
+#pragma once
+
+#include "cache_case.hpp"
+
+#include <cstdint>
+#include <vector>
+
+namespace test {
+
+inline constexpr std::int32_t long_steps = 20000;
+
+/// `both`: BothCaches or BothDuals, of one layer. For a DualCache `reserve(tokens)` is called now and then.
+template <class Dims, class T, class Both, class Reserve>
+void check_long(Both& both, Scores kind, const Reserve& reserve) {
+    CAPTURE(name(kind));
+    constexpr std::int32_t returning = 64, ahead = 500;
+    const kvpolicy::CacheShape& shape = both.shape;
+    const std::int32_t slots = shape.slots, heads = shape.kv_heads, query_heads = shape.query_heads;
+    std::mt19937 generator(static_cast<unsigned>(shape.query_heads));
+    std::vector<CallTensors<T>> tokens;
+    std::vector<T> all_k, all_v, all_q;
+    for (std::int32_t i = 0; i < returning; ++i) {
+        tokens.emplace_back(shape, slots, 1, kind, generator);
+        all_q.insert(all_q.end(), tokens.back().q.data.begin(), tokens.back().q.data.end());
+        all_k.insert(all_k.end(), tokens.back().k.data.begin(), tokens.back().k.data.end());
+        all_v.insert(all_v.end(), tokens.back().v.data.begin(), tokens.back().v.data.end());
+    }
+    const Device<T> q(all_q), k(all_k), v(all_v);
+    const Device<T> out(std::size_t(slots) * std::size_t(query_heads) * std::size_t(shape.dim_v));
+    Tensor<T> host_out(slots, query_heads, 1, shape.dim_v);
+    const auto each = std::int64_t{slots} * heads;
+    std::vector<float> given(static_cast<std::size_t>(each * long_steps));
+    std::normal_distribution<float> normal;
+    for (std::size_t i = 0; i < given.size(); ++i) {
+        const float x = normal(generator);
+        given[i] = kind == Scores::few_values ? std::round(x)
+                   : kind == Scores::improving
+                       ? x + 1e-3f * static_cast<float>(i / static_cast<std::size_t>(each))
+                       : x;
+    }
+    const Device<float> scores(given);
+    const auto ref = both.cache.ref(0);
+    const auto host_ref = both.oracle.cache.ref(0);
+    const Device<unsigned char> workspace(kvpolicy::step_workspace_bytes<Dims>(both.device, ref, slots));
+    Workspace host_workspace(kvpolicy::cache_workspace_bytes(both.on, host_ref, slots, 1));
+    const Device<std::uint32_t> status(std::vector<std::uint32_t>(static_cast<std::size_t>(slots), 0));
+    const kvpolicy::Batch batch{.count = slots};
+    for (std::int32_t t = 0; t < long_steps; ++t) {
+        if (t % ahead == 0) {
+            reserve(ahead);
+        }
+        const CallTensors<T>& token = tokens[static_cast<std::size_t>(t % returning)];
+        kvpolicy::CacheExtras extras, device_extras;
+        extras.scores = kvpolicy::view_bhs<const float>(given.data() + t * each, slots, heads, 1);
+        device_extras.scores = kvpolicy::view_bhs<const float>(scores.data() + t * each, slots, heads, 1);
+        const std::int64_t at = t % returning * each;
+        kvpolicy::step<Dims>(
+            both.device, ref, batch,
+            kvpolicy::view_bhsd<const T>(q.data() + at * (query_heads / heads) * shape.dim_k, slots,
+                                         query_heads, 1, shape.dim_k),
+            kvpolicy::view_bhsd<const T>(k.data() + at * shape.dim_k, slots, heads, 1, shape.dim_k),
+            kvpolicy::view_bhsd<const T>(v.data() + at * shape.dim_v, slots, heads, 1, shape.dim_v),
+            kvpolicy::view_bhsd(out.data(), slots, query_heads, 1, shape.dim_v), workspace, status.data(),
+            device_extras);
+        both.cache.advance(both.device, batch, status.data());
+        kvpolicy::step(both.on, host_ref, batch, token.q.view(), token.k.view(), token.v.view(),
+                       host_out.view(), host_workspace, nullptr, extras);
+        both.oracle.cache.advance(both.on, batch);
+        if (t % 5000 == 4999) {
+            both.same_rows("after " + std::to_string(t + 1) + " steps");
+        }
+    }
+    CHECK(status.read() == std::vector<std::uint32_t>(static_cast<std::size_t>(slots), 0));
+}
+
+}  // namespace test

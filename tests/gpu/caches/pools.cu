@@ -1,0 +1,159 @@
+// A DualCache on pages that an engine owns: FlashInfer's, NHD and HND, beside one on slabs of its own, with the same outputs to the bit;
+// SGLang's first page, which is left alone; and entries that are only padding, as in vLLM's slot_mapping.
+#include <kvpolicy/cuda.cuh>
+#include <kvpolicy/policies/sink.hpp>
+#include <kvpolicy/policies/threshold_gate.hpp>
+#include <kvpolicy/policies/window.hpp>
+
+#include "../../support/refusal.hpp"
+#include "cache_case.hpp"
+
+#include <cstring>
+#include <memory>
+
+using namespace kvpolicy;
+using namespace test;
+
+namespace {
+
+using P = Policy<Sink<2>, Window<5>, ThresholdGate<at_least>>;
+constexpr std::int32_t pages = 60, heads = 2, group = 2, rows = 16, dim = 64, slots = 3;
+constexpr CacheShape shape{.slots = slots,
+                           .query_heads = heads * group,
+                           .kv_heads = heads,
+                           .dim_k = dim,
+                           .dim_v = dim,
+                           .page_rows = rows};
+
+/// [pages, 2, rows, heads, dim] or [pages, 2, heads, rows, dim].
+template <class T>
+struct EnginePages {
+    bool nhd;
+    Device<T> numbers{std::size_t{pages} * 2 * rows * heads * dim};
+
+    [[nodiscard]] PageStrides strides() const {
+        constexpr std::int64_t page = 2 * rows * heads * dim;
+        const std::int32_t row = nhd ? heads * dim : dim;
+        return {page, page, row, row};
+    }
+    [[nodiscard]] T* keys(std::int32_t h) const { return numbers.data() + h * (nhd ? dim : rows * dim); }
+    [[nodiscard]] T* values(std::int32_t h) const { return keys(h) + rows * heads * dim; }
+};
+
+template <class T, bool Chunks>
+void check(bool nhd) {
+    CAPTURE(nhd);
+    const kvpolicy::cuda on{};
+    const P policy{{}, {}, ThresholdGate<at_least>{0.0f}};
+    const EnginePages<T> engine{nhd};
+    ok(cudaMemset(engine.numbers.data(), 0x5a, engine.numbers.bytes()));
+    const PoolShape pool{.slab_pages = pages, .most_slabs = heads, .longest = 400, .spared_pages = 1};
+    PoolShape strided = pool;
+    strided.strides = engine.strides();
+    DualCache<P, T> own(shape, pool, policy), theirs(shape, strided, policy);
+    const Device<unsigned char> memory(own.bytes().total()), other(theirs.bytes().total());
+    own.bind(on, memory.data(), memory.size());
+    theirs.bind(on, other.data(), other.size());
+    std::vector<std::unique_ptr<Device<unsigned char>>> lent;
+    for (std::int32_t h = 0; h < heads; ++h) {
+        lent.push_back(std::make_unique<Device<unsigned char>>(own.slab_bytes()));
+        own.add_slab(on, lent.back()->data(), lent.back()->size());
+        lent.push_back(std::make_unique<Device<unsigned char>>(theirs.notes_bytes()));
+        theirs.add_pages(on, engine.keys(h), engine.values(h), lent.back()->data(), lent.back()->size());
+    }
+    CHECK(theirs.lent_pages() == heads * pages - 1);
+    CHECK(theirs.free_pages(on) == theirs.lent_pages());
+    std::mt19937 generator(5);
+    constexpr std::int32_t most = 9;
+    std::size_t needed = step_workspace_bytes<head_dims<64>>(on, theirs, slots);
+    if constexpr (Chunks) {
+        needed = cache_workspace_bytes<head_dims<64>>(on, theirs, slots, most);
+    }
+    const Device<unsigned char> workspace(needed);
+    for (std::int32_t turn = 0; turn < 60; ++turn) {
+        const std::int32_t n = Chunks && turn % 3 == 0 ? most : 1;
+        const CallTensors<T> in(shape, slots, n, Scores::random, generator);
+        const Device<T> q(in.q.data), k(in.k.data), v(in.v.data), out(in.q.data.size());
+        const Device<float> scores(in.scores.data);
+        // The second entry is padding now and then; slots move around.
+        const Device<std::int32_t> named(std::vector<std::int32_t>{2, turn % 2 == 0 ? Batch::no_slot : 0, 1});
+        const Device<std::uint32_t> status(std::vector<std::uint32_t>(slots, 0));
+        const Batch batch{.count = slots, .slots = named.data(), .length = n};
+        CacheExtras extras;
+        extras.scores = view_bhs<const float>(scores.data(), slots, heads, n);
+        std::vector<std::vector<T>> outputs;
+        for (DualCache<P, T>* const cache : {&own, &theirs}) {
+            ok(cudaMemset(out.data(), 0x11, out.bytes()));
+            const auto call = [&](auto&& make) {
+                make(on, cache->ref(0), batch, view_bhsd<const T>(q.data(), slots, heads * group, n, dim),
+                     view_bhsd<const T>(k.data(), slots, heads, n, dim),
+                     view_bhsd<const T>(v.data(), slots, heads, n, dim),
+                     view_bhsd(out.data(), slots, heads * group, n, dim), workspace, status.data(), extras);
+            };
+            if (n == 1) {
+                call([](auto&&... of) { step<head_dims<64>>(of...); });
+            } else if constexpr (Chunks) {
+                call([](auto&&... of) { prefill<head_dims<64>>(of...); });
+            }
+            cache->advance(on, batch, status.data());
+            outputs.push_back(out.read());
+        }
+        CHECK(status.read() == std::vector<std::uint32_t>(slots, 0));
+        CHECK(std::memcmp(outputs[0].data(), outputs[1].data(), out.bytes()) == 0);
+        if (turn % 2 == 0) {  // nothing was written for padding
+            const std::size_t each = out.size() / slots;
+            T untouched;
+            std::memset(&untouched, 0x11, sizeof untouched);
+            CHECK(std::memcmp(&outputs[0][each], &untouched, sizeof untouched) == 0);
+        }
+        if (turn % 20 == 19) {
+            own.fork(on, 2, 0);
+            theirs.fork(on, 2, 0);
+        }
+    }
+    for (std::int32_t slot = 0; slot < slots; ++slot) {
+        std::vector<unsigned char> a(own.snapshot_bytes(on, slot)), b(theirs.snapshot_bytes(on, slot));
+        own.snapshot(on, slot, a.data(), a.size());
+        theirs.snapshot(on, slot, b.data(), b.size());
+        CHECK(a == b);
+    }
+    // The first page is as it was; of head 0 alone, since page 0 of the other head's slab is any page.
+    const auto numbers = engine.numbers.read();
+    for (std::int32_t r = 0; r < rows; ++r) {
+        const std::int32_t at = (nhd ? r * heads : r) * dim;
+        T untouched;
+        std::memset(&untouched, 0x5a, sizeof untouched);
+        for (const std::int32_t plane : {0, rows * heads * dim}) {
+            CHECK(std::memcmp(&numbers[static_cast<std::size_t>(plane + at)], &untouched, sizeof untouched) ==
+                  0);
+        }
+    }
+    theirs.clear(on, 0);
+    theirs.clear(on, 1);
+    theirs.clear(on, 2);
+    CHECK(theirs.free_pages(on) == theirs.lent_pages());
+}
+
+}  // namespace
+
+TEST_CASE("steps of 16-bit rows") {
+    check<bf16, false>(true);
+    check<bf16, false>(false);
+}
+
+TEST_CASE("steps and chunks of floats") {
+    check<float, true>(true);
+    check<float, true>(false);
+}
+
+TEST_CASE("rows that kernels cannot read are refused") {
+    const kvpolicy::cuda on{};
+    DualCache<P, bf16> cache(
+        shape, {.slab_pages = pages, .most_slabs = 1, .longest = 400, .strides = {2048, 2048, 68, 64}},
+        P{{}, {}, ThresholdGate<at_least>{0.0f}});
+    const Device<unsigned char> memory(cache.bytes().total()), notes(cache.notes_bytes());
+    const Device<bf16> numbers(std::size_t{64});
+    cache.bind(on, memory.data(), memory.size());
+    CHECK_REFUSED(cache.add_pages(on, numbers.data(), numbers.data(), notes.data(), notes.size()),
+                  "strides of the pool's pages: 68 is not allowed; it must be multiples of 8 on CUDA");
+}

@@ -1,0 +1,91 @@
+// Scorers inside a FixedBudgetCache's calls on both backends: the scores that a device computes decide as the host's do, and agree to
+// rounding.
+#pragma once
+
+#include <kvpolicy/policies/sink.hpp>
+#include <kvpolicy/policies/topk_budget.hpp>
+#include <kvpolicy/policies/window.hpp>
+
+#include "cache_case.hpp"
+#include "two_scorers.hpp"
+
+namespace test {
+
+template <class S>
+using Scored = kvpolicy::Policy<kvpolicy::Sink<2>, kvpolicy::Window<7>, kvpolicy::TopKBudget<40>, S>;
+
+template <class S>
+kvpolicy::CacheShape scored_shape(const S& sizes, std::int32_t slots, std::int32_t proposals) {
+    return {.layers = 1,
+            .slots = slots,
+            .query_heads = 4,
+            .kv_heads = 2,
+            .dim_k = sizes.dim_k,
+            .dim_v = sizes.dim_v,
+            .page_rows = 1,
+            .proposals = proposals};
+}
+
+/// Both caches with a scorer's weights at random. 16-bit rows are compiled for head_dims up to 64.
+template <class T, class S>
+struct BothScored {
+    TwoScorers<S> scorers;
+    BothCaches<Scored<S>, T, kvpolicy::head_dims<64>> both;
+
+    BothScored(const S& sizes, bool optional, std::int32_t slots, std::int32_t proposals,
+               std::mt19937& generator)
+        : scorers(sizes, optional, generator),
+          both(scored_shape(sizes, slots, proposals), Scored<S>{{}, {}, {}, scorers.of_host},
+               &scorers.of_host, &scorers.of_device) {}
+};
+
+template <class T = float, class S>
+void check_scorer(const S& sizes, bool optional, std::int32_t count = 3, std::int32_t turns = 60) {
+    std::mt19937 generator(11);
+    BothScored<T, S> scored(sizes, optional, count, 6, generator);
+    auto& both = scored.both;
+    const kvpolicy::CacheShape& shape = both.shape;
+    for (std::int32_t turn = 0; turn < turns; ++turn) {
+        const Mode mode = turn % 3 == 0 ? Mode::step : turn % 3 == 1 ? Mode::prefill : Mode::propose;
+        const std::int32_t most = mode == Mode::step ? 1 : mode == Mode::propose ? 6 : 25;
+        const auto some = [&](std::int32_t limit) {
+            return static_cast<std::int32_t>(generator() % static_cast<std::uint32_t>(limit + 1));
+        };
+        std::vector<std::int32_t> q_len, accepted;
+        std::vector<std::int32_t> slots;
+        for (std::int32_t i = 0; i < count; ++i) {
+            slots.push_back((i + 1) % count);
+            q_len.push_back(some(most));
+            accepted.push_back(some(q_len.back()));
+        }
+        const CallTensors<T> in(shape, count, most, Scores::random, generator);
+        both.call(mode, slots, q_len, in, accepted);
+        const auto ref = both.cache.ref(0), host_ref = both.oracle.cache.ref(0);
+        const auto position = both.fetch(ref.position, ref.slots * ref.rows);
+        const auto score = both.fetch(ref.score, ref.slots * ref.rows);
+        bool same = true, near = true;
+        for (std::int32_t slot = 0; slot < shape.slots; ++slot) {
+            for (std::int32_t h = 0; h < shape.kv_heads; ++h) {
+                const auto first = static_cast<std::size_t>(host_ref.first_row(slot, h));
+                for (std::size_t r = first; r < first + static_cast<std::size_t>(host_ref.used(slot, h));
+                     ++r) {
+                    same = same && position[r] == host_ref.position[r];
+                    near = near && std::abs(score[r] - host_ref.score[r]) <=
+                                       score_tolerance * (1.0f + std::abs(host_ref.score[r]));
+                }
+            }
+        }
+        CAPTURE(turn);
+        CHECK(same);
+        CHECK(near);
+        const auto state = both.fetch(ref.state, ref.slots * ref.kv_heads * ref.state_size);
+        bool states = true;
+        for (std::size_t x = 0; x < state.size(); ++x) {
+            const float a = state[x], b = host_ref.state[x];
+            states = states && (a == b || std::abs(a - b) <= score_tolerance * (1.0f + std::abs(b)));
+        }
+        CHECK(states);
+    }
+}
+
+}  // namespace test

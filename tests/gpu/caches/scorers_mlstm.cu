@@ -1,0 +1,117 @@
+// mLSTMScorer inside a FixedBudgetCache's calls.
+#include "scorers_case.hpp"
+
+#include <algorithm>
+#include <cstddef>
+#include <cstring>
+
+using namespace kvpolicy;
+using namespace test;
+
+TEST_CASE("few calls") {
+    auto hedgehog = sized<mLSTMScorer<>>();
+    hedgehog.d_qk = 20;
+    check_scorer(hedgehog, true, 3, 6);
+    check_scorer<bf16>(sized<mLSTMScorer<>>(), true, 40, 3);
+    auto direct = sized<mLSTMScorer<dynamic, Softmax, DirectValues>>();
+    check_scorer(direct, false, 9, 6);
+    direct.d_qk = 17;  // which clusters do not take
+    check_scorer(direct, false, 2, 3);
+}
+
+TEST_CASE("mLSTMScorer") {
+    auto hedgehog = sized<mLSTMScorer<>>();
+    hedgehog.d_qk = 20;
+    check_scorer(hedgehog, true);
+    auto direct = sized<mLSTMScorer<dynamic, Softmax, DirectValues>>();
+    direct.gate_softcap = 5.0f;
+    check_scorer(direct, false);
+}
+
+// Sequences that share a cluster of blocks, several groups of them one after the other, some without tokens.
+TEST_CASE("mLSTMScorer, many sequences") {
+    auto hedgehog = sized<mLSTMScorer<>>();
+    hedgehog.d_qk = 20;
+    check_scorer(hedgehog, true, 150, 12);
+    auto direct = sized<mLSTMScorer<dynamic, Softmax, DirectValues>>();
+    check_scorer(direct, false, 37, 12);
+}
+
+TEST_CASE("mLSTMScorer, large heads") {
+    auto usual = sized<mLSTMScorer<>>();
+    usual.dim_k = usual.dim_v = 128;
+    check_scorer(usual, true, 5, 30);
+    usual.d_v = 128;
+    check_scorer(usual, false, 2, 15);
+    auto wide = sized<mLSTMScorer<dynamic, Softmax, DirectValues>>();
+    wide.dim_k = wide.dim_v = 128;
+    check_scorer(wide, true, 2, 15);
+    wide.d_qk = 256;
+    check_scorer(wide, false, 2, 6);
+    check_scorer(wide, false, 19, 3);
+}
+
+// Sizes that clusters do not take.
+TEST_CASE("mLSTMScorer, odd sizes") {
+    auto odd = sized<mLSTMScorer<dynamic, Softmax, DirectValues>>();
+    odd.d_qk = 17;
+    check_scorer(odd, true, 3, 20);
+}
+
+// As for other scorers (scorers.cu).
+TEST_CASE("16-bit caches") {
+    for (const std::int32_t count : {3, 40, 150}) {
+        CAPTURE(count);
+        check_scorer<bf16>(sized<mLSTMScorer<>>(), true, count, 12);
+    }
+}
+
+namespace {
+
+/// Alone a sequence has a cluster of blocks for itself, in a batch it shares one, or a block that streams states: its sums are the same.
+void check_bits(std::int32_t count) {
+    CAPTURE(count);
+    using S = mLSTMScorer<>;
+    std::mt19937 generator(5), again(5);
+    BothScored<float, S> first(sized<S>(), true, count, 0, generator),
+        second(sized<S>(), true, count, 0, again);
+    auto &together = first.both, &alone = second.both;
+    const CacheShape& shape = together.shape;
+    const std::vector<std::int32_t> ones(static_cast<std::size_t>(count), 1);
+    std::vector<std::int32_t> slots;
+    for (std::int32_t i = 0; i < count; ++i) {
+        slots.push_back(i);
+    }
+    for (int turn = 0; turn < 15; ++turn) {
+        const CallTensors<float> in(shape, count, 1, Scores::random, generator);
+        together.call(Mode::step, slots, ones, in);
+        for (std::int32_t i = 0; i < count; ++i) {
+            CallTensors<float> one(shape, 1, 1, Scores::random, generator);
+            const auto part = [i](const auto& from, auto& to) {
+                const auto size = static_cast<std::ptrdiff_t>(to.size());
+                std::copy_n(from.begin() + i * size, size, to.begin());
+            };
+            part(in.q.data, one.q.data);
+            part(in.k.data, one.k.data);
+            part(in.v.data, one.v.data);
+            alone.call(Mode::step, {i}, {1}, one);
+        }
+        // As bits: rows that nobody wrote hold NaN.
+        const auto same = [](const std::vector<float>& a, const std::vector<float>& b) {
+            return std::memcmp(a.data(), b.data(), a.size() * sizeof(float)) == 0;
+        };
+        const auto x = together.cache.ref(0), y = alone.cache.ref(0);
+        const std::int64_t states = std::int64_t{x.slots} * x.kv_heads * x.state_size,
+                           rows = x.slots * x.rows;
+        CAPTURE(turn);
+        CHECK(same(together.fetch(x.state, states), alone.fetch(y.state, states)));
+        CHECK(same(together.fetch(x.score, rows), alone.fetch(y.score, rows)));
+    }
+}
+
+}  // namespace
+
+TEST_CASE("mLSTMScorer, the batch changes no bit") {
+    check_bits(9);
+    check_bits(70);
+}

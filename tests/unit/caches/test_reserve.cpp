@@ -1,0 +1,249 @@
+// What reserve() promises: so many further tokens of a slot cannot fail, whatever happens in between; and pages that are not the pool's.
+#include <kvpolicy/policies/eviction.hpp>
+#include <kvpolicy/policies/sink.hpp>
+#include <kvpolicy/policies/threshold_gate.hpp>
+#include <kvpolicy/policies/window.hpp>
+
+#include "support/bound_dual.hpp"
+#include "support/refusal.hpp"
+
+#include <doctest/doctest.h>
+
+#include <random>
+
+using namespace kvpolicy;
+
+namespace {
+
+using Evicting = Policy<Sink<>, Window<>, ThresholdGate<at_least>, SnapKVEviction>;
+constexpr CacheShape shape{
+    .slots = 3, .query_heads = 1, .kv_heads = 1, .dim_k = 8, .dim_v = 8, .page_rows = 16};
+
+Evicting evicting(float share) {
+    return Evicting{Sink<>{4}, Window<>{9}, ThresholdGate<at_least>{-100.0f},
+                    SnapKVEviction{.average = 40, .share = share, .observing = 8}};
+}
+
+/// A token of one slot, which must find its pages, and an eviction; returns its rounds.
+std::int32_t token(const host& on, test::BoundDual<Evicting, float>& bound, std::int32_t slot,
+                   std::mt19937& generator) {
+    test::Tensor<float> q(1, 1, 1, 8), k(1, 1, 1, 8), v(1, 1, 1, 8), out(1, 1, 1, 8);
+    q.fill_normal(generator);
+    k.fill_normal(generator);
+    v.fill_normal(generator);
+    const test::Plane<float> scores(1, 1, 1, 0.0f);
+    const Batch batch{.count = 1, .slots = &slot};
+    test::call_ref<Evicting, float>(on, bound.cache.ref(0), batch, q.view(), k.view(), v.view(), out.view(),
+                                    {.scores = scores.view()}, true);
+    bound.cache.advance(on, batch);
+    test::Workspace room(bound.cache.evict_workspace_bytes(on));
+    EvictionReport report;
+    bound.cache.evict(on, batch, room, &report);
+    return report.rounds;
+}
+
+/// Gives a slot all pages that are free.
+void drain(const host& on, test::BoundDual<Evicting, float>& bound, std::int32_t slot, std::int32_t& taken) {
+    while (bound.cache.free_pages() != 0) {
+        taken += 16;
+        REQUIRE(bound.cache.reserve(on, {.count = 1, .slots = &slot, .length = taken}) == 0);
+    }
+}
+
+}  // namespace
+
+TEST_CASE("a reservation holds across evictions") {
+    const host on(1);
+    for (const float share : {0.05f, 0.3f, 0.7f}) {
+        CAPTURE(share);
+        test::BoundDual<Evicting, float> bound(
+            on, shape, {.slab_pages = 12, .most_slabs = 1, .longest = 2000}, evicting(share));
+        bound.add_slab(on);
+        std::mt19937 generator(3);
+        std::int32_t rounds = 0;
+        for (std::int32_t round = 0; round < 20; ++round) {
+            const std::int32_t slot = 0, ahead = 11 + round;
+            REQUIRE(bound.cache.reserve(on, {.count = 1, .slots = &slot, .length = ahead}) == 0);
+            std::int32_t taken = 0;
+            drain(on, bound, 1, taken);
+            for (std::int32_t t = 0; t < ahead; ++t) {
+                rounds += token(on, bound, slot, generator);  // would be refused without a page
+                drain(on, bound, 1, taken);
+            }
+            bound.cache.clear(on, 1);
+        }
+        CHECK(rounds > 10);
+        bound.cache.clear(on, 0);
+        CHECK(bound.cache.free_pages() == bound.cache.lent_pages());
+    }
+}
+
+TEST_CASE("what is no longer reserved goes back with an eviction; copies have no reservation") {
+    const host on(1);
+    test::BoundDual<Evicting, float> bound(on, shape, {.slab_pages = 40, .most_slabs = 1, .longest = 2000},
+                                           evicting(0.2f));
+    bound.add_slab(on);
+    std::mt19937 generator(3);
+    const std::int32_t slot = 0;
+    REQUIRE(bound.cache.reserve(on, {.count = 1, .slots = &slot, .length = 60}) == 0);
+    std::int32_t t = 0;
+    for (; t < 60; ++t) {
+        token(on, bound, slot, generator);
+    }
+    while (token(on, bound, slot, generator) == 0) {
+    }
+    const auto ref = bound.cache.ref(0);
+    const auto pages = [&](std::int32_t of) { return (ref.used(of, 0) + 15) / 16; };
+    CHECK(ref.held[0] == pages(0));
+    REQUIRE(bound.cache.reserve(on, {.count = 1, .slots = &slot, .length = 200}) == 0);
+    const std::int32_t held = ref.held[0];
+    bound.cache.fork(on, 0, 1);
+    CHECK(ref.held[1] == pages(1));
+    while (token(on, bound, 1, generator) == 0) {
+    }
+    CHECK(ref.held[1] == pages(1));
+    // The reservation goes with the rows.
+    const std::int32_t sources[] = {1, 2, 0};
+    bound.cache.reorder(on, sources, 3);
+    CHECK(ref.held[2] == held);
+    for (t = 0; t < 100; ++t) {
+        token(on, bound, 2, generator);
+    }
+    CHECK(ref.held[2] >= (ref.used(2, 0) + 100 + 15) / 16);
+    while (token(on, bound, 0, generator) == 0) {
+    }
+    CHECK(ref.held[0] == pages(0));
+}
+
+TEST_CASE("spared pages are never handed out, nor written") {
+    const host on(1);
+    using P = Policy<Window<4>, ThresholdGate<at_least>>;
+    const P policy{{}, ThresholdGate<at_least>{-1.0f}};
+    test::BoundDual<P, float> bound(
+        on, shape, {.slab_pages = 6, .most_slabs = 2, .longest = 2000, .spared_pages = 2}, policy);
+    const std::int32_t slot = 0;
+    const Batch ahead{.count = 1, .slots = &slot, .length = 16 * 5};
+    CHECK(bound.cache.lent_pages() == 0);
+    CHECK(bound.cache.reserve(on, ahead) == 2);  // 5 pages and the two of the first slab
+    bound.add_slab(on);
+    CHECK(bound.cache.lent_pages() == 4);
+    CHECK(bound.cache.free_pages() == 4);
+    CHECK(bound.cache.reserve(on, ahead) == 1);
+    bound.add_slab(on);
+    CHECK(bound.cache.free_pages() == 10);
+    CHECK(bound.cache.reserve(on, ahead) == 0);
+    const auto ref = bound.cache.ref(0);
+    for (std::int32_t page = 0; page < ref.held[0]; ++page) {
+        CHECK(ref.pages(0, 0)[page] >= 2);
+    }
+    const PoolShape wrong{.slab_pages = 6, .most_slabs = 2, .longest = 2000, .spared_pages = 6};
+    CHECK_REFUSED((DualCache<P, float>(shape, wrong, policy)),
+                  "spared_pages: 6 is not allowed; it must be 0 to 5, less than a slab");
+}
+
+namespace {
+
+/// FlashInfer's pages [P, 2, page_rows, H, D] (NHD) or [P, 2, H, page_rows, D] (HND).
+struct EnginePages {
+    static constexpr std::int32_t pages = 60, heads = 2, rows = 16, dim = 8;
+    bool nhd;
+    std::vector<float> numbers = std::vector<float>(std::size_t{pages} * 2 * rows * heads * dim, -7.0f);
+
+    [[nodiscard]] PageStrides strides() const {
+        constexpr std::int64_t page = 2 * rows * heads * dim;
+        const std::int32_t row = nhd ? heads * dim : dim;
+        return {page, page, row, row};
+    }
+    [[nodiscard]] float* keys(std::int32_t h) { return numbers.data() + h * (nhd ? dim : rows * dim); }
+    [[nodiscard]] float* values(std::int32_t h) { return keys(h) + rows * heads * dim; }
+    [[nodiscard]] const float* row(std::int32_t page, bool value, std::int32_t r, std::int32_t h) const {
+        const std::int32_t plane = (page * 2 + (value ? 1 : 0)) * rows * heads;
+        return numbers.data() + (plane + (nhd ? r * heads + h : h * rows + r)) * dim;
+    }
+};
+
+}  // namespace
+
+TEST_CASE("an engine's pool: FlashInfer's pages, NHD and HND, with a page that is left alone") {
+    const host on(1);
+    using P = Policy<Sink<2>, Window<5>, ThresholdGate<at_least>>;
+    const P policy{{}, {}, ThresholdGate<at_least>{0.0f}};
+    const CacheShape two{
+        .slots = 3, .query_heads = 4, .kv_heads = 2, .dim_k = 8, .dim_v = 8, .page_rows = 16, .proposals = 3};
+    for (const bool nhd : {true, false}) {
+        CAPTURE(nhd);
+        EnginePages engine{nhd};
+        test::BoundDual<P, float> own(on, two, {.slab_pages = 60, .most_slabs = 2, .longest = 400}, policy);
+        own.add_slab(on);
+        own.add_slab(on);
+        DualCache<P, float> theirs(two,
+                                   {.slab_pages = 60,
+                                    .most_slabs = 2,
+                                    .longest = 400,
+                                    .spared_pages = 1,
+                                    .strides = engine.strides()},
+                                   policy);
+        std::vector<unsigned char> memory(theirs.bytes().total(), test::poison), notes[2];
+        theirs.bind(on, memory.data(), memory.size());
+        for (std::int32_t h = 0; h < 2; ++h) {
+            notes[h].assign(theirs.notes_bytes(), test::poison);
+            theirs.add_pages(on, engine.keys(h), engine.values(h), notes[h].data(), notes[h].size());
+        }
+        std::mt19937 generator(5);
+        for (std::int32_t turn = 0; turn < 40; ++turn) {
+            const std::int32_t n = turn % 3 == 0 ? 9 : 1;
+            test::Tensor<float> q(3, 4, n, 8), k(3, 2, n, 8), v(3, 2, n, 8), a(3, 4, n, 8), b(3, 4, n, 8);
+            q.fill_normal(generator);
+            k.fill_normal(generator);
+            v.fill_normal(generator);
+            test::Plane<float> scores(3, 2, n);
+            test::fill_scores(scores, test::Scores::random, generator);
+            const std::int32_t q_len[] = {n, turn % 2, n};
+            const Batch batch{.count = 3, .q_len = q_len, .length = n};
+            test::call_ref<P, float>(on, own.cache.ref(0), batch, q.view(), k.view(), v.view(), a.view(),
+                                     {.scores = scores.view()}, n == 1);
+            test::call_ref<P, float>(on, theirs.ref(0), batch, q.view(), k.view(), v.view(), b.view(),
+                                     {.scores = scores.view()}, n == 1);
+            own.cache.advance(on, batch);
+            theirs.advance(on, batch);
+            bool near = true;
+            for (std::size_t i = 0; i < a.data.size(); ++i) {
+                near = near && (i / static_cast<std::size_t>(4 * n * 8) == 1 ||
+                                std::abs(a.data[i] - b.data[i]) < 1e-5f);
+            }
+            CHECK(near);
+            if (turn % 10 == 9) {
+                own.cache.fork(on, 0, 1);
+                theirs.fork(on, 0, 1);
+            }
+            for (std::int32_t slot = 0; slot < 3; ++slot) {
+                const bool same =
+                    test::content_of(own.cache.ref(0), slot) == test::content_of(theirs.ref(0), slot);
+                CHECK(same);
+            }
+        }
+        // Rows are where the engine's own kernels look for them, and page 0 is as it was.
+        const auto ref = theirs.ref(0);
+        for (std::int32_t h = 0; h < 2; ++h) {
+            const auto rows = ref.head_rows(0, h);
+            for (std::int32_t r = 0; r < ref.used(0, h); ++r) {
+                const std::int32_t id = ref.pages(0, h)[r / 16];
+                CHECK(id != 0);
+                CHECK(rows.k(r) == engine.row(id % 60, false, r % 16, id / 60));
+                CHECK(rows.v(r) == engine.row(id % 60, true, r % 16, id / 60));
+            }
+            for (std::int32_t r = 0; r < 16; ++r) {
+                CHECK(engine.row(0, false, r, 0)[3] == -7.0f);
+                CHECK(engine.row(0, true, r, 0)[3] == -7.0f);
+            }
+        }
+        CHECK_REFUSED(own.cache.add_pages(on, nullptr, engine.values(0), notes[0].data(), notes[0].size()),
+                      "k: null");
+        CHECK_REFUSED(
+            theirs.add_slab(on, notes[0].data(), notes[0].size()),
+            "slab: memory without strides is not allowed; it must be pages by add_pages(), since the pool's "
+            "strides are an engine's");
+        const PoolShape some{.slab_pages = 60, .most_slabs = 2, .longest = 400, .strides = {256, 256, 4, 8}};
+        CHECK_REFUSED((DualCache<P, float>(two, some, policy)), "strides.k_row: 4");
+    }
+}
