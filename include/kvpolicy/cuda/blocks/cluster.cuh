@@ -25,6 +25,11 @@ __device__ inline std::uint32_t cluster_address(std::uint32_t mine, int block) {
     asm("mapa.shared::cluster.u32 %0, %1, %2;" : "=r"(address) : "r"(mine), "r"(block));
     return address;
 }
+template <class = void>
+__device__ inline void store_in_cluster(float* to, int block, float x) {
+    asm volatile("st.shared::cluster.f32 [%0], %1;" ::"r"(cluster_address(shared_address(to), block)), "f"(x)
+                 : "memory");
+}
 /// Sends numbers to cluster_address() `to`; the barrier there counts their bytes, as those of a bulk copy. Nobody waits here, where
 /// barriers of a cluster wait until memory has all that was written before. Two or four numbers lie aligned to all of them.
 template <class = void>

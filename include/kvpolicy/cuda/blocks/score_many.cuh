@@ -100,13 +100,10 @@ class score_many {
                                static_cast<std::int32_t>(blockIdx.x) / call_.cache.kv_heads * call_.together,
                            end = first + call_.together < call_.batch.count ? first + call_.together
                                                                             : call_.batch.count;
-        weight_quarter even, odd;  // of the weights' columns
+        ask_for_weights();
         begin();
         for (std::int32_t entry = first; entry < end; entry += Entries) {
             const std::int32_t count = end - entry < Entries ? end - entry : Entries;
-            const tile_rows rows = rows_of_tile(warp_);
-            even.load(rows.first, rows.second, 0, inputs_);
-            odd.load(rows.first, rows.second, 1, inputs_);
             if (thread() < 4 * Entries) {
                 find(entry, count);
             }
@@ -121,7 +118,7 @@ class score_many {
                 token.store(to, to + Entries * token_stride(inputs_), inputs_);
             }
             __syncthreads();
-            project(even, odd, count);
+            project(count);
             __syncthreads();
             load(first_, 0, count);
             if (warp_ == many_warps - 1) {
@@ -210,6 +207,14 @@ class score_many {
         }
     }
 
+    /// Asks for the weights of the warp's first tile: 16 rows of 256 numbers.
+    __device__ void ask_for_weights() const {
+        const float* const row =
+            rows_.weights(call_.scorer.weights, head_, warp_ * mlstm_rows::tile + lane_id() / 2, inputs_);
+        for (std::int32_t column = lane_id() % 2 * 32; column < inputs_; column += 64) {
+            ask_for_line(row + column);
+        }
+    }
     /// Asks for the first `count` states, a line a thread.
     __device__ void ask(std::int32_t count) const {
         constexpr std::int64_t line = 32;  // numbers
@@ -237,64 +242,43 @@ class score_many {
         }
     }
 
-    /// The lane's rows of the warp's tile `tile`.
-    struct tile_rows {
-        const float *first, *second;
-    };
-    [[nodiscard]] __device__ tile_rows rows_of_tile(std::int32_t tile) const {
-        const std::int32_t row = tile * mlstm_rows::tile + lane_id() / 4;
-        const auto& weights = call_.scorer.weights;
-        return {rows_.weights(weights, head_, row, inputs_), rows_.weights(weights, head_, row + 8, inputs_)};
-    }
-
-    /// Projections of the round, a tile of the weights a warp. Two quarters of a tile are on their way while others are multiplied; those of
-    /// the first tile have been asked for.
-    __device__ void project(weight_quarter& even, weight_quarter& odd, std::int32_t count) const {
+    /// Projections of the round, a tile of the weights a warp.
+    __device__ void project(std::int32_t count) const {
         const std::int32_t stride = token_stride(inputs_), tiles = rows_.tiles();
+        const auto& weights = call_.scorer.weights;
 #pragma unroll 1
         for (std::int32_t tile = warp_; tile < tiles; tile += many_warps) {
             const float* const x =
                 memory_.x + (tile * mlstm_rows::tile >= rows_.queries() ? Entries * stride : 0);
-            const tile_rows rows = rows_of_tile(tile);
-            if (tile != warp_) {
-                even.load(rows.first, rows.second, 0, inputs_);
-                odd.load(rows.first, rows.second, 1, inputs_);
-            }
-            float all[2][4];  // see join_quarters()
+            const std::int32_t row = tile * mlstm_rows::tile + lane_id() / 4;
+            const float* const first = rows_.weights(weights, head_, row, inputs_);
+            const float* const second = rows_.weights(weights, head_, row + 8, inputs_);
+            float all[2][4], before[2][4];  // see join_quarters()
 #pragma unroll 1
-            for (int half = 0; half < 2; ++half) {  // of the columns
-                float first[2][4];
+            for (int quarter = 0; quarter < 4; ++quarter) {
+                weight_quarter weight;
+                weight.load(first, second, quarter, inputs_);
 #pragma unroll
-                for (int tokens = 0; tokens < 2; ++tokens) {
-                    even.template multiply<sizeof(T) == 2>(x + 8 * tokens * stride, 2 * half, inputs_,
-                                                           first[tokens]);
-                }
-                if (half == 0) {
-                    even.load(rows.first, rows.second, 2, inputs_);
-                }
-#pragma unroll
-                for (int tokens = 0; tokens < 2; ++tokens) {
-                    float second[4];
-                    odd.template multiply<sizeof(T) == 2>(x + 8 * tokens * stride, 2 * half + 1, inputs_,
-                                                          second);
+                for (int half = 0; half < 2; ++half) {
+                    float sum[4];
+                    weight.template multiply<sizeof(T) == 2>(x + 8 * half * stride, quarter, inputs_, sum);
 #pragma unroll
                     for (int i = 0; i < 4; ++i) {
-                        const float pair = first[tokens][i] + second[i];
-                        all[tokens][i] = half == 0 ? pair : all[tokens][i] + pair;
+                        const float pair = before[half][i] + sum[i];
+                        all[half][i] = quarter == 1   ? pair
+                                       : quarter == 3 ? all[half][i] + pair
+                                                      : all[half][i];
+                        before[half][i] = sum[i];
                     }
-                }
-                if (half == 0) {
-                    odd.load(rows.first, rows.second, 3, inputs_);
                 }
             }
 #pragma unroll
-            for (int tokens = 0; tokens < 2; ++tokens) {
+            for (int half = 0; half < 2; ++half) {
 #pragma unroll
                 for (int i = 0; i < 4; ++i) {
-                    const std::int32_t token = 8 * tokens + lane_id() % 4 * 2 + i % 2,
-                                       row = tile * mlstm_rows::tile + lane_id() / 4 + i / 2 * 8;
+                    const std::int32_t token = 8 * half + lane_id() % 4 * 2 + i % 2;
                     if (token < count) {
-                        memory_.y[token * rows_.count() + row] = all[tokens][i];
+                        memory_.y[token * rows_.count() + row + i / 2 * 8] = all[half][i];
                     }
                 }
             }

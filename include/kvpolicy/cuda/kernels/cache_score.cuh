@@ -27,8 +27,7 @@ template <class Sizes, class View, std::int32_t D, class Feature, class Values>
 __global__ void __launch_bounds__(cluster_threads, 1) cache_score_cluster_kernel(
     const __grid_constant__ score_launch<View, mLSTMScorer<D, Feature, Values>> call) {
     if constexpr (compiled_for_clusters) {
-        wait_for_kernel_before();  // so that the next one begins after all before this one
-        let_next_kernel_start();   // see cache_score_kernel
+        let_next_kernel_start();  // see cache_score_kernel
         score_cluster<Sizes, View, D, Feature, Values>(call, dynamic_shared()).run();
     }
 }
@@ -40,7 +39,6 @@ template <class View, std::int32_t D, class Feature, class Values>
 __global__ void __launch_bounds__(many_threads, 1) cache_score_many_kernel(
     const __grid_constant__ score_launch<View, mLSTMScorer<D, Feature, Values>> call) {
     if constexpr (compiled_for_clusters) {  // for those that share its order of sums
-        wait_for_kernel_before();
         let_next_kernel_start();
         score_many<View, D, Feature, Values>(call, dynamic_shared()).run();
     }
@@ -74,8 +72,8 @@ bool launch_many(const cuda& on, const device_scope& device,
     share_multiprocessors<kernel>(device);
     const auto shared = static_cast<std::size_t>(
         many_memory<typename View::value_type>::bytes(inputs, rows.count(), call.features, call.width));
-    launch_early<kernel>("cache_score_many_kernel", (count + together - 1) / together * heads, many_threads,
-                         shared, device, on, 1, call);
+    launch("cache_score_many_kernel", kernel, (count + together - 1) / together * heads, many_threads, shared,
+           on, call);
     return true;
 }
 
@@ -108,10 +106,11 @@ bool launch_cluster(const cuda& on, const device_scope& device,
     const std::int64_t room = each * device.attribute(cudaDevAttrMultiProcessorCount) / cluster_blocks;
     const std::int64_t turns = std::clamp<std::int64_t>(room / heads, 1, std::max<std::int64_t>(groups, 1));
     share_multiprocessors<kernel>(device);
-    launch_early<kernel>(
-        "cache_score_cluster_kernel", heads * turns * cluster_blocks, cluster_threads,
-        static_cast<std::size_t>(Memory::bytes(inputs, rows.count(), call.features, call.width)), device, on,
-        cluster_blocks, call);
+    launch_attributes attributes;
+    attributes.add_cluster(cluster_blocks);
+    launch_with(
+        attributes, "cache_score_cluster_kernel", kernel, heads * turns * cluster_blocks, cluster_threads,
+        static_cast<std::size_t>(Memory::bytes(inputs, rows.count(), call.features, call.width)), on, call);
     return true;
 }
 
