@@ -316,14 +316,16 @@ struct conv_backward_call {
         add_gradient<shape::channels(2)>(on, 1, shape::channels(1), 4, to.w2);
         add_gradient<shape::channels(3)>(on, 2, shape::channels(2), 0, to.w3);
         float* const biases[3] = {to.b1, to.b2, to.b3};
+        chunk_sums sums{};
         std::int32_t at = 0;
         for (int l = 0; l < 3; ++l) {
-            add_sums(on, streams, tiles.sums, tiles.sums_width, at, conv.problem.layer[l].width, biases[l]);
+            sums.add(tiles.sums, tiles.sums_width, at, conv.problem.layer[l].width, biases[l]);
             at += conv.problem.layer[l].width;
         }
         const std::int32_t last = conv.problem.layer[2].width;
-        add_sums(on, streams, tiles.sums, tiles.sums_width, at, last, to.readout);
-        add_sums(on, streams, tiles.sums, tiles.sums_width, at + last, 1, to.readout_bias);
+        sums.add(tiles.sums, tiles.sums_width, at, last, to.readout);
+        sums.add(tiles.sums, tiles.sums_width, at + last, 1, to.readout_bias);
+        add_sums(on, streams, sums);
     }
     /// into += d W of layer l + 1, whose inputs stand `shift` rows after its gradients.
     template <int Width>

@@ -218,6 +218,9 @@ void add_weight_gradients(const cuda& on, const scorer_call<T>& call, const weig
 
 /// Adds up the chunks' sums, all of them in one launch.
 inline void add_sums(const cuda& on, const scorer_streams& streams, const chunk_sums& sums) {
+    if (sums.count() == 0) {
+        return;  // nobody wants any
+    }
     launch("add_sums_kernel", add_sums_kernel<chunk_sums>, (streams.heads * sums.count() + 3) / 4, 128, 0, on,
            sums, streams.batch, streams.heads, streams.slots);
 }
