@@ -31,19 +31,12 @@ __device__ inline void store_in_cluster(float* to, int block, float x) {
                  : "memory");
 }
 /// Sends numbers to cluster_address() `to`; the barrier there counts their bytes, as those of a bulk copy. Nobody waits here, where
-/// barriers of a cluster wait until memory has all that was written before. Two or four numbers lie aligned to all of them.
+/// barriers of a cluster wait until memory has all that was written before. Four numbers lie aligned to 16 bytes.
 template <class = void>
 __device__ inline void send_in_cluster(std::uint32_t to, float x, std::uint32_t barrier) {
     asm volatile("st.async.weak.shared::cluster.mbarrier::complete_tx::bytes.f32 [%0], %1, [%2];" ::"r"(to),
                  "f"(x), "r"(barrier)
                  : "memory");
-}
-template <class = void>
-__device__ inline void send_in_cluster(std::uint32_t to, float2 x, std::uint32_t barrier) {
-    asm volatile(
-        "st.async.weak.shared::cluster.mbarrier::complete_tx::bytes.v2.f32 [%0], {%1, %2}, [%3];" ::"r"(to),
-        "f"(x.x), "f"(x.y), "r"(barrier)
-        : "memory");
 }
 template <class = void>
 __device__ inline void send_in_cluster(std::uint32_t to, float4 x, std::uint32_t barrier) {
@@ -74,14 +67,6 @@ template <class = void>
 __device__ inline void cluster_barrier() {
     cluster_arrive();
     cluster_wait();
-}
-
-/// The place in another block's shared memory that stands where `mine` does in this one's.
-template <class Value>
-__device__ inline const Value* in_cluster(const Value* mine, int block) {
-    const Value* there;
-    asm("mapa.u64 %0, %1, %2;" : "=l"(there) : "l"(mine), "r"(block));
-    return there;
 }
 
 }  // namespace cuda_backend
