@@ -180,8 +180,8 @@ struct side_stream {
     void join() const { ok(cudaEventRecord(done, stream)); }
 };
 
-/// One layer: 32 query heads, 8 KV heads, 16k tokens, head_dim 128. `part`: 0 the whole step, 1 its target, 2 the rest; 3 and 4 the whole
-/// step with the scores made on a stream of their own, from the target's end on or from its beginning.
+/// One layer: 32 query heads, 8 KV heads, 16k tokens, head_dim 128. `part`: 0 the whole step, 1 its target, 2 the rest; 3 the whole
+/// step with the scores made on a stream of their own while the target is ranked.
 template <class Widths, class S>
 void step(benchmark::State& state, S scorer, std::int32_t delay, int part) {
     using T = kvp::bf16;
@@ -254,15 +254,13 @@ void step(benchmark::State& state, S scorer, std::int32_t delay, int part) {
                                     view(of_scorer), options);
     };
     kvp::BoundaryOptions beside;
-    if (part > 2) {
+    if (part == 3) {
         beside.scores_ready = side.done;
     }
     const auto learn = [&] {
         ok(cudaMemsetAsync(optimizer.gradients.data(), 0, optimizer.count() * sizeof(float), calls.stream));
         if (part == 3) {
             side.fork(calls.stream);
-        }
-        if (part > 2) {
             make_scores(side.stream);
             side.join();
         } else {
@@ -277,9 +275,6 @@ void step(benchmark::State& state, S scorer, std::int32_t delay, int part) {
     measure(
         state, calls.stream,
         [&] {
-            if (part == 4) {
-                side.fork(calls.stream);
-            }
             if (part != 2) {
                 make_target();
             }
@@ -304,9 +299,8 @@ int main(int argc, char** argv) {
     add("KL of 256 stored logits" + rows, [](benchmark::State& s) { row_losses(s, row_call::stored); });
     add("KL of the top 256 logits" + rows, [](benchmark::State& s) { row_losses(s, row_call::whole); });
     using Widths = kvp::mlstm_widths<128, 64>;
-    const char* const parts[] = {"", ", target alone", ", without the target", ", scores beside ranks",
-                                 ", scores beside the target"};
-    for (int part = 0; part < 5; ++part) {
+    const char* const parts[] = {"", ", target alone", ", without the target", ", scores beside ranks"};
+    for (int part = 0; part < 4; ++part) {
         add(std::string("step/16k x 8, mlp") + parts[part], [part](benchmark::State& s) {
             kvp::MlpScorer<> mlp;
             mlp.hidden = 128;

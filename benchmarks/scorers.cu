@@ -258,7 +258,8 @@ void predictor(benchmark::State& state, bool both) {
     const lt_handle lt;
     const kvp::cuda on{calls.stream};
     const auto states = filled<kvp::bf16>(std::int64_t{length} * width, 0.4f, 1);
-    const auto w1 = filled<float>(std::int64_t{hidden} * width, 0.01f, 2), w2 = filled<float>(heads * hidden, 0.02f, 3),
+    const auto w1 = filled<float>(std::int64_t{hidden} * width, 0.01f, 2),
+               w2 = filled<float>(heads * hidden, 0.02f, 3),
                d_w1 = filled<float>(std::int64_t{hidden} * width, 0.0f, 2),
                d_w2 = filled<float>(heads * hidden, 0.0f, 3), b1 = filled<float>(hidden, 0.1f, 4),
                d_b1 = filled<float>(hidden, 0.0f, 4), scores = filled<float>(heads * length, 0.1f, 5);
@@ -278,11 +279,12 @@ void predictor(benchmark::State& state, bool both) {
         state, calls.stream,
         [&] {
             if (both) {
-                kvp::score_hidden_backward(on, lt.handle, scorer, call, {d_w1->data(), d_b1->data(), d_w2->data(), nullptr},
+                kvp::score_hidden_backward(on, lt.handle, scorer, call,
+                                           {d_w1->data(), d_b1->data(), d_w2->data(), nullptr},
                                            {workspace.data(), bytes});
             } else {
-                kvp::score_hidden(on, lt.handle, scorer, rows, sequences, kvp::view_bhs(scores->data(), 1, heads, length),
-                                  {workspace.data(), bytes});
+                kvp::score_hidden(on, lt.handle, scorer, rows, sequences,
+                                  kvp::view_bhs(scores->data(), 1, heads, length), {workspace.data(), bytes});
             }
         },
         bytes);

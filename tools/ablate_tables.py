@@ -111,6 +111,16 @@ class Tables:
         by = self.measured.get(name, {})
         return [by[b][key] if b in by else None for b in self.budgets]
 
+    def of_shipped(self, file, key, digits):
+        """What shipped/NAME.json has of a scorer that is shipped."""
+        measured = self.out / 'shipped' / f'{file.stem}.json'
+        try:
+            rows = json.loads(measured.read_text())['results']
+        except (OSError, ValueError):
+            return '-'
+        by = {r['budget']: r[key] for r in rows}
+        return cell([by.get(b) for b in self.budgets], digits)
+
     # ---- tables ------------------------------------------------------------
 
     def group(self, names):
@@ -156,7 +166,9 @@ class Tables:
                 lines.append(
                     f'| {base} | shipped | '
                     f'{cell([float(m[1]) for m in said], 4)} | '
-                    f'{cell([float(m[2]) for m in said], 3)} | | |')
+                    f'{cell([float(m[2]) for m in said], 3)} | '
+                    f"{self.of_shipped(shipped[base], 'bits_per_byte', 3)} | "
+                    f"{self.of_shipped(shipped[base], 'recall_exact', 2)} |")
             lines.append(
                 f'| {base} | trained anew | {cell([h[0] for h in held], 4)} | '
                 f'{cell([h[1] for h in held], 3)} | '

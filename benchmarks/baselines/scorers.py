@@ -4,8 +4,8 @@ queries, keys, values and gates that are there: 8 heads, 16k tokens, 128 feature
 them.
 
 KVPOLICY_MLSTM_KERNELS may name a folder that the package is in (and einops, which it imports); otherwise it is imported as installed. Where that
-fails, rows have no median_ms, and say why. Of the package's chunkwise kernels and chunk sizes the fastest counts; "with" names it, "all"
-has the others.
+fails, rows have no median_ms, and say why. Of the package's chunkwise kernels, chunk sizes and types of gates the fastest counts; "with"
+names it, "all" has the others. Each runs in a process of its own, since a compiler that dies takes its process along.
 
 Caches are cold: 256 MB are written before every timed call. A call is a CUDA graph where it can be captured, so that the time of Python is not
 in it; median_ms_without_graph is the call as a user makes it. Prints one JSON object; --out writes it to a file too.
@@ -18,7 +18,15 @@ import subprocess
 import sys
 
 HEADS, LENGTH, DIM = 8, 16384, 128
-WAYS = [("triton_xl_chunk", 64), ("triton_xl_chunk", 128), ("triton_xl_chunk", 256), ("triton_limit_chunk", 64)]
+# Kernel, chunk, type of the gates.
+WAYS = [("triton_xl_chunk", 64, "float32"), ("triton_xl_chunk", 128, "float32"), ("triton_xl_chunk", 256, "float32"),
+        ("triton_limit_chunk", 64, "float32"), ("triton_limit_chunk", 64, "bfloat16"), ("triton_xl_chunk", 128, "bfloat16")]
+SIZES = [("16k x 8", 1), ("batch 8/16k x 8", 8)]
+
+
+def name_of(way):
+    kernel, chunk, gates = way
+    return f"{kernel}, chunks of {chunk}, gates in {gates}"
 
 
 def kernels():
@@ -68,15 +76,16 @@ def time_ms(torch, call, repetitions):
     return by_graph, direct
 
 
-def measure(torch, kernel, chunk, batch, both, repetitions):
+def measure(torch, kernel, way, batch, both, repetitions):
+    _, chunk, gates = way
     generator = torch.Generator(device="cuda").manual_seed(1)
 
-    def drawn(*size):
-        return torch.randn(*size, device="cuda", dtype=torch.bfloat16, generator=generator)
+    def drawn(*size, dtype=torch.bfloat16):
+        return torch.randn(*size, device="cuda", dtype=dtype, generator=generator)
 
     q, k, v, d_h = (drawn(batch, HEADS, LENGTH, DIM) for _ in range(4))
-    i = drawn(batch, HEADS, LENGTH)
-    f = drawn(batch, HEADS, LENGTH) + 4.0
+    i = drawn(batch, HEADS, LENGTH, dtype=getattr(torch, gates))
+    f = drawn(batch, HEADS, LENGTH, dtype=getattr(torch, gates)) + 4.0
     inputs = [q, k, v, i, f]
     for x in inputs:
         x.requires_grad_(both)
@@ -91,55 +100,72 @@ def measure(torch, kernel, chunk, batch, both, repetitions):
         return time_ms(torch, call, repetitions)
 
 
-def compile_all():
-    """Runs every way once, each in a process of its own, so that Triton's cache has the kernels."""
-    ways = [subprocess.Popen([sys.executable, __file__, "--compile", str(n)]) for n in range(len(WAYS))]
-    return max(way.wait() for way in ways)
-
-
-def compile_way(number):
-    registry, _, reason = kernels()
-    if reason is not None:
-        print(reason, file=sys.stderr)
-        return
+def run_way(number, repetitions):
+    """What one way takes, by name of the row, a JSON object a line as they come."""
+    registry, _, _ = kernels()
     import torch
-    name, chunk = WAYS[number]
-    for batch in (1, 8):
-        for both in (False, True):
-            measure(torch, registry[name], chunk, batch, both, 1)
+    for size, batch in SIZES:
+        for what, both in (("forward", False), ("forward + backward", True)):
+            try:
+                by_graph, direct = measure(torch, registry[WAYS[number][0]], WAYS[number], batch, both, repetitions)
+                found = {"median_ms": by_graph if by_graph is not None else direct, "median_ms_without_graph": direct,
+                         "graph": by_graph is not None}
+            except Exception as error:  # one that this card or version cannot run does not cost the others
+                found = {"error": f"{type(error).__name__}: {str(error)[:200]}"}
+            print(json.dumps({"row": f"mlstm_kernels {size} {what}"} | found), flush=True)
+            torch.cuda.empty_cache()
+
+
+def start_way(number, repetitions):
+    return subprocess.Popen([sys.executable, __file__, "--way", str(number), "--repetitions", str(repetitions)],
+                            stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+
+
+def result_of(process, seconds):
+    try:
+        out, err = process.communicate(timeout=seconds)
+        end = f"ended with {process.returncode}"
+    except subprocess.TimeoutExpired:
+        process.kill()
+        out, err = process.communicate()
+        end = f"took more than {seconds} s"
+    rows = {}
+    for line in out.splitlines():
+        if line.startswith("{"):
+            row = json.loads(line)
+            rows[row.pop("row")] = row
+    return rows, f"{end}: {err.strip().splitlines()[-1][:200] if err.strip() else 'without a word'}"
 
 
 def main():
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--out", help="also write the JSON here")
     parser.add_argument("--quick", action="store_true", help="fewer repetitions")
-    parser.add_argument("--compile", type=int, nargs="?", const=-1, metavar="WAY",
-                        help="compile what other runs time, or one way of it")
+    parser.add_argument("--compile", action="store_true", help="compile what other runs time, all ways at once")
+    parser.add_argument("--way", type=int, help=argparse.SUPPRESS)
+    parser.add_argument("--repetitions", type=int, default=30, help=argparse.SUPPRESS)
     arguments = parser.parse_args()
-    if arguments.compile is not None:
-        sys.exit(compile_all() if arguments.compile < 0 else compile_way(arguments.compile))
+    if arguments.way is not None:
+        run_way(arguments.way, arguments.repetitions)
+        return
     result = {"caches": "cold", "rows": []}
-    registry, version, reason = kernels()
-    torch = None
+    _, version, reason = kernels()
     try:
         import torch
         result |= {"card": torch.cuda.get_device_name(), "torch": torch.__version__, "mlstm_kernels": version}
     except Exception as error:
         reason = reason or f"not measured: {type(error).__name__}: {error}"
-    for size, batch in (("16k x 8", 1), ("batch 8/16k x 8", 8)):
-        for what, both in (("forward", False), ("forward + backward", True)):
+    if arguments.compile:
+        for process in [start_way(number, 1) for number in range(len(WAYS))] if reason is None else []:
+            result_of(process, 200)
+        return
+    ways = {}
+    for number, way in enumerate(WAYS if reason is None else []):
+        ways[name_of(way)] = result_of(start_way(number, 10 if arguments.quick else 30), 60)
+    for size, _ in SIZES:
+        for what in ("forward", "forward + backward"):
             row = {"name": f"mlstm_kernels {size} {what}", "median_ms": None}
-            tried = {}
-            for name, chunk in WAYS if reason is None else []:
-                way = f"{name}, chunks of {chunk}"
-                try:
-                    by_graph, direct = measure(torch, registry[name], chunk, batch, both,
-                                               10 if arguments.quick else 30)
-                    tried[way] = {"median_ms": by_graph if by_graph is not None else direct,
-                                  "median_ms_without_graph": direct, "graph": by_graph is not None}
-                except Exception as error:  # one that this card or version cannot run does not cost the others
-                    tried[way] = {"error": f"{type(error).__name__}: {str(error)[:200]}"}
-                torch.cuda.empty_cache()
+            tried = {way: rows.get(row["name"], {"error": end}) for way, (rows, end) in ways.items()}
             timed = [way for way in tried if "median_ms" in tried[way]]
             if timed:
                 best = min(timed, key=lambda way: tried[way]["median_ms"])
@@ -148,10 +174,11 @@ def main():
                 row |= {"error": reason or "not measured: no kernel ran", "all": tried}
             result["rows"].append(row)
             print(json.dumps(row), file=sys.stderr)
-            if arguments.out:
-                with open(arguments.out, "w") as file:
-                    file.write(json.dumps(result, indent=1) + "\n")
-    print(json.dumps(result, indent=1))
+    text = json.dumps(result, indent=1)
+    if arguments.out:
+        with open(arguments.out, "w") as file:
+            file.write(text + "\n")
+    print(text)
 
 
 if __name__ == "__main__":

@@ -23,7 +23,7 @@ inline namespace KVPOLICY_CUDA_NAMESPACE KVPOLICY_HIDDEN {
 // device memory when the work runs, so one captured graph serves all later steps.
 //
 // Policies: any that a FixedBudgetCache holds, but for selections and those that rank by attention. Scorers: given scores,
-// LinearScorer, MlpScorer, mLSTMScorer (others do not compile). Given the same scores, the same keys are kept as on the host; steps
+// LinearScorer, MlpScorer, mLSTMScorer, ConvScorer (others do not compile). Given the same scores, the same keys are kept as on the host; steps
 // put them in the same rows too.
 //
 // bf16 and fp16: head_dims that are multiples of 8 up to the largest of Dims, any group, fp32 sums; rows begin at multiples

@@ -183,7 +183,7 @@ class cache_chunk_call {
             call_.computed = computed_;
             call_.late = writes ? of_tokens_ : nullptr;
             late_->begin(on_, device_, call_.batch, call_.tokens, call_.status);
-            late_->decide(on_, computed_, writes ? of_tokens_ : nullptr);
+            late_->decide(on_, device_, computed_, writes ? of_tokens_ : nullptr);
         }
         const std::size_t shared = call_.contest_in_shared ? contest_bytes(call_.longest, call_.tiles) : 0;
         launch("chunk_decide_kernel", chunk_decide_kernel<View, gate_of<P>>, heads(), chunk_threads, shared,
@@ -196,7 +196,7 @@ class cache_chunk_call {
 
     void write() {
         if constexpr (late) {
-            late_->in_rows(on_, call_.batch);
+            late_->in_rows(on_, device_, call_.batch);
         }
         if constexpr (retains) {
             launch("chunk_places_kernel", chunk_places_kernel<View>, heads() * chunk_pieces, chunk_threads, 0,

@@ -9,6 +9,7 @@
 
 #include <algorithm>
 #include <cstdint>
+#include <type_traits>
 
 namespace kvpolicy {
 inline namespace KVPOLICY_CUDA_NAMESPACE KVPOLICY_HIDDEN {
@@ -22,6 +23,8 @@ inline constexpr bool scored_late = P::ranked&& P::scorer_type::when == score_ti
 template <class View, class Gate>
 class late_scores {
     using T = typename View::value_type;
+    static_assert(!std::is_same_v<T, double>,
+                  "kvpolicy: on CUDA a cache's ConvScorer takes rows of bf16, fp16 or float; double is the host's");
 
   public:
     /// Takes its parts of the workspace.
@@ -64,25 +67,25 @@ class late_scores {
             return;
         }
         if (hopper_ == 128) {
-            prepare<128>(on);
+            prepare<128>(on, device);
         } else if (hopper_ == 256) {
-            prepare<256>(on);
+            prepare<256>(on, device);
         } else {
-            prepare<0>(on);
+            prepare<0>(on, device);
         }
     }
     /// Scores that the contests need, and those of the call's own tokens (kernels/cache_conv.cuh).
-    void decide(const cuda& on, float* leaving, float* late) {
+    void decide(const cuda& on, const device_scope& device, float* leaving, float* late) {
         call_.in_rows = false;
         call_.leaving = leaving;
         call_.late = late;
-        run(on);
+        run(on, device);
     }
     /// Scores of keys that are in rows and stay there, for the tokens that `batch` says are taken.
-    void in_rows(const cuda& on, const Batch& batch) {
+    void in_rows(const cuda& on, const device_scope& device, const Batch& batch) {
         call_.batch = batch;
         call_.in_rows = true;
-        run(on);
+        run(on, device);
     }
 
   private:
@@ -92,28 +95,33 @@ class late_scores {
     [[nodiscard]] std::int64_t heads() const {
         return std::int64_t{call_.batch.count} * call_.cache.kv_heads;
     }
+    // Each begins while the one before ends: mostly all that they do is to look at the lengths.
     template <int Inputs>
-    void prepare(const cuda& on) {
-        launch("late_prepare_kernel", late_prepare_kernel<View, Inputs>, 256, 256, 0, on, call_,
-               conv_.to_pack(), conv_.call.base, conv_.call.frequencies, conv_.packed);
+    void prepare(const cuda& on, const device_scope& device) {
+        constexpr auto kernel = late_prepare_kernel<View, Inputs>;
+        launch_early<kernel>("late_prepare_kernel", 256, 256, 0, device, on, 1, call_, conv_.to_pack(),
+                             conv_.call.base, conv_.call.frequencies, conv_.packed);
     }
-    void run(const cuda& on) {
+    void run(const cuda& on, const device_scope& device) {
         if constexpr (is_half<T>) {
             if (hopper_ == 128) {
-                return run_hopper<128>(on);
+                return run_hopper<128>(on, device);
             }
             if (hopper_ == 256) {
-                return run_hopper<256>(on);
+                return run_hopper<256>(on, device);
             }
         }
-        launch("cache_conv_kernel", cache_conv_kernel<View, Gate>, heads() * call_.blocks, 128,
-               conv_memory<T, conv_columns<T>>(nullptr, call_.problem).bytes, on, call_, gate_);
+        constexpr auto kernel = cache_conv_kernel<View, Gate>;
+        launch_early<kernel>("cache_conv_kernel", heads() * call_.blocks, 128,
+                             conv_memory<T, conv_columns<T>>(nullptr, call_.problem).bytes, device, on, 1,
+                             call_, gate_);
     }
     template <int Inputs>
-    void run_hopper(const cuda& on) {
-        launch("cache_conv_hopper_kernel", cache_conv_hopper_kernel<View, Gate, Inputs>,
-               heads() * call_.blocks, conv_consumers + 32, conv_hopper_shape<Inputs>::shared_bytes, on,
-               call_, gate_, static_cast<const T*>(conv_.packed));
+    void run_hopper(const cuda& on, const device_scope& device) {
+        constexpr auto kernel = cache_conv_hopper_kernel<View, Gate, Inputs>;
+        launch_early<kernel>("cache_conv_hopper_kernel", heads() * call_.blocks, conv_consumers + 32,
+                             conv_hopper_shape<Inputs>::shared_bytes, device, on, 1, call_, gate_,
+                             static_cast<const T*>(conv_.packed));
     }
 
     conv_call<T> conv_;

@@ -93,7 +93,7 @@ class cache_step_call {
         }
         if constexpr (scored_late<P>) {
             late_->begin(on_, device_, batch, {.k = k, .v = v}, status);
-            late_->in_rows(on_, batch);
+            late_->in_rows(on_, device_, batch);
         }
         run();
     }

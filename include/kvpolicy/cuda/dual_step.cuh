@@ -201,7 +201,7 @@ class dual_step_call {
             if (call_.writes) {
                 Batch taken = call_.batch;
                 taken.q_len = call_.work.taken;
-                late_->in_rows(on_, taken);
+                late_->in_rows(on_, device_, taken);
             }
         }
     }

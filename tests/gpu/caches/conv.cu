@@ -12,6 +12,7 @@
 #include <algorithm>
 #include <cmath>
 #include <cstddef>
+#include <type_traits>
 
 using namespace kvpolicy;
 using namespace test;
@@ -76,6 +77,7 @@ void check_fixed(const ConvScorer<>& sizes, std::int32_t turns, std::int32_t lon
         const auto score = both.fetch(ref.score, ref.slots * ref.rows);
         bool same = true;
         float worst = 0.0f;
+        double error = 0.0, size = 0.0;
         for (std::int32_t slot = 0; slot < shape.slots; ++slot) {
             for (std::int32_t h = 0; h < shape.kv_heads; ++h) {
                 const auto first = static_cast<std::size_t>(host_ref.first_row(slot, h));
@@ -84,13 +86,19 @@ void check_fixed(const ConvScorer<>& sizes, std::int32_t turns, std::int32_t lon
                     same = same && position[r] == host_ref.position[r];
                     // A key without a score has 0 in both.
                     same = same && (score[r] == 0.0f) == (host_ref.score[r] == 0.0f);
-                    worst = std::max(
-                        worst, std::abs(score[r] - host_ref.score[r]) / (1.0f + std::abs(host_ref.score[r])));
+                    const float off = std::abs(score[r] - host_ref.score[r]);
+                    worst = std::max(worst, off / (1.0f + std::abs(host_ref.score[r])));
+                    error += static_cast<double>(off) * static_cast<double>(off);
+                    size += static_cast<double>(host_ref.score[r]) * static_cast<double>(host_ref.score[r]);
                 }
             }
         }
         CHECK(same);
-        CHECK(worst <= tolerance);
+        // 16-bit roundings are of the terms of a score, not of what is left of them.
+        if (std::is_same_v<T, float>) {
+            CHECK(worst <= tolerance);
+        }
+        CHECK(std::sqrt(error) <= static_cast<double>(tolerance) * std::sqrt(size));
     });
 }
 
@@ -106,9 +114,9 @@ TEST_CASE("FixedBudgetCache, float: batches of all sizes") {
 TEST_CASE("FixedBudgetCache, bf16: tiles") {
     check_fixed<150, 4000, bf16, head_dims<64>>(convolution(64, 64, 0, rope_layout::half_split), 18, 300,
                                                 6e-2f);
-    check_fixed<150, 4000, bf16, head_dims<64>>(convolution(64, 32, 17, rope_layout::none), 18, 90, 6e-2f);
+    check_fixed<150, 4000, bf16, head_dims<64>>(convolution(64, 32, 17, rope_layout::none), 18, 90, 1e-2f);
     check_fixed<150, 4000, bf16, head_dims<128>>(convolution(128, 128, 0, rope_layout::half_split), 15, 200,
-                                                 6e-2f);
+                                                 1e-2f);
 }
 
 TEST_CASE("DualCache, whose pool runs out") {
@@ -129,11 +137,11 @@ TEST_CASE("DualCache, bf16: tiles") {
     using P = Policy<Sink<2>, Window<150>, TopKBudget<>, ConvScorer<>>;
     std::mt19937 generator(12);
     const auto sizes = convolution(64, 64, 0, rope_layout::half_split);
-    const TwoScorers<ConvScorer<>> scorers(sizes, true, generator);
+    const TwoScorers<ConvScorer<>> scorers(sizes, true, generator, 0.15f);
     const P policy{Sink<2>{}, Window<150>{}, TopKBudget<>{unlimited}, scorers.of_host};
     const CacheShape shape = shaped(sizes, 3, 16);
     BothDuals<P, bf16, head_dims<64>, true> both(shape,
                                                  {.slab_pages = 64, .most_slabs = 100, .longest = 4000},
                                                  policy, &scorers.of_host, &scorers.of_device);
-    live<bf16>(both, shape, 18, 200, generator, [&] { both.near_rows(6e-2f); });
+    live<bf16>(both, shape, 18, 200, generator, [&] { both.near_rows(4e-2f); });
 }

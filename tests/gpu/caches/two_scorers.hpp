@@ -22,9 +22,10 @@ struct TwoScorers {
     std::deque<std::vector<float>> values;
     std::deque<Device<float>> copies;
 
-    TwoScorers(const S& sizes, bool optional, std::mt19937& generator) : of_host(sizes), of_device(sizes) {
+    TwoScorers(const S& sizes, bool optional, std::mt19937& generator, float spread = 0.3f)
+        : of_host(sizes), of_device(sizes) {
         typename S::template parameters<float> weights{}, on_device{};
-        std::normal_distribution<float> normal(0.0f, 0.3f);
+        std::normal_distribution<float> normal(0.0f, spread);
         kvpolicy::for_each_parameter(sizes, weights,
                                      [&](const char*, float*& array, std::size_t count, bool may_miss) {
                                          if (count == 0 || (may_miss && !optional)) {

@@ -33,7 +33,7 @@ struct Shape {
     std::string name;
     std::int32_t batch = 1, heads = 2, length = 70, width = 64, hidden = 24;
     std::int32_t rows = 0;  // of the views; 0: the length
-    std::vector<std::int32_t> lengths, starts;
+    std::vector<std::int32_t> lengths{}, starts{};
     bool gaps = false;  // between rows and sequences
     bool biases = true, with_states = true;
 

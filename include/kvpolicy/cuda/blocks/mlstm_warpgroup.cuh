@@ -63,17 +63,22 @@ __device__ inline void start_held_product(float (&d)[N], const std::uint32_t (&a
     }
 }
 
-/// The warp's 16 rows of a tile of 16-bit elements, columns [16 k, 16 k + 16).
+/// Where this lane's row of the warp's 16 rows of a tile of 16-bit elements begins, for ldmatrix and stmatrix; the lane's 16 bytes of
+/// columns [16 k, 16 k + 16) follow from it by an exclusive or, since tiles begin at multiples of 1024 bytes.
+template <class E>
+__device__ inline std::uint32_t own_rows(const shared_tile<E>& tile) {
+    return shared_address(tile.data) + swizzled(tile.rows, 16 * warp_id() + lane_id() % 16, lane_id() / 16);
+}
+__device__ inline std::uint32_t own_columns(std::uint32_t own, int rows, int k) {
+    return (own ^ static_cast<std::uint32_t>(k % 4 * 32)) + static_cast<std::uint32_t>(k / 4 * rows * 128);
+}
 template <class E>
 __device__ inline void load_rows(std::uint32_t (&to)[4], const shared_tile<E>& from, int k) {
-    load_matrices(to, shared_address(from.data) +
-                          swizzled(from.rows, 16 * warp_id() + lane_id() % 16, 2 * k + lane_id() / 16));
+    load_matrices(to, own_columns(own_rows(from), from.rows, k));
 }
 template <class E>
 __device__ inline void store_rows_of(const shared_tile<E>& to, int k, const std::uint32_t (&from)[4]) {
-    store_matrices(
-        shared_address(to.data) + swizzled(to.rows, 16 * warp_id() + lane_id() % 16, 2 * k + lane_id() / 16),
-        from);
+    store_matrices(own_columns(own_rows(to), to.rows, k), from);
 }
 
 /// Gradients of features d[F / 2] through the feature map, in place: d y = p (d - p . d) for a softmax, and Hedgehog's second half with

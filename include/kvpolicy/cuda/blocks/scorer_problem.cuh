@@ -67,11 +67,15 @@ struct scorer_streams {
     /// The chunk of a plane; `chunk` is its tokens at most where a kernel cuts streams into others than scorer_chunk.
     __device__ scorer_span span(std::int32_t plane, std::int32_t slot,
                                 std::int32_t chunk = scorer_chunk) const {
+        return span_of(plane / heads, plane % heads, slot, chunk);
+    }
+    __device__ scorer_span span_of(std::int32_t b, std::int32_t h, std::int32_t slot,
+                                   std::int32_t chunk = scorer_chunk) const {
         scorer_span s;
-        s.plane = plane;
+        s.plane = b * heads + h;
         s.slot = slot;
-        s.b = plane / heads;
-        s.h = plane % heads;
+        s.b = b;
+        s.h = h;
         const std::int32_t n = length_of(s.b);
         std::int32_t before = slot;
         s.segment = 0;
@@ -103,21 +107,25 @@ enum class scorer_input : std::uint8_t {
     turned,      ///< [k before RoPE; v]
 };
 
-/// sin and cos of a RoPE angle for rows of T; where those are rounded to 16 bits, by the special function unit, to 1e-6.
+/// Up to this angle rope_sine_quick is exact to 1e-6.
+inline constexpr float most_quick_angle = 1e5f;
+/// sin and cos by the special function unit, of an angle from which turns are taken first: angle - 2 pi k, whose first product is exact.
+__device__ inline void rope_sine_quick(float angle, float& sine, float& cosine) {
+    constexpr float rounds = 12582912.0f;  // 1.5 2^23: adding it rounds to an integer
+    const float turns = fmaf(angle, 0.15915494309189535f, rounds) - rounds;
+    float rest = fmaf(turns, -6.28125f, angle);
+    rest = fmaf(turns, -1.93530716933310031891e-3f, rest);
+    rest = fmaf(turns, -1.0253132e-11f, rest);
+    sine = __sinf(rest);
+    cosine = __cosf(rest);
+}
+/// sin and cos of a RoPE angle for rows of T; where those are rounded to 16 bits, quickly.
 template <class T>
 __device__ inline void rope_sine(float angle, float& sine, float& cosine) {
-    if constexpr (std::is_same_v<T, float>) {
-        sincosf(angle, &sine, &cosine);
-    } else if (fabsf(angle) > 1e5f) {
+    if (std::is_same_v<T, float> || fabsf(angle) > most_quick_angle) {
         sincosf(angle, &sine, &cosine);
     } else {
-        // angle - 2 pi k, whose first product is exact
-        const float turns = rintf(angle * 0.15915494309189535f);
-        float rest = fmaf(turns, -6.28125f, angle);
-        rest = fmaf(turns, -1.93530716933310031891e-3f, rest);
-        rest = fmaf(turns, -1.0253132e-11f, rest);
-        sine = __sinf(rest);
-        cosine = __cosf(rest);
+        rope_sine_quick(angle, sine, cosine);
     }
 }
 
@@ -291,11 +299,14 @@ struct scorer_source {
         const rows_view<const T>& of = of_key ? k : v;
         const T* const head = of.row(s.b, s.h, 0) + (of_key ? c : there ? c - k.dim : 0);
         const std::int64_t stride = of.row_stride;
-        const std::uint32_t tile = shared_address(to.data);
+        const std::uint32_t tile = shared_address(to.data), own = tile + to.offset(begin, column);
+        const T* row = head + (first + begin) * stride;
+        const bool same = step % 8 == 0;  // rows whose 16 bytes stand in the same places
 #pragma unroll 4
-        for (int r = begin; r < scorer_chunk; r += step) {
+        for (int r = begin; r < scorer_chunk; r += step, row += step * stride) {
             const bool in = there && r >= low && r < high;
-            copy_16(tile + to.offset(r, column), in ? head + (first + r) * stride : head, in ? 16 : 0);
+            copy_16(same ? own + static_cast<std::uint32_t>((r - begin) * 128) : tile + to.offset(r, column),
+                    in ? row : head, in ? 16 : 0);
         }
         copy_commit();
     }

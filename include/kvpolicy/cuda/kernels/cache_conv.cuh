@@ -166,6 +166,8 @@ template <class View, int Inputs>
 __global__ void __launch_bounds__(256)
     late_prepare_kernel(const __grid_constant__ late_launch<View> call, const conv_weights from,
                         const float base, float* const frequencies, typename View::value_type* const to) {
+    let_next_kernel_start();
+    wait_for_kernel_before();
     using T = typename View::value_type;
     const std::int32_t pairs = call.batch.count * call.cache.kv_heads;
     const auto thread = static_cast<std::int32_t>(threadIdx.x);
@@ -197,6 +199,8 @@ __global__ void __launch_bounds__(256)
 template <class View, class Gate>
 __global__ void __launch_bounds__(128)
     cache_conv_kernel(const __grid_constant__ late_launch<View> call, const Gate gate) {
+    let_next_kernel_start();
+    wait_for_kernel_before();
     const late_head<View>& head = shared_late_head(call);
     const std::int32_t block = static_cast<std::int32_t>(blockIdx.x) % call.blocks;
     if (head.at.active.tokens == 0) {
@@ -247,6 +251,8 @@ __global__ void __launch_bounds__(KVPOLICY_HOPPER_THREADS(conv_consumers + 32), 
                              [[maybe_unused]] const Gate gate,
                              [[maybe_unused]] const typename View::value_type* const weights) {
 #if KVPOLICY_HOPPER_CODE
+    let_next_kernel_start();
+    wait_for_kernel_before();
     const late_head<View>& head = shared_late_head(call);
     const std::int32_t block = static_cast<std::int32_t>(blockIdx.x) % call.blocks;
     if (head.at.active.tokens == 0) {

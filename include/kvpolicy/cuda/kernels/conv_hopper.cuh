@@ -24,6 +24,7 @@
 
 #include <cstddef>
 #include <cstdint>
+#include <type_traits>
 
 namespace kvpolicy {
 inline namespace KVPOLICY_CUDA_NAMESPACE KVPOLICY_HIDDEN {
@@ -234,9 +235,17 @@ __device__ inline void conv_hopper_product(float (&acc)[Shape::channels(Layer) /
                                                                                                   ring, turn);
 }
 
-/// y sigmoid(y), for 16-bit results.
+/// y sigmoid(y) = y / 2 + y / 2 tanh(y / 2), for results in T: for bf16 by the special function unit's tanh, to 5e-4 of y / 2.
+template <class T>
 __device__ inline float conv_silu(float y) {
-    return y * fast_reciprocal(1.0f + fast_exp2(-1.4426950408889634f * y));
+    if constexpr (std::is_same_v<T, bf16>) {
+        const float half = 0.5f * y;
+        float tanh;
+        asm("tanh.approx.f32 %0, %1;" : "=f"(tanh) : "f"(half));
+        return fmaf(half, tanh, half);
+    } else {
+        return y * fast_reciprocal(1.0f + fast_exp2(-1.4426950408889634f * y));
+    }
 }
 
 /// A layer's results, rounded, into the tile of the next one's inputs, `shift` rows further.
@@ -250,9 +259,35 @@ __device__ inline void store_conv_layer(float (&acc)[Width / 2], const float* bi
 #pragma unroll
         for (int r = 0; r < 2; ++r) {
             *reinterpret_cast<std::uint32_t*>(to + conv_offset(row + 8 * r, 8 * j) + 4 * pair) =
-                pack<T>(conv_silu(acc[4 * j + 2 * r] + b.x), conv_silu(acc[4 * j + 2 * r + 1] + b.y));
+                pack<T>(conv_silu<T>(acc[4 * j + 2 * r] + b.x), conv_silu<T>(acc[4 * j + 2 * r + 1] + b.y));
         }
     }
+}
+
+/// Undoes RoPE of eight pairs of columns.
+template <class T, bool Quick>
+__device__ inline void turn_conv_eight(uint4& low, uint4& high, float position, const float (&frequency)[8]) {
+    const auto turn = [&](std::uint32_t& x, std::uint32_t& y, int e) {
+        float x0, x1, y0, y1, sine, cosine;
+        shared_tile<T>::load_pair(reinterpret_cast<const unsigned char*>(&x), x0, x1);
+        shared_tile<T>::load_pair(reinterpret_cast<const unsigned char*>(&y), y0, y1);
+        const auto sines = [&](int at) {
+            if constexpr (Quick) {
+                rope_sine_quick(position * frequency[at], sine, cosine);
+            } else {
+                rope_sine<T>(position * frequency[at], sine, cosine);
+            }
+        };
+        sines(e);
+        const float low0 = x0 * cosine + y0 * sine, high0 = y0 * cosine - x0 * sine;
+        sines(e + 1);
+        x = pack<T>(low0, x1 * cosine + y1 * sine);
+        y = pack<T>(high0, y1 * cosine - x1 * sine);
+    };
+    turn(low.x, high.x, 0);
+    turn(low.y, high.y, 2);
+    turn(low.z, high.z, 4);
+    turn(low.w, high.w, 6);
 }
 
 /// x of a tile, whose row 0 is token t0, from row `begin` on: what the rows lack (tokens before the stream's begin, and behind its end) is 0.
@@ -306,10 +341,11 @@ __device__ inline void load_conv_rows(const scorer_source<T>& source, const Rows
         constexpr int together = 4;
         const int step = conv_consumers / pairs, c = 8 * (thread % pairs);
         if (thread < step * pairs) {
-            float frequency[8];
+            float frequency[8], largest = 0.0f;
 #pragma unroll
             for (int e = 0; e < 8; ++e) {
                 frequency[e] = source.frequencies[c + e];
+                largest = fmaxf(largest, fabsf(frequency[e]));
             }
             for (int from = begin + thread / pairs; from < conv_input_rows; from += together * step) {
                 uint4 low[together], high[together];
@@ -330,20 +366,11 @@ __device__ inline void load_conv_rows(const scorer_source<T>& source, const Rows
                         break;
                     }
                     const float position = rows.position(t0 + row);
-                    const auto turn = [&](std::uint32_t& x, std::uint32_t& y, int e) {
-                        float x0, x1, y0, y1, sine, cosine;
-                        shared_tile<T>::load_pair(reinterpret_cast<const unsigned char*>(&x), x0, x1);
-                        shared_tile<T>::load_pair(reinterpret_cast<const unsigned char*>(&y), y0, y1);
-                        rope_sine<T>(position * frequency[e], sine, cosine);
-                        const float low0 = x0 * cosine + y0 * sine, high0 = y0 * cosine - x0 * sine;
-                        rope_sine<T>(position * frequency[e + 1], sine, cosine);
-                        x = pack<T>(low0, x1 * cosine + y1 * sine);
-                        y = pack<T>(high0, y1 * cosine - x1 * sine);
-                    };
-                    turn(low[i].x, high[i].x, 0);
-                    turn(low[i].y, high[i].y, 2);
-                    turn(low[i].z, high[i].z, 4);
-                    turn(low[i].w, high[i].w, 6);
+                    if (fabsf(position) * largest <= most_quick_angle) {
+                        turn_conv_eight<T, true>(low[i], high[i], position, frequency);
+                    } else {
+                        turn_conv_eight<T, false>(low[i], high[i], position, frequency);
+                    }
                     *reinterpret_cast<uint4*>(to + conv_offset(row, c)) = low[i];
                     *reinterpret_cast<uint4*>(to + conv_offset(row, c + source.rotated / 2)) = high[i];
                 }
@@ -451,8 +478,8 @@ __device__ inline void score_conv_tile(const conv_problem<T>& problem, std::int3
                      readout = *reinterpret_cast<const float2*>(constants + c1 + c2 + c3 + c);
 #pragma unroll
         for (int r = 0; r < 2; ++r) {
-            sums[r] += conv_silu(acc[4 * j + 2 * r] + bias.x) * readout.x +
-                       conv_silu(acc[4 * j + 2 * r + 1] + bias.y) * readout.y;
+            sums[r] += conv_silu<T>(acc[4 * j + 2 * r] + bias.x) * readout.x +
+                       conv_silu<T>(acc[4 * j + 2 * r + 1] + bias.y) * readout.y;
         }
     }
 #pragma unroll

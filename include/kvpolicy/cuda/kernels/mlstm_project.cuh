@@ -171,29 +171,34 @@ __device__ inline void store_rows(const Product& warp, E* to, std::int64_t strid
     }
 }
 
-/// y = W x of 64 inputs by each four warps, with one load of the weights for all chunks of the block: 16 NI rows of `weights`, `padded`
-/// numbers each. `slabs`: memory of two tiles of so many rows and 64 columns. Warps whose chunk has nothing to do (`active` false) only help
-/// to load.
+/// Starts the copy of the first 64 columns of 16 NI rows of weights, which project_slots begins with. The caller commits.
 template <int NI, int Slots, class T>
+__device__ inline void start_slab(const T* weights, std::int32_t padded, unsigned char* slabs) {
+    copy_rows(shared_tile<T>{slabs, 16 * NI}, weights, padded, 64, 16 * NI, 128 * Slots);
+}
+
+/// y = W x of 64 inputs by each four warps, with one load of the weights for all chunks of the block: 16 NI rows of `weights`, `padded`
+/// numbers each, the first 64 of which start_slab has sent for. `slabs`: memory of two tiles of SlabRows rows and 64 columns. Warps whose chunk
+/// has nothing to do (`active` false) only help to load. `then` starts copies of its own into the first slab, once that is free.
+template <int NI, int Slots, int SlabRows, class T, class Then>
 __device__ inline void project_slots(const mlstm_product<T, NI>& warp,
                                      typename mlstm_product<T, NI>::numbers& acc, const shared_tile<T>& x,
-                                     bool active, const T* weights, std::int32_t padded,
-                                     unsigned char* slabs) {
+                                     bool active, const T* weights, std::int32_t padded, unsigned char* slabs,
+                                     const Then& then) {
     constexpr int rows = 16 * NI, threads = 128 * Slots;
-    const std::size_t slab = shared_tile<T>::bytes(rows, 64);
+    static_assert(rows <= SlabRows);
+    const std::size_t slab = shared_tile<T>::bytes(SlabRows, 64);
     const int count = padded / 64;
     clear(acc);
-    copy_rows(shared_tile<T>{slabs, rows}, weights, padded, 64, rows, threads);
-    copy_commit();
     for (int i = 0; i < count; ++i) {
         if (i + 1 < count) {
             copy_rows(shared_tile<T>{slabs + slab * ((i + 1) % 2), rows}, weights + (i + 1) * 64, padded, 64,
                       rows, threads);
-            copy_commit();
-            copy_wait<1>();
-        } else {
-            copy_wait<0>();
+        } else if (i % 2 == 1) {
+            then();
         }
+        copy_commit();
+        copy_wait<1>();
         const shared_tile<T> of_weights{slabs + slab * (i % 2), rows};
         if constexpr (project_by_warpgroup<T, NI>) {
             fence_async_proxy();
@@ -222,17 +227,21 @@ __device__ inline void project_slots(const mlstm_product<T, NI>& warp,
         }
         __syncthreads();
     }
+    if (count % 2 == 1) {
+        then();
+        copy_commit();
+    }
 }
 
 /// phi(W x) of 64 inputs into rows of F elements.
-template <int F, bool Hedgehog, int Slots, class T, class E>
+template <int F, bool Hedgehog, int Slots, int SlabRows, class T, class E, class Then>
 __device__ inline void project_features(const shared_tile<T>& x, bool active, const T* weights,
                                         std::int32_t padded, unsigned char* slabs, std::int32_t projection,
-                                        float2* stats, E* to) {
+                                        float2* stats, E* to, const Then& then) {
     constexpr int NI = (Hedgehog ? F / 2 : F) / 16;
     const mlstm_product<T, NI> warp;
     typename mlstm_product<T, NI>::numbers y;
-    project_slots<NI, Slots>(warp, y, x, active, weights, padded, slabs);
+    project_slots<NI, Slots, SlabRows>(warp, y, x, active, weights, padded, slabs, then);
     if (!active) {
         return;
     }
@@ -458,6 +467,10 @@ __global__ void __launch_bounds__(128 * Slots, shared_tile<T>::plain || Slots ==
             }
         }
     }
+    const T* const weights = queries ? problem.stack_q + std::int64_t{s.h} * problem.rows_q * source.padded
+                                     : problem.stack_k + std::int64_t{s.h} * problem.rows_k * source.padded;
+    constexpr int of_features = (Hedgehog ? F / 2 : F) / 16;
+    start_slab<of_features, Slots>(weights, source.padded, memory.slabs);
     if constexpr (shared_tile<T>::plain) {
         __syncthreads();
     }
@@ -491,9 +504,9 @@ __global__ void __launch_bounds__(128 * Slots, shared_tile<T>::plain || Slots ==
         if (problem.skip != nullptr && active) {  // rows without a read have inputs that are 0
             for_each_row([&](int r, float product, float, float) { problem.skipped[row + r] = product; });
         }
-        project_features<F, Hedgehog, Slots>(
-            x, active, problem.stack_q + std::int64_t{s.h} * problem.rows_q * source.padded, source.padded,
-            memory.slabs, problem.projection, stats, problem.q + row * F);
+        project_features<F, Hedgehog, Slots, slab_rows>(x, active, weights, source.padded, memory.slabs,
+                                                        problem.projection, stats, problem.q + row * F,
+                                                        [] {});
         return;
     }
     double* const log_input = memory.log_input + own * scorer_chunk;
@@ -511,9 +524,6 @@ __global__ void __launch_bounds__(128 * Slots, shared_tile<T>::plain || Slots ==
     }
     __syncthreads();
     if (active) {
-        if (warp_id() % 4 == 0) {
-            scan_gates(problem, s, log_input, log_forget, bad);
-        }
         // What is not finite must not reach the reads before it, not even multiplied by 0.
         for (int r = warp_id() % 4; r < s.count; r += 4) {
             if (bad[r] != 0) {
@@ -524,10 +534,21 @@ __global__ void __launch_bounds__(128 * Slots, shared_tile<T>::plain || Slots ==
         }
     }
     __syncthreads();
-    const T* const weights = problem.stack_k + std::int64_t{s.h} * problem.rows_k * source.padded;
-    project_features<F, Hedgehog, Slots>(x, active, weights, source.padded, memory.slabs, problem.projection,
-                                         stats, problem.k + row * F);
-    if (direct_values && source.k.dim % 8 == 0) {
+    const bool projects = !direct_values || source.k.dim % 8 != 0;
+    const T* const of_values = weights + std::int64_t{problem.at_v} * source.padded;
+    project_features<F, Hedgehog, Slots, slab_rows>(
+        x, active, weights, source.padded, memory.slabs, problem.projection, stats, problem.k + row * F, [&] {
+            if (projects) {
+                start_slab<V / 16, Slots>(of_values, source.padded, memory.slabs);
+            }
+        });
+    // Nobody waits for the scan any more.
+    const auto scan = [&] {
+        if (active && warp_id() % 4 == 0) {
+            scan_gates(problem, s, log_input, log_forget, bad);
+        }
+    };
+    if (!projects) {
         if (active) {
             for (int i = thread; i < scorer_chunk * V / 8; i += 128) {
                 const int r = i / (V / 8), c = i % (V / 8) * 8;
@@ -542,12 +563,13 @@ __global__ void __launch_bounds__(128 * Slots, shared_tile<T>::plain || Slots ==
                 store_eight(problem.v + row * V + i * 8, of);
             }
         }
+        scan();
         return;
     }
     const mlstm_product<T, V / 16> warp;
     typename mlstm_product<T, V / 16>::numbers y;
-    project_slots<V / 16, Slots>(warp, y, x, active, weights + std::int64_t{problem.at_v} * source.padded,
-                                 source.padded, memory.slabs);
+    project_slots<V / 16, Slots, slab_rows>(warp, y, x, active, of_values, source.padded, memory.slabs,
+                                            [] {});
     if (!active) {
         return;
     }
@@ -564,6 +586,7 @@ __global__ void __launch_bounds__(128 * Slots, shared_tile<T>::plain || Slots ==
         }
     }
     store_rows(warp, problem.v + row * V, V, 0, y);
+    scan();
 }
 
 }  // namespace cuda_backend

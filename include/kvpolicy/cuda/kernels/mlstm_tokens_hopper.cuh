@@ -252,13 +252,6 @@ __global__ void __launch_bounds__(KVPOLICY_HOPPER_THREADS(mlstm_warpgroup_thread
             streams.report(s.b, status_not_finite);
         }
         const int lane = lane_id(), j0 = 16 * warp_id() + lane / 4, c0 = lane % 4 * 2;
-        mlstm_look_ahead<T> ahead(next, following.count > 0);
-        ahead.array(problem.q, scorer_chunk * F);
-        ahead.array(problem.d_n, scorer_chunk * V);
-        ahead.array(problem.k, scorer_chunk * F);
-        ahead.array(problem.v, scorer_chunk * V);
-        ahead.array(problem.d_memory, F * V);
-        ahead.array(problem.memory, F * V);
         copy_wait<1>();
         fence_async_proxy();
         __syncthreads();
@@ -312,9 +305,17 @@ __global__ void __launch_bounds__(KVPOLICY_HOPPER_THREADS(mlstm_warpgroup_thread
             for (int k = 0; k < V / 16; ++k) {
 #pragma unroll
                 for (int i = 0; i < 4; ++i) {
-                    const int column = 16 * k + 8 * (i / 2) + c0;
-                    to_v[k][i] = pack<T>(column < problem.width ? d_v[8 * k + 2 * i] : 0.0f,
-                                         column + 1 < problem.width ? d_v[8 * k + 2 * i + 1] : 0.0f);
+                    to_v[k][i] = pack<T>(d_v[8 * k + 2 * i], d_v[8 * k + 2 * i + 1]);
+                }
+            }
+            if (problem.width < V) {  // nothing beyond the values, whatever is there
+#pragma unroll
+                for (int k = 0; k < V / 16; ++k) {
+#pragma unroll
+                    for (int i = 0; i < 4; ++i) {
+                        const std::int32_t left = problem.width - (16 * k + 8 * (i / 2) + c0);
+                        to_v[k][i] &= left >= 2 ? 0xffffffffu : left == 1 ? 0xffffu : 0u;
+                    }
                 }
             }
         }
@@ -369,6 +370,13 @@ __global__ void __launch_bounds__(KVPOLICY_HOPPER_THREADS(mlstm_warpgroup_thread
         for (int k = 0; k < V / 16; ++k) {
             store_rows_of(of_v, k, to_v[k]);
         }
+        // Not before: what all blocks ask for early would be gone from the L2 cache again when they load it.
+        mlstm_look_ahead<T> ahead(next, following.count > 0);
+        ahead.array(problem.q, scorer_chunk * F);
+        ahead.array(problem.d_n, scorer_chunk * V);
+        ahead.array(problem.k, scorer_chunk * F);
+        ahead.array(problem.v, scorer_chunk * V);
+        ahead.array(problem.d_memory, F * V);
         load_next();
         copy_wait<0>();
         __syncthreads();
@@ -377,6 +385,11 @@ __global__ void __launch_bounds__(KVPOLICY_HOPPER_THREADS(mlstm_warpgroup_thread
         {
             constexpr int rows_at_once = threads / (V / 8);
             const int column = thread % (V / 8) * 8, first = thread / (V / 8);
+            static_assert(rows_at_once % 8 ==
+                          0);  // the same 16 bytes of rows so far apart stand in the same places
+            const auto at_row = [](const shared_tile<E>& tile, int i) {
+                return shared_tile<E>{tile.data + i * 128, F};
+            };
             float rho[8];
 #pragma unroll
             for (int e = 0; e < 8; ++e) {
@@ -385,8 +398,8 @@ __global__ void __launch_bounds__(KVPOLICY_HOPPER_THREADS(mlstm_warpgroup_thread
 #pragma unroll 4
             for (int i = 0; i < F; i += rows_at_once) {
                 float x[8], y[8];
-                memory.before.get_eight(first + i, column, x);
-                memory.a.get_eight(first + i, column, y);
+                at_row(memory.before, i).get_eight(first, column, x);
+                at_row(memory.a, i).get_eight(first, column, y);
                 const float z = memory.z[first + i];
 #pragma unroll
                 for (int e = 0; e < 8; ++e) {

@@ -174,9 +174,8 @@ __device__ inline void walk_chunks(const mlstm_problem<T>& problem) {
     const float* next_scale = (Backward ? problem.kept : problem.weight) + from;
     const float* next_ratio = Backward ? problem.d_g + from : nullptr;
     const E* const values = problem.v + first_row * V + v0;
-    const auto prefetch = [&](std::int32_t n) {
+    const auto prefetch = [&](std::int32_t n, int stage) {
         if (n < count) {
-            const int stage = n % stages;
             const mlstm_step step = memory.steps[n % (2 * batch)];
             if (step.adds != 0) {
                 const shared_tile<E> tile = memory.tile(stage);
@@ -201,10 +200,10 @@ __device__ inline void walk_chunks(const mlstm_problem<T>& problem) {
     __syncthreads();
 #pragma unroll
     for (int n = 0; n < stages - 1; ++n) {
-        prefetch(n);
+        prefetch(n, n);
     }
     // Multiplies what came for step n by its scales, which on Hopper is done on the way to the product.
-    const auto scale_stage = [&](std::int32_t n) {
+    const auto scale_stage = [&](std::int32_t n, int stage) {
         if (n >= count) {
             return;
         }
@@ -212,7 +211,6 @@ __device__ inline void walk_chunks(const mlstm_problem<T>& problem) {
         if (step.adds == 0) {
             return;
         }
-        const int stage = n % stages;
         const shared_tile<E> tile = memory.tile(stage);
 #pragma unroll
         for (int i = thread; i < (Hopper ? 0 : scorer_chunk * FS / 8); i += threads) {
@@ -276,18 +274,19 @@ __device__ inline void walk_chunks(const mlstm_problem<T>& problem) {
     };
     copy_wait<stages - 2>();
     wait_for_others();
-    scale_stage(0);
+    scale_stage(0, 0);
+    int stage = 0;  // n % stages
     for (std::int32_t n = 0; n < count; ++n) {
         copy_wait<stages - 3>();  // step n + 1 is there
         wait_for_others();
         write_sums(n - 1);
-        prefetch(n + stages - 1);
+        prefetch(n + stages - 1, stage == 0 ? stages - 1 : stage - 1);
         const mlstm_step step = memory.steps[n % (2 * batch)];
         if (step.there != 0) {
-            const int stage = n % stages;
             const std::int64_t chunk = first_chunk + slot_of(n);
             // Streams begin without a state, and nothing goes back beyond their first token.
             if (!Backward && step.fresh != 0) {
+                asm volatile("" ::: "memory");  // a branch: no selection of every number in every step
                 clear_all();
             }
             if constexpr (!Ends) {
@@ -299,18 +298,29 @@ __device__ inline void walk_chunks(const mlstm_problem<T>& problem) {
                     const E* const value = memory.heavy + stage * VS + n0 + lane % 4 * 2;
 #pragma unroll
                     for (int j = 0; j < NI; ++j) {
-                        rho[j][0] = step.share * static_cast<float>(value[8 * j]);
-                        rho[j][1] = step.share * static_cast<float>(value[8 * j + 1]);
+                        if constexpr (shared_tile<E>::plain) {
+                            rho[j][0] = step.share * value[8 * j];
+                            rho[j][1] = step.share * value[8 * j + 1];
+                        } else {
+                            rounded_pair<E> both;
+                            both.both = *reinterpret_cast<const std::uint32_t*>(value + 8 * j);
+                            rho[j][0] = step.share * both.first();
+                            rho[j][1] = step.share * both.second();
+                        }
                     }
                 }
 #pragma unroll
                 for (int r = 0; r < 2; ++r) {
                     const float sum = __shfl_sync(all_lanes, of_sums[2 * r] + of_sums[2 * r + 1], lane & ~3);
-                    const float z = Backward ? 0.0f : sum;
+                    [[maybe_unused]] const float z = sum;
                     float lost = 0.0f;
 #pragma unroll
                     for (int j = 0; j < NI; ++j) {
-                        float x[2] = {acc[0][j][2 * r] - z * rho[j][0], acc[0][j][2 * r + 1] - z * rho[j][1]};
+                        float x[2] = {acc[0][j][2 * r], acc[0][j][2 * r + 1]};
+                        if constexpr (!Backward) {
+                            x[0] -= z * rho[j][0];
+                            x[1] -= z * rho[j][1];
+                        }
                         if constexpr (Hopper) {
                             rounded[j / 2][j % 2 * 2 + r] = pack<E>(x[0], x[1]);
                         } else {
@@ -371,11 +381,13 @@ __device__ inline void walk_chunks(const mlstm_problem<T>& problem) {
                               Backward ? memory.split + n % 2 * 2 * scorer_chunk : nullptr);
             }
             if (Backward && step.fresh != 0) {
+                asm volatile("" ::: "memory");
                 clear_all();
             }
             kept = step.fresh != 0 || kept < 0.0f ? -1.0f : kept * step.keep;
         }
-        scale_stage(n + 1);
+        stage = stage + 1 == stages ? 0 : stage + 1;
+        scale_stage(n + 1, stage);
         if (n % batch == 1) {  // nobody looks at the batch before any more
             load_steps(n - 1 + batch);
         }

@@ -58,24 +58,41 @@ template <class T>
 __global__ void __launch_bounds__(256)
     stack_weights_kernel(const weight_stack stack, const std::int32_t heads, const std::int32_t size,
                          const std::int32_t padded, T* const to) {
-    const std::int64_t count = std::int64_t{heads} * stack.rows * padded;
-    for (std::int64_t i = std::int64_t{blockIdx.x} * 256 + threadIdx.x; i < count;
+    const std::int32_t across = padded / 8, lines = heads * stack.rows;  // eight neighbours a thread
+    for (std::int64_t i = std::int64_t{blockIdx.x} * 256 + threadIdx.x; i < std::int64_t{lines} * across;
          i += std::int64_t{gridDim.x} * 256) {
-        const auto c = static_cast<std::int32_t>(i % padded);
-        const auto n = static_cast<std::int32_t>(i / padded % stack.rows);
-        const std::int64_t h = i / padded / stack.rows;
-        float weight = 0.0f;
+        const auto line = static_cast<std::int32_t>(i / across);
+        const std::int32_t c = static_cast<std::int32_t>(i % across) * 8, n = line % stack.rows,
+                           h = line / stack.rows;
+        float weights[8] = {};
         for (int p = 0; p < stack.parts; ++p) {
             const weight_rows& part = stack.part[p];
             const std::int32_t r = n - part.at;
-            if (r < 0 || r >= part.count || c >= size) {
+            if (r < 0 || r >= part.count) {
                 continue;
             }
-            weight = part.weights != nullptr                ? part.weights[(h * part.count + r) * size + c]
-                     : part.unit >= 0 && c == part.unit + r ? 1.0f
-                                                            : 0.0f;
+            const float* const from = part.weights == nullptr
+                                          ? nullptr
+                                          : part.weights + (std::int64_t{h} * part.count + r) * size + c;
+#pragma unroll
+            for (int e = 0; e < 8; ++e) {
+                if (c + e < size) {
+                    weights[e] = from != nullptr                            ? from[e]
+                                 : part.unit >= 0 && c + e == part.unit + r ? 1.0f
+                                                                            : 0.0f;
+                }
+            }
         }
-        to[i] = static_cast<T>(weight);
+        T* const row = to + std::int64_t{line} * padded + c;
+#pragma unroll
+        for (int e = 0; e < 8; e += 2) {
+            if constexpr (shared_tile<T>::plain) {
+                row[e] = weights[e];
+                row[e + 1] = weights[e + 1];
+            } else {
+                reinterpret_cast<std::uint32_t*>(row)[e / 2] = pack<T>(weights[e], weights[e + 1]);
+            }
+        }
     }
 }
 
@@ -143,22 +160,38 @@ __global__ void __launch_bounds__(128)
     const int m0 = warp_id() / 2 * 32, n0 = warp_id() % 2 * 64;
     float acc[2][8][4];
     clear(acc);
-    const auto span_of = [&](std::int32_t chunk) {
-        return streams.span(chunk / streams.slots * streams.heads + h, chunk % streams.slots);
-    };
-    // The first chunk from this one on that has rows.
-    const auto next_of = [&](std::int32_t chunk) {
-        for (; chunk < last; ++chunk) {
-            const scorer_span s = span_of(chunk);
+    std::int32_t chunk = split * each, b = chunk / streams.slots, slot = chunk % streams.slots;
+    scorer_span s{};
+    // The next chunk that has rows, into s; false where there is none.
+    const auto advance = [&] {
+        while (chunk < last) {
+            s = streams.span_of(b, h, slot);
+            ++chunk;
+            ++slot;
+            if (slot == streams.slots) {
+                slot = 0;
+                ++b;
+            }
             if (max(0, s.begin + shift - s.first) < s.count) {
-                break;
+                return true;
             }
         }
-        return chunk;
+        return false;
     };
-    const auto load = [&](std::int32_t chunk, int stage) {
-        const scorer_span s = span_of(chunk);
-        copy_rows(d_y(stage), d_rows + s.row(streams.slots) * width + row, width, 64, s.count, 128);
+    const auto load = [&](int stage) {
+        const T* const rows = d_rows + s.row(streams.slots) * width + row;
+        if constexpr (shared_tile<T>::plain) {
+            copy_rows(d_y(stage), rows, width, 64, s.count, 128);
+        } else {
+            const int r = static_cast<int>(threadIdx.x) / 8, c = static_cast<int>(threadIdx.x) % 8 * 8;
+            const std::uint32_t to = shared_address(d_y(stage).data) + d_y(stage).offset(r, c);
+            const T* const own = rows + r * width + c;
+#pragma unroll
+            for (int i = 0; i < 4; ++i) {
+                copy_16(to + static_cast<std::uint32_t>(i * 16 * 128), own + i * 16 * width,
+                        r + 16 * i < s.count ? 16 : 0);
+            }
+        }
         source.load(s, s.first - shift, max(0, s.begin + shift - s.first), s.count, scale_k, scale_v,
                     x(stage), column, 128);
     };
@@ -190,13 +223,11 @@ __global__ void __launch_bounds__(128)
         }
     };
     // Plain copies run ahead; what is computed on the way is not.
-    std::int32_t chunk = next_of(split * each);
     if (!shared_tile<T>::plain && source.input == scorer_input::key_value) {
         std::int32_t fetched = 0;
         const auto fetch = [&](int stage) {
-            if (chunk < last) {
-                load(chunk, stage);
-                chunk = next_of(chunk + 1);
+            if (advance()) {
+                load(stage);
                 ++fetched;
             } else {
                 copy_commit();
@@ -214,10 +245,9 @@ __global__ void __launch_bounds__(128)
             stage = stage + 1 == stages ? 0 : stage + 1;
         }
     } else {
-        for (; chunk < last; chunk = next_of(chunk + 1)) {
-            const scorer_span s = span_of(chunk);
+        while (advance()) {
             source.norms(s, s.first - shift, max(0, s.begin + shift - s.first), s.count, scale_k, scale_v);
-            load(chunk, 0);
+            load(0);
             copy_wait<0>();
             wait_for_others();
             multiply(0);
