@@ -90,6 +90,7 @@ gpu.caches.dual_steps   | $all_checks | few*,pages of*
 gpu.caches.dual_half    | $all_checks | few calls
 gpu.caches.dual_scorers | $all_checks | few calls
 gpu.caches.select       | $all_checks | few calls
+gpu.caches.page_choice  | $all_checks | *
 gpu.caches.dual_select  | $all_checks | few calls
 gpu.caches.dual_evict   | $all_checks | few calls
 gpu.caches.dual_keep    | $all_checks | few calls
