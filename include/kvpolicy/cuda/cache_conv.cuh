@@ -23,9 +23,6 @@ inline constexpr bool scored_late = P::ranked&& P::scorer_type::when == score_ti
 template <class View, class Gate>
 class late_scores {
     using T = typename View::value_type;
-    static_assert(
-        !std::is_same_v<T, double>,
-        "kvpolicy: on CUDA a cache's ConvScorer takes rows of bf16, fp16 or float; double is the host's");
 
   public:
     /// Takes its parts of the workspace.
@@ -37,6 +34,10 @@ class late_scores {
           call_{.cache = cache, .together = scorer.batch},
           gate_(gate),
           longest_(longest) {
+        // Here, since calls of other scorers' caches name this type, too.
+        static_assert(
+            !std::is_same_v<T, double>,
+            "kvpolicy: on CUDA a cache's ConvScorer takes rows of bf16, fp16 or float; double is the host's");
         call_.batch.count = count;
         call_.tokens.most = most;
     }
