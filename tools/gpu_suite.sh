@@ -92,6 +92,7 @@ gpu.caches.policies | $all_checks | few calls
 gpu.caches.half     | $all_checks | few calls
 gpu.caches.steps    | $all_checks | few*,attention over*
 gpu.caches.scorers  | $all_checks | few calls
+gpu.caches.conv     | memcheck synccheck | *bf16*
 gpu.caches.scorers_mlstm | $all_checks | few calls
 gpu.caches.once         | memcheck synccheck racecheck | a FixedBudgetCache,a DualCache
 gpu.caches.stress       | $all_checks | few operations
@@ -100,6 +101,7 @@ gpu.caches.dual_steps   | $all_checks | few*,pages of*
 gpu.caches.dual_half    | $all_checks | few calls
 gpu.caches.dual_scorers | $all_checks | few calls
 gpu.caches.select       | $all_checks | few calls
+gpu.caches.page_choice  | $all_checks | *
 gpu.caches.dual_select  | $all_checks | few calls
 gpu.caches.dual_evict   | $all_checks | few calls
 gpu.caches.dual_keep    | $all_checks | few calls
@@ -134,7 +136,7 @@ mlstm without projections/batch 8, 16k x 8/forward + backward, states kept | 2.8
 # Triton compiles for most of a minute, beside the build.
 compiled[scorers]='--compile'
 baselines[scorers]="
-| 60
+| 100
 "
 
 # ---- losses ----------------------------------------------------------------------------------------------------------

@@ -146,6 +146,43 @@ KVPOLICY_HOST_DEVICE ranked_place worst_after(const Group& group, const Places& 
     return group.worst(worst);
 }
 
+/// The worst places beside a known one, of its tile and of all others: worst_after(), as far as it can be known before what comes into
+/// that place.
+struct place_rivals {
+    ranked_place in_tile, elsewhere;
+};
+template <class Group, class Places>
+KVPOLICY_HOST_DEVICE place_rivals rivals_of(const Group& group, const Places& places,
+                                            const std::int32_t* record, std::int32_t kept, position_t q,
+                                            std::int32_t known) {
+    const std::int32_t tile = known / place_tile,
+                       end = kept - tile * place_tile < place_tile ? kept : (tile + 1) * place_tile;
+    place_rivals rivals;
+    for (std::int32_t p = tile * place_tile + group.rank(); p < end; p += group.size()) {
+        const ranked_place one = p == known ? ranked_place{} : places.at(p, q);
+        if (gives_way(one, rivals.in_tile)) {
+            rivals.in_tile = one;
+        }
+    }
+    for (std::int32_t t = group.rank(); t < tiles_of_places(kept); t += group.size()) {
+        const ranked_place one = t == tile ? ranked_place{} : places.at(record[t], q);
+        if (gives_way(one, rivals.elsewhere)) {
+            rivals.elsewhere = one;
+        }
+    }
+    return {group.worst(rivals.in_tile), group.worst(rivals.elsewhere)};
+}
+/// worst_after() from them.
+template <class Group>
+KVPOLICY_HOST_DEVICE ranked_place worst_after(const Group& group, const place_rivals& rivals,
+                                              std::int32_t* record, const ranked_place& changed) {
+    const ranked_place fresh = gives_way(rivals.in_tile, changed) ? rivals.in_tile : changed;
+    if (group.rank() == 0) {
+        record[changed.place / place_tile] = fresh.place;
+    }
+    return gives_way(rivals.elsewhere, fresh) ? rivals.elsewhere : fresh;
+}
+
 /// What one step does to the rows of one head.
 struct step_decision {
     std::int32_t used = 0;       ///< rows in use before
@@ -222,6 +259,19 @@ KVPOLICY_HOST_DEVICE std::int32_t next_victim(const Group& group, const Places& 
     ranked_place winner = newcomer;
     winner.place = step.known;
     return worst_after(group, places, record, step.kept, q, winner).place;
+}
+
+/// The same where rivals_of() the worst place, if it is known, have been found.
+template <class Group>
+KVPOLICY_HOST_DEVICE std::int32_t next_victim(const Group& group, const HeadRule& rule,
+                                              const place_rivals& rivals, std::int32_t* record,
+                                              const step_decision& step, const ranked_place& newcomer) {
+    if (rule.decay_step != 1 || !step.replaced) {
+        return rule.decay_step == 1 ? step.known : -1;
+    }
+    ranked_place winner = newcomer;
+    winner.place = step.known;
+    return worst_after(group, rivals, record, winner).place;
 }
 
 /// What a chunk of tokens leaves of one head's contests, in memory of the caller's. Keys have names, as in the host's chunk

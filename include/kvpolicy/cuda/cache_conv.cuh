@@ -23,8 +23,9 @@ inline constexpr bool scored_late = P::ranked&& P::scorer_type::when == score_ti
 template <class View, class Gate>
 class late_scores {
     using T = typename View::value_type;
-    static_assert(!std::is_same_v<T, double>,
-                  "kvpolicy: on CUDA a cache's ConvScorer takes rows of bf16, fp16 or float; double is the host's");
+    static_assert(
+        !std::is_same_v<T, double>,
+        "kvpolicy: on CUDA a cache's ConvScorer takes rows of bf16, fp16 or float; double is the host's");
 
   public:
     /// Takes its parts of the workspace.

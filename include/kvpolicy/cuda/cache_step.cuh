@@ -88,7 +88,8 @@ class cache_step_call {
                                                                    .batch = batch,
                                                                    .tokens = {.k = k, .v = v},
                                                                    .scores = computed_,
-                                                                   .scorer = call_.scorer});
+                                                                   .scorer = call_.scorer,
+                                                                   .beside = true});
         }
         if constexpr (scored_late<P>) {
             late_->begin(on_, device_, batch, {.k = k, .v = v}, status);
@@ -133,9 +134,15 @@ class cache_step_call {
             if (call_.parts != 1 || alone * heads_of_few > multiprocessors) {
                 return;
             }
+            // The decider has the states of all.
+            const std::size_t shared =
+                shared_ +
+                static_cast<std::size_t>((most + 1) * stream_state<Rows::heads>::size(call_.width)) *
+                    sizeof(typename Rows::Compute);
             const std::int64_t cluster =
-                largest_cluster<kernel>(device_, static_cast<int>(most) + 1, Rows::threads, shared_);
+                largest_cluster<kernel>(device_, static_cast<int>(most) + 1, Rows::threads, shared);
             if (cluster > 1) {
+                shared_ = shared;
                 call_.splits = static_cast<std::int32_t>(std::min(splits, cluster - 1));
                 call_.deciders = 1;
                 call_.clustered = true;

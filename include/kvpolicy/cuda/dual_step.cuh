@@ -214,12 +214,10 @@ class dual_step_call {
                            wanted = 8 * std::int64_t{device_.attribute(cudaDevAttrMultiProcessorCount)};
         const auto pieces =
             static_cast<std::int32_t>(std::clamp<std::int64_t>((wanted + heads() - 1) / heads(), 1, pages));
-        const std::size_t shared = sizeof(typename choose_launch<T>::Real) *
-                                   static_cast<std::size_t>(call_.cache.group) *
-                                   static_cast<std::size_t>(call_.cache.dim_k);
+        const std::size_t shared = bound_shared_bytes<T>(call_.cache.group, call_.cache.dim_k);
         launch("bound_pages_kernel", bound_pages_kernel<T>, heads() * pieces, bound_threads, shared, on_,
                choose_, pieces);
-        launch("choose_pages_kernel", choose_pages_kernel<T>, heads(), admit_threads, 0, on_, choose_);
+        launch("choose_pages_kernel", choose_pages_kernel<T>, heads(), choose_threads, 0, on_, choose_);
     }
 
     struct nothing {};

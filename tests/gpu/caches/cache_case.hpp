@@ -104,6 +104,40 @@ auto fetch_from(const Value* from, std::int64_t count) {
     return values;
 }
 
+/// Tokens that return, in device memory: keys and values (the same numbers) and scores, for long runs of calls by hand.
+template <class T>
+class ReturningTokens {
+  public:
+    ReturningTokens(std::size_t numbers, std::size_t heads, std::mt19937& generator)
+        : numbers_(numbers),
+          heads_(heads),
+          rows_(made<T>(numbers, 100, 0.01f, generator)),
+          scores_(made<float>(heads, 50, 1.0f, generator)) {}
+    void give(std::int32_t t, T* k, T* v, float* scores, cudaStream_t stream) const {
+        const auto token = static_cast<std::size_t>(t % count);
+        const auto copy = [&](void* to, const void* from, std::size_t bytes) {
+            ok(cudaMemcpyAsync(to, from, bytes, cudaMemcpyDeviceToDevice, stream));
+        };
+        copy(k, rows_.data() + token * numbers_, numbers_ * sizeof(T));
+        copy(v, rows_.data() + token * numbers_, numbers_ * sizeof(T));
+        copy(scores, scores_.data() + static_cast<std::size_t>(t % scored) * heads_, heads_ * sizeof(float));
+    }
+
+  private:
+    static constexpr std::int32_t count = 61, scored = 997;
+    template <class Value>
+    static std::vector<Value> made(std::size_t each, unsigned most, float unit, std::mt19937& generator) {
+        std::vector<Value> values(each * static_cast<std::size_t>(sizeof(Value) == 4 ? scored : count));
+        for (Value& x : values) {
+            x = static_cast<Value>(static_cast<float>(generator() % most) * unit);
+        }
+        return values;
+    }
+    std::size_t numbers_, heads_;
+    Device<T> rows_;
+    Device<float> scores_;
+};
+
 enum class Mode { step, prefill, propose };
 
 /// Without `Chunks` calls of one token only: the others take long to compile.

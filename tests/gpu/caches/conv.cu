@@ -94,7 +94,8 @@ void check_fixed(const ConvScorer<>& sizes, std::int32_t turns, std::int32_t lon
             }
         }
         CHECK(same);
-        // 16-bit roundings are of the terms of a score, not of what is left of them.
+        // 16-bit roundings are of the terms of a score, not of what is left of them. Rounding keys, values, weights and layers to bf16 alone,
+        // with everything else in double, is off by 0.2 to 0.5% in the norm.
         if (std::is_same_v<T, float>) {
             CHECK(worst <= tolerance);
         }
@@ -113,7 +114,7 @@ TEST_CASE("FixedBudgetCache, float: batches of all sizes") {
 
 TEST_CASE("FixedBudgetCache, bf16: tiles") {
     check_fixed<150, 4000, bf16, head_dims<64>>(convolution(64, 64, 0, rope_layout::half_split), 18, 300,
-                                                6e-2f);
+                                                1e-2f);
     check_fixed<150, 4000, bf16, head_dims<64>>(convolution(64, 32, 17, rope_layout::none), 18, 90, 1e-2f);
     check_fixed<150, 4000, bf16, head_dims<128>>(convolution(128, 128, 0, rope_layout::half_split), 15, 200,
                                                  1e-2f);
@@ -143,5 +144,6 @@ TEST_CASE("DualCache, bf16: tiles") {
     BothDuals<P, bf16, head_dims<64>, true> both(shape,
                                                  {.slab_pages = 64, .most_slabs = 100, .longest = 4000},
                                                  policy, &scorers.of_host, &scorers.of_device);
+    // Of single scores, whose root mean square is 1.9, bf16 alone is off by up to 0.018 (1 + |score|).
     live<bf16>(both, shape, 18, 200, generator, [&] { both.near_rows(4e-2f); });
 }

@@ -18,12 +18,12 @@ void check(const P& policy, std::int32_t group, Scores kind,
            position_t rebase_limit = kvpolicy::rebase_limit) {
     CAPTURE(group);
     BothCaches<P, T, head_dims<64>> both(
-        {.layers = 1, .slots = 2, .query_heads = 2 * group, .kv_heads = 2, .dim_k = 8, .dim_v = 8}, policy,
+        {.layers = 1, .slots = 1, .query_heads = 2 * group, .kv_heads = 2, .dim_k = 8, .dim_v = 8}, policy,
         nullptr, nullptr, {}, rebase_limit);
     check_long<head_dims<64>, T>(both, kind, [](std::int32_t) {});
 }
 
-constexpr std::int32_t sinks[] = {0, 3}, windows[] = {9, 1}, budgets[] = {30, 130};
+constexpr std::int32_t sinks[] = {0, 3}, windows[] = {9, 1}, budgets[] = {30, 70};
 
 }  // namespace
 

@@ -15,8 +15,7 @@ TEST_CASE("few calls") {
     check_scorer<bf16>(sized<mLSTMScorer<>>(), true, 40, 3);
     auto direct = sized<mLSTMScorer<dynamic, Softmax, DirectValues>>();
     check_scorer(direct, false, 9, 6);
-    direct.dim_k = direct.dim_v = 128;
-    direct.d_qk = 256;  // more than a cluster's blocks hold
+    direct.d_qk = 17;  // which clusters do not take
     check_scorer(direct, false, 2, 3);
 }
 
@@ -47,8 +46,16 @@ TEST_CASE("mLSTMScorer, large heads") {
     auto wide = sized<mLSTMScorer<dynamic, Softmax, DirectValues>>();
     wide.dim_k = wide.dim_v = 128;
     check_scorer(wide, true, 2, 15);
-    wide.d_qk = 256;  // more than a cluster's blocks hold
+    wide.d_qk = 256;
     check_scorer(wide, false, 2, 6);
+    check_scorer(wide, false, 19, 3);
+}
+
+// Sizes that clusters do not take.
+TEST_CASE("mLSTMScorer, odd sizes") {
+    auto odd = sized<mLSTMScorer<dynamic, Softmax, DirectValues>>();
+    odd.d_qk = 17;
+    check_scorer(odd, true, 3, 20);
 }
 
 // As for other scorers (scorers.cu).
@@ -59,16 +66,18 @@ TEST_CASE("16-bit caches") {
     }
 }
 
-// Alone a sequence has a cluster of blocks for itself, in a batch it shares one: its sums are the same.
-TEST_CASE("mLSTMScorer, the batch changes no bit") {
+namespace {
+
+/// Alone a sequence has a cluster of blocks for itself, in a batch it shares one, or a block that streams states: its sums are the same.
+void check_bits(std::int32_t count) {
+    CAPTURE(count);
     using S = mLSTMScorer<>;
-    constexpr std::int32_t count = 9;
     std::mt19937 generator(5), again(5);
     BothScored<float, S> first(sized<S>(), true, count, 0, generator),
         second(sized<S>(), true, count, 0, again);
     auto &together = first.both, &alone = second.both;
     const CacheShape& shape = together.shape;
-    const std::vector<std::int32_t> ones(count, 1);
+    const std::vector<std::int32_t> ones(static_cast<std::size_t>(count), 1);
     std::vector<std::int32_t> slots;
     for (std::int32_t i = 0; i < count; ++i) {
         slots.push_back(i);
@@ -98,4 +107,11 @@ TEST_CASE("mLSTMScorer, the batch changes no bit") {
         CHECK(same(together.fetch(x.state, states), alone.fetch(y.state, states)));
         CHECK(same(together.fetch(x.score, rows), alone.fetch(y.score, rows)));
     }
+}
+
+}  // namespace
+
+TEST_CASE("mLSTMScorer, the batch changes no bit") {
+    check_bits(9);
+    check_bits(70);
 }

@@ -134,29 +134,21 @@ void check_graph(std::int32_t steps) {
     const Device<unsigned char> other(by_hand.bytes());
     by_hand.run({Call::slots}, other);
     by_hand.cache.advance(by_hand.on, {Call::slots});
+    const ReturningTokens<bf16> tokens(by_hand.v.size(), by_hand.scores.size(), generator);
     for (std::int32_t t = 1; t < steps; ++t) {
-        std::vector<bf16> numbers(by_hand.v.size());
-        std::vector<float> given(by_hand.scores.size());
-        for (bf16& x : numbers) {
-            x = bf16(static_cast<float>(generator() % 100) * 0.01f);
-        }
-        for (float& x : given) {
-            x = static_cast<float>(generator() % 50);
-        }
         for (const Call* call : {&by_graph, &by_hand}) {
-            ok(cudaMemcpy(call->k.data(), numbers.data(), call->k.bytes(), cudaMemcpyHostToDevice));
-            ok(cudaMemcpy(call->v.data(), numbers.data(), call->v.bytes(), cudaMemcpyHostToDevice));
-            ok(cudaMemcpy(call->scores.data(), given.data(), call->scores.bytes(), cudaMemcpyHostToDevice));
+            tokens.give(t, call->k.data(), call->v.data(), call->scores.data(), call->on.stream);
         }
-        ok(cudaMemset(workspace.data(), 0xff, workspace.bytes()));
-        ok(cudaDeviceSynchronize());
+        ok(cudaMemsetAsync(workspace.data(), 0xff, workspace.bytes(), stream));
         ok(cudaGraphLaunch(executable, stream));
-        ok(cudaStreamSynchronize(stream));
         by_hand.run({Call::slots}, other);
         by_hand.cache.advance(by_hand.on, {Call::slots});
-        const auto a = by_graph.out.read(), b = by_hand.out.read();
-        CHECK(std::equal(a.begin(), a.end(), b.begin(), [](bf16 x, bf16 y) { return x.bits == y.bits; }));
+        if (t % 50 == 0 || steps < 100) {
+            const auto a = by_graph.out.read(), b = by_hand.out.read();
+            CHECK(std::equal(a.begin(), a.end(), b.begin(), [](bf16 x, bf16 y) { return x.bits == y.bits; }));
+        }
     }
+    ok(cudaStreamSynchronize(stream));
     CHECK(by_graph.status.read() == std::vector<std::uint32_t>(Call::slots, 0));
     std::vector<unsigned char> x(by_graph.cache.snapshot_bytes(by_graph.on, 1)), y(x.size());
     by_graph.cache.snapshot(by_graph.on, 1, x.data(), x.size());

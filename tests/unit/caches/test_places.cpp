@@ -152,17 +152,29 @@ struct Emulated {
         std::int32_t next = -2;
         on_group(threads, [&](const auto& group) {
             detail::step_decision mine = step;  // as every warp of a kernel does it
+            detail::place_rivals rivals;
             const detail::ranked_place u_ranked = all.rank(of_u, u, -1, q);
             if (mine.full) {
                 const detail::ranked_place worst =
                     mine.known >= 0 ? all.at(mine.known, q)
                                     : detail::worst_of_tiles(group, all, record.data(), 0, 1, kept, q);
+                rivals = detail::rivals_of(group, all, record.data(), kept, q, worst.place);
                 detail::settle_step(mine, rule, u_ranked, worst);
+            }
+            // The same from what was known before the contest.
+            std::vector<std::int32_t> records = record;
+            std::int32_t early = -2;
+            if (mine.full) {
+                early = detail::next_victim(group, rule, rivals, records.data(), mine, u_ranked);
             }
             group.sync();
             const std::int32_t found = detail::next_victim(group, all, record.data(), mine, u_ranked, q);
             group.sync();
             if (group.rank() == 0) {
+                if (mine.full) {
+                    CHECK(early == found);
+                    CHECK(records == record);
+                }
                 next = found;
                 step = mine;
             }

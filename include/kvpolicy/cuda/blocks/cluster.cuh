@@ -18,13 +18,39 @@ inline constexpr bool compiled_for_clusters = false;
 
 // Templates, so that no code is made of them where nobody calls them.
 
+/// Where in a cluster's shared memory the address of this block's is in block `block`.
+template <class = void>
+__device__ inline std::uint32_t cluster_address(std::uint32_t mine, int block) {
+    std::uint32_t address;
+    asm("mapa.shared::cluster.u32 %0, %1, %2;" : "=r"(address) : "r"(mine), "r"(block));
+    return address;
+}
 template <class = void>
 __device__ inline void store_in_cluster(float* to, int block, float x) {
-    std::uint32_t address;
-    asm volatile("mapa.shared::cluster.u32 %0, %1, %2;"
-                 : "=r"(address)
-                 : "r"(shared_address(to)), "r"(block));
-    asm volatile("st.shared::cluster.f32 [%0], %1;" ::"r"(address), "f"(x) : "memory");
+    asm volatile("st.shared::cluster.f32 [%0], %1;" ::"r"(cluster_address(shared_address(to), block)), "f"(x)
+                 : "memory");
+}
+/// Sends numbers to cluster_address() `to`; the barrier there counts their bytes, as those of a bulk copy. Nobody waits here, where
+/// barriers of a cluster wait until memory has all that was written before. Four numbers lie aligned to 16 bytes.
+template <class = void>
+__device__ inline void send_in_cluster(std::uint32_t to, float x, std::uint32_t barrier) {
+    asm volatile("st.async.weak.shared::cluster.mbarrier::complete_tx::bytes.f32 [%0], %1, [%2];" ::"r"(to),
+                 "f"(x), "r"(barrier)
+                 : "memory");
+}
+template <class = void>
+__device__ inline void send_in_cluster(std::uint32_t to, float4 x, std::uint32_t barrier) {
+    asm volatile(
+        "st.async.weak.shared::cluster.mbarrier::complete_tx::bytes.v4.f32 [%0], {%1, %2, %3, %4}, [%5];" ::
+            "r"(to),
+        "f"(x.x), "f"(x.y), "f"(x.z), "f"(x.w), "r"(barrier)
+        : "memory");
+}
+/// Arrives for those who will cluster_wait(), without a word of what was written before: barrier_init_fence() has it for barriers.
+template <class = void>
+__device__ inline void cluster_arrive_relaxed() {
+    __syncwarp();  // see cluster_arrive()
+    asm volatile("barrier.cluster.arrive.relaxed.aligned;" ::: "memory");
 }
 /// All threads of all blocks of the cluster; what they wrote before is visible after.
 template <class = void>
@@ -41,14 +67,6 @@ template <class = void>
 __device__ inline void cluster_barrier() {
     cluster_arrive();
     cluster_wait();
-}
-
-/// The place in another block's shared memory that stands where `mine` does in this one's.
-template <class Value>
-__device__ inline const Value* in_cluster(const Value* mine, int block) {
-    const Value* there;
-    asm("mapa.u64 %0, %1, %2;" : "=l"(there) : "l"(mine), "r"(block));
-    return there;
 }
 
 }  // namespace cuda_backend

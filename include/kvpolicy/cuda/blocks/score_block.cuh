@@ -33,6 +33,8 @@ struct score_launch {
     std::int32_t projection = 0;
     std::int32_t features = 0;
     std::int32_t width = 0;
+    std::int32_t together = 1;  // sequences that blocks take at once
+    bool beside = false;        // of a launch whose blocks run meanwhile
 };
 
 __device__ inline float silu(float y) { return y / (1.0f + __expf(-y)); }

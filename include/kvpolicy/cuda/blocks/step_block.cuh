@@ -11,9 +11,13 @@
 #include <kvpolicy/caches/places.hpp>
 #include <kvpolicy/core/status.hpp>
 #include <kvpolicy/core/view.hpp>
+#include <kvpolicy/cuda/blocks/async.cuh>
 #include <kvpolicy/cuda/blocks/cache_view.cuh>
 #include <kvpolicy/cuda/blocks/cluster.cuh>
 #include <kvpolicy/cuda/blocks/score_row.cuh>
+#include <kvpolicy/cuda/blocks/step_launch.cuh>
+#include <kvpolicy/cuda/blocks/step_rows.cuh>
+#include <kvpolicy/cuda/blocks/step_states.cuh>
 #include <kvpolicy/cuda/blocks/step_stream.cuh>
 #include <kvpolicy/cuda/config.cuh>
 #include <kvpolicy/cuda/launch.cuh>
@@ -25,136 +29,31 @@ namespace kvpolicy {
 inline namespace KVPOLICY_CUDA_NAMESPACE KVPOLICY_HIDDEN {
 namespace cuda_backend {
 
-/// What the decider of a head tells the last block.
-struct step_note {
-    std::int32_t promoted;  // the row that u gets, or -1
-    std::int32_t kept;      // long-range places in use after the step
-    std::int32_t victim;    // the worst place after the step
-    float arriving;         // the newcomer's score
-    float leaving;          // u's
-};
-
-/// A launch. Rows: sizes of the stream; Gate and Scorer: the policy's.
-template <class Rows, class Gate, class Scorer>
-struct step_launch {
-    using T = typename Rows::T;
-    using Compute = typename Rows::Compute;
-
-    cache_view<T> cache;
-    Batch batch{};
-    rows_view<const T> q{};  // [count, Hq, 1, Dk]
-    rows_view<const T> k{};  // [count, Hkv, 1, Dk]
-    rows_view<const T> v{};  // [count, Hkv, 1, Dv]
-    rows_view<T> out{};      // [count, Hq, 1, Dv]
-    plane_view<float> lse{};
-    plane_view<const float> scores{};  // the newcomers', where they are given
-    const float* computed = nullptr;   // [count, Hkv], of a scorer that is scored_before: see score_launch
-    Compute* states =
-        nullptr;  // [count, Hkv, parts, blocks(), stream_state]; null where parts * blocks() = 1
-    step_note* notes = nullptr;       // [count, Hkv]
-    std::uint32_t* status = nullptr;  // [count]
-    std::int32_t splits = 1;          // blocks that share the rows of a head
-    std::int32_t deciders = 0;        // 1: one more, which has no rows
-    std::int32_t parts = 1;           // of a group of query heads, Rows::heads each
-    std::int32_t width = 0;           // of a state
-    stream_logits<Compute> logits{};
-    bool clustered = false;  // the blocks of a head are a cluster
-    bool writes = true;      // a step; else attention over the rows as they are
-    Gate gate;
-    Scorer scorer;
-
-    /// Blocks of a head, of one part.
-    [[nodiscard]] __host__ __device__ std::int32_t blocks() const { return splits + deciders; }
-};
-
-/// The most blocks of a head that share its rows.
-inline constexpr std::int32_t most_splits = 32;
-
-/// Four columns of one query head.
-template <class Compute>
-struct alignas(16) four_columns {
-    Compute x[4];
-};
-
-/// Reads what other blocks wrote: past the L1 cache.
-struct load_shared_between_blocks {
-    __device__ float operator()(const float* from) const { return __ldcg(from); }
-    __device__ double operator()(const double* from) const { return __ldcg(from); }
-    template <class Four>
-    __device__ Four operator()(const Four* from) const {
-        Four to;
-        static_assert(sizeof(Four) % sizeof(float4) == 0);
-#pragma unroll
-        for (unsigned i = 0; i < sizeof(Four) / sizeof(float4); ++i) {
-            reinterpret_cast<float4*>(&to)[i] = __ldcg(reinterpret_cast<const float4*>(from) + i);
-        }
-        return to;
-    }
-};
-struct load_of_block {
-    template <class Value>
-    __device__ Value operator()(const Value* from) const {
-        return *from;
-    }
-};
-
-/// Where softmax states are: those of a block's warps in its memory, of blocks in the workspace (which are read past the L1 cache), or of the
-/// blocks of a cluster in the memory of each.
-template <class Compute>
-struct states_of_warps {
-    const Compute* first;
-    std::int64_t stride;
-
-    __device__ const Compute* at(std::int32_t i) const { return first + i * stride; }
-    template <class Value>
-    __device__ static Value load(const Value* from) {
-        return load_of_block{}(from);
-    }
-};
-template <class Compute>
-struct states_of_blocks {
-    const Compute* first;
-    std::int64_t stride;
-
-    __device__ const Compute* at(std::int32_t i) const { return first + i * stride; }
-    template <class Value>
-    __device__ static Value load(const Value* from) {
-        return load_shared_between_blocks{}(from);
-    }
-};
-template <class Compute>
-struct states_of_cluster {
-    const Compute* mine;
-
-    __device__ const Compute* at(std::int32_t block) const { return in_cluster(mine, block); }
-    template <class Value>
-    __device__ static Value load(const Value* from) {
-        return *from;
-    }
-};
-
 template <class Rows, class Gate, class Scorer>
 class step_block {
     using Launch = step_launch<Rows, Gate, Scorer>;
     using T = typename Rows::T;
     using Compute = typename Rows::Compute;
     using Four = four_columns<Compute>;
-    static constexpr std::int32_t most_states = most_splits + 1;
     static constexpr bool given = scores_come_along<Scorer>;
+    static constexpr bool finds_rivals = scored_before<Scorer>;
     static constexpr bool on_leaving = Scorer::when == score_time::on_leaving;
 
   public:
     struct Memory {
         detail::ranked_place worst[Rows::warps];
         std::uint32_t last;
-        // States of a part's query heads, as weigh() leaves them: their weights, the largest logit, and the sum.
-        Compute weight[Rows::heads][most_states];
-        Compute top[Rows::heads], sum[Rows::heads];
-        step_note note;  // of a cluster
+        state_weights<Rows> weights;
+        // Of a cluster:
+        std::uint64_t all_states;  // a barrier
+        step_note note;
     };
 
     __device__ step_block(const Launch& call, Memory& memory, unsigned char* regions)
-        : call_(call), memory_(memory), regions_(regions) {
+        : call_(call),
+          memory_(memory),
+          mixer_(memory.weights, call.width, call.cache.dim_v),
+          regions_(regions) {
         auto number = static_cast<std::int32_t>(blockIdx.x);
         split_ = number % call.blocks();
         number /= call.blocks();
@@ -195,6 +94,18 @@ class step_block {
         typename stream_of<Rows>::type stream(region, rows);
         stream.start();
 
+        if constexpr (compiled_for_clusters && Rows::clusters) {
+            if (call_.clustered) {
+                if (decides() && threadIdx.x == 0) {
+                    const std::uint32_t barrier = shared_address(&memory_.all_states);
+                    barrier_init(barrier, 1);
+                    barrier_init_fence();
+                    barrier_expect(barrier, static_cast<std::uint32_t>(call_.blocks()) *
+                                                mixer_.merged_bytes(call_.cache.group));
+                }
+                cluster_arrive_relaxed();
+            }
+        }
         const std::int32_t first_head = part_ * Rows::heads;
         const std::int32_t heads_left = call_.cache.group - first_head;
         const stream_queries<T> queries{call_.q.row(entry_, head_ * call_.cache.group + first_head, 0),
@@ -210,8 +121,14 @@ class step_block {
                 if (alone && warp_id() == 0) {
                     stream.bring(extra);
                 }
-                if (alone && warp_id() == 1) {
-                    warm_next_victim(head, kept, found);
+                if (alone && part_ == 0 && warp_id() == 1 && found.hidden.b >= 0) {
+                    if constexpr (finds_rivals) {  // there is time until the scores come
+                        rivals_ = detail::rivals_of(warp_group{}, head.places(call_.cache.rebase_limit),
+                                                    call_.cache.tile_victims + head.tile, kept, q,
+                                                    found.hidden.b - head.layout.place(0));
+                    } else {
+                        warm_next_victim(head, kept, found);
+                    }
                 }
                 if (!scored_before<Scorer>) {
                     decide(head, q, kept, victim, found, extra);  // while the first rows are on their way
@@ -239,38 +156,42 @@ class step_block {
         const std::int64_t region_size = region_bytes() / static_cast<int>(sizeof(Compute));
         const auto* const of_warps = reinterpret_cast<const Compute*>(regions_);
         const states_of_warps<Compute> warps{of_warps, region_size};
+        const step_rows<Rows, Launch> moving(call_, entry_, head_, slot_);
         if constexpr (compiled_for_clusters && Rows::clusters) {
             if (call_.clustered) {
-                // Behind the first warp's own state, where its tiles were.
-                Compute* const mine = reinterpret_cast<Compute*>(regions_) + state_size();
-                const moved_rows moved = decides() ? fetch_rows(head, q) : moved_rows{};
-                merge_warps(warps, mine, queries.heads);
-                cluster_barrier();  // all have read the cache, and left their states
+                const moved_rows moved = decides() ? moving.fetch(head, q, memory_.note) : moved_rows{};
+                cluster_wait();  // all have begun, and the decider's barrier is ready
+                const std::uint32_t barrier = shared_address(&memory_.all_states);
+                const Compute* const mine = inbox() + split_ * state_size();
+                mixer_.merge_warps(warps, queries.heads,
+                                   state_in_cluster{cluster_address(shared_address(mine), call_.splits),
+                                                    cluster_address(barrier, call_.splits)});
                 if (decides()) {
-                    write_results(states_of_cluster<Compute>{mine}, call_.blocks(), 0);
+                    barrier_wait(barrier, 0);  // all have read the cache, and left their states
+                    __syncthreads();           // the weights of this block's warps have been read
+                    write_results(states_of_warps<Compute>{inbox(), state_size()}, call_.blocks(), 0);
                     if (call_.writes) {
-                        write_rows(head, q, moved);
+                        moving.write(head, q, moved);
                     }
                 }
-                cluster_barrier();  // their memory has been read
                 return;
             }
         }
         moved_rows moved;
         if (call_.blocks() * call_.parts == 1) {
-            moved = fetch_rows(head, q);
+            moved = moving.fetch(head, q, memory_.note);
             write_results(warps, Rows::warps, 0);
         } else {
-            merge_warps(warps, state(part_, split_), queries.heads);
+            mixer_.merge_warps(warps, queries.heads, state_in_memory<Compute>{state(part_, split_)});
             if (!arrives_last(head.index)) {
                 return;
             }
-            moved = fetch_rows(head, q);
+            moved = moving.fetch(head, q, memory_.note);
             write_results(states_of_blocks<Compute>{state(0, 0), state_size()}, call_.blocks(),
                           call_.blocks() * state_size());
         }
         if (call_.writes) {
-            write_rows(head, q, moved);
+            moving.write(head, q, moved);
         }
     }
 
@@ -299,6 +220,10 @@ class step_block {
         return split_ == (call_.deciders != 0 ? call_.splits : 0);
     }
     [[nodiscard]] __device__ int region_bytes() const { return Rows::shared_bytes(call_.cache.dim_v); }
+    /// Where the decider of a cluster has the states of its blocks: behind the regions.
+    [[nodiscard]] __device__ Compute* inbox() const {
+        return reinterpret_cast<Compute*>(regions_ + Rows::warps * region_bytes());
+    }
     [[nodiscard]] __device__ std::int64_t state_size() const {
         return stream_state<Rows::heads>::size(call_.width);
     }
@@ -371,9 +296,6 @@ class step_block {
     __device__ void warm_next_victim(const head_view<T>& head, std::int32_t kept,
                                      const candidates& found) const {
         const std::int32_t first = head.layout.place(0), b = found.hidden.b;
-        if (b < 0 || part_ != 0) {
-            return;
-        }
         const auto warm = [&](std::int32_t row) {
             asm volatile("prefetch.global.L2 [%0];" ::"l"(head.score + row));
             asm volatile("prefetch.global.L2 [%0];" ::"l"(head.position + row));
@@ -418,8 +340,16 @@ class step_block {
             detail::settle_step(step, head.rule, ranked, worst);
         }
         if (part_ == 0 && warp_id() == 1) {  // the first warp goes on to attention
-            const std::int32_t next = detail::next_victim(
-                warp_group{}, places, call_.cache.tile_victims + head.tile, step, ranked, q);
+            std::int32_t* const record = call_.cache.tile_victims + head.tile;
+            std::int32_t next = -1;
+            if constexpr (finds_rivals) {
+                if (call_.deciders != 0) {
+                    next = detail::next_victim(warp_group{}, head.rule, rivals_, record, step, ranked);
+                }
+            }
+            if (!finds_rivals || call_.deciders == 0) {
+                next = detail::next_victim(warp_group{}, places, record, step, ranked, q);
+            }
             if (lane_id() == 0) {
                 step_note& note = note_to_write();
                 note.promoted = step.promoted;
@@ -459,89 +389,6 @@ class step_block {
         }
     }
 
-    /// What the softmax states of `count` warps or blocks weigh beside each other, for all threads to read. Instructions count here:
-    /// they are run once, by a cold cache, while the card has little else to do.
-    template <class States>
-    __device__ void weigh(const States& states, std::int32_t count, std::int32_t heads) const {
-        constexpr int turns = (most_states + 31) / 32;
-        for (std::int32_t head = warp_id(); head < heads; head += Rows::warps) {
-            Compute m[turns], l[turns];
-            Compute top = static_cast<Compute>(minus_infinity()), sum = Compute(0);
-#pragma unroll
-            for (int t = 0; t < turns; ++t) {
-                const std::int32_t i = 32 * t + lane_id();
-                const Compute* const state = states.at(i < count ? i : 0) + head;
-                m[t] = i < count ? states.load(state) : static_cast<Compute>(minus_infinity());
-                l[t] = i < count ? states.load(state + Rows::heads) : Compute(0);
-                top = fmax(top, m[t]);
-            }
-#pragma unroll
-            for (int step = 16; step != 0; step /= 2) {
-                top = fmax(top, __shfl_xor_sync(all_lanes, top, step));
-            }
-            const Compute finite = top == static_cast<Compute>(minus_infinity()) ? Compute(0) : top;
-#pragma unroll
-            for (int t = 0; t < turns; ++t) {
-                const std::int32_t i = 32 * t + lane_id();
-                const Compute weight = exp2(m[t] - finite);
-                sum += weight * l[t];
-                if (i < count) {
-                    memory_.weight[head][i] = weight;
-                }
-            }
-#pragma unroll
-            for (int step = 16; step != 0; step /= 2) {
-                sum += __shfl_xor_sync(all_lanes, sum, step);
-            }
-            if (lane_id() == 0) {
-                memory_.top[head] = top;
-                memory_.sum[head] = sum;
-            }
-        }
-        __syncthreads();
-    }
-    /// Four columns of the states that were weighed, `Batch` of them asked for at once.
-    template <int Batch, class States>
-    __device__ Four mix(const States& states, std::int32_t count, std::int32_t head,
-                        std::int32_t column) const {
-        const std::int64_t at = stream_state<Rows::heads>::header + head * call_.width + column;
-        Four all{};
-#pragma unroll 1
-        for (std::int32_t first = 0; first < count; first += Batch) {
-            Four some[Batch];
-#pragma unroll
-            for (int i = 0; i < Batch; ++i) {
-                some[i] = states.load(
-                    reinterpret_cast<const Four*>(states.at(first + i < count ? first + i : 0) + at));
-            }
-#pragma unroll
-            for (int i = 0; i < Batch; ++i) {
-                const Compute weight = first + i < count ? memory_.weight[head][first + i] : Compute(0);
-#pragma unroll
-                for (int c = 0; c < 4; ++c) {
-                    all.x[c] += first + i < count ? weight * some[i].x[c] : Compute(0);
-                }
-            }
-        }
-        return all;
-    }
-
-    /// The warps' states become the block's, in memory that the last block reads.
-    __device__ void merge_warps(const states_of_warps<Compute>& of_warps, Compute* to,
-                                std::int32_t heads) const {
-        const std::int32_t fours = call_.cache.dim_v / 4;
-        weigh(of_warps, Rows::warps, heads);
-        for (std::int32_t i = static_cast<std::int32_t>(threadIdx.x); i < heads * fours; i += Rows::threads) {
-            const std::int32_t head = i / fours, column = i % fours * 4;
-            *reinterpret_cast<Four*>(to + stream_state<Rows::heads>::header + head * call_.width + column) =
-                mix<Rows::warps>(of_warps, Rows::warps, head, column);
-            if (column == 0) {
-                to[head] = memory_.top[head];
-                to[Rows::heads + head] = memory_.sum[head];
-            }
-        }
-    }
-
     /// Whether all other blocks of the head have arrived. What they wrote before is then visible to this one, and they
     /// no longer read the cache. The counter is back at 0 for the next launch.
     __device__ bool arrives_last(std::int64_t index) const {
@@ -557,7 +404,6 @@ class step_block {
     }
 
     __device__ static void next_part(states_of_warps<Compute>&, std::int64_t) {}  // there is one
-    __device__ static void next_part(states_of_cluster<Compute>&, std::int64_t) {}
     __device__ static void next_part(states_of_blocks<Compute>& states, std::int64_t stride) {
         states.first += stride;
     }
@@ -573,13 +419,13 @@ class step_block {
                 __syncthreads();  // all have read the weights
                 next_part(states, part_stride);
             }
-            weigh(states, count, heads);
+            mixer_.weigh(states, count, heads);
             for (std::int32_t i = static_cast<std::int32_t>(threadIdx.x); i < heads * fours;
                  i += Rows::threads) {
                 const std::int32_t head = i / fours, column = i % fours * 4;
                 constexpr int batch = sizeof(Compute) == 4 ? 11 : 3;  // 33 states in three turns
-                const Four all = mix<batch>(states, count, head, column);
-                const Compute sum = memory_.sum[head], top = memory_.top[head];
+                const Four all = mixer_.template mix<batch>(states, count, head, column);
+                const Compute sum = memory_.weights.sum[head], top = memory_.weights.top[head];
                 const Compute scale = sum == Compute(0) ? Compute(0) : Compute(1) / sum;
                 const std::int64_t of_q = std::int64_t{head_} * call_.cache.group + first + head;
                 T* const to = call_.out.row(entry_, of_q, 0) + column;
@@ -601,113 +447,15 @@ class step_block {
         }
     }
 
-    /// What a thread moves, on its way while outputs are made: a piece of 16 bytes, where T is a 16-bit type, and what
-    /// the decider found, thread 0.
-    struct moved_rows {
-        uint4 leaving, arriving;
-        std::int32_t newest;
-        step_note note;
-    };
-    static constexpr int piece = sizeof(T) == 2 ? 8 : 1;  // elements
-
-    /// Piece i of a row, those of the key before those of the value.
-    struct row_piece {
-        T* rows;
-        const T* newcomer;
-        std::int32_t dim;
-    };
-    [[nodiscard]] __device__ row_piece piece_of(const head_view<T>& head, std::int32_t i) const {
-        const std::int32_t of_k = call_.cache.dim_k / piece;
-        if (i < of_k) {
-            return {head.k + i * piece, call_.k.row(entry_, head_, 0) + i * piece, call_.cache.dim_k};
-        }
-        i -= of_k;
-        return {head.v + i * piece, call_.v.row(entry_, head_, 0) + i * piece, call_.cache.dim_v};
-    }
-    [[nodiscard]] __device__ std::int32_t pieces() const {
-        return (call_.cache.dim_k + call_.cache.dim_v) / piece;
-    }
-
-    /// Sets out to read what write_rows() moves: all of it at once, since it comes from afar.
-    [[nodiscard]] __device__ moved_rows fetch_rows(const head_view<T>& head, position_t q) const {
-        moved_rows moved{};
-        if (!call_.writes) {
-            return moved;
-        }
-        const auto thread = static_cast<std::int32_t>(threadIdx.x);
-        moved.newest = head.layout.recent(q);
-        if constexpr (sizeof(T) == 2) {
-            static_assert(Rows::threads >= 2 * Rows::Dim / piece, "a piece a thread");
-            if (thread < pieces()) {
-                const row_piece mine = piece_of(head, thread);
-                moved.arriving = *reinterpret_cast<const uint4*>(mine.newcomer);
-                moved.leaving =
-                    *reinterpret_cast<const uint4*>(mine.rows + std::int64_t{moved.newest} * mine.dim);
-            }
-        }
-        if (call_.clustered) {
-            moved.note = memory_.note;
-            return moved;
-        }
-        const step_note* const note = call_.notes + pair_;
-        moved.note.promoted = __ldcg(&note->promoted);
-        if (thread == 0) {
-            moved.note.kept = __ldcg(&note->kept);
-            moved.note.victim = __ldcg(&note->victim);
-            moved.note.arriving = __ldcg(&note->arriving);
-            moved.note.leaving = __ldcg(&note->leaving);
-        }
-        return moved;
-    }
-
-    /// The key that leaves moves to its place, then the newcomer takes its row. Each thread moves pieces of its own, so
-    /// that no piece is overwritten before it is read.
-    __device__ void write_rows(const head_view<T>& head, position_t q, const moved_rows& moved) const {
-        const auto thread = static_cast<std::int32_t>(threadIdx.x);
-        const std::int32_t to = moved.note.promoted;
-        for (std::int32_t i = thread; i < pieces(); i += Rows::threads) {
-            const row_piece mine = piece_of(head, i);
-            T* const newest = mine.rows + std::int64_t{moved.newest} * mine.dim;
-            T* const promoted = mine.rows + std::int64_t{to} * mine.dim;
-            if constexpr (sizeof(T) == 2) {
-                if (to >= 0) {
-                    *reinterpret_cast<uint4*>(promoted) = moved.leaving;
-                }
-                *reinterpret_cast<uint4*>(newest) = moved.arriving;
-            } else {
-                if (to >= 0) {
-                    *promoted = *newest;
-                }
-                *newest = *mine.newcomer;
-            }
-        }
-        if (thread != 0) {
-            return;
-        }
-        const float arriving = moved.note.arriving, leaving = moved.note.leaving;
-        if (to >= 0) {
-            head.position[to] = q - head.rule.window;
-            head.score[to] = leaving;
-        }
-        head.position[moved.newest] = q;
-        head.score[moved.newest] = arriving;
-        call_.cache.kept[head.index] = moved.note.kept;
-        call_.cache.victim[head.index] = moved.note.victim;
-        call_.cache.taken[head.index] = 1;
-        if (head_ == 0) {
-            call_.cache.proposed[slot_] = 0;
-        }
-        const bool bad = arriving != arriving || (on_leaving && leaving != leaving);
-        if (bad && call_.status != nullptr) {
-            atomicOr(call_.status + entry_, static_cast<std::uint32_t>(status_nan_score));
-        }
-    }
-
     const Launch& call_;
     Memory& memory_;
+    state_mixer<Rows> mixer_;
     unsigned char* regions_;
     std::int32_t split_, part_, pair_, entry_, head_;
     std::int32_t slot_ = 0;
+    struct nothing {};
+    // Of the worst place, where they are found before the scores come.
+    std::conditional_t<finds_rivals, detail::place_rivals, nothing> rivals_;
 };
 
 }  // namespace cuda_backend

@@ -3,6 +3,7 @@
 
 #include <kvpolicy/cuda/blocks/score_block.cuh>
 #include <kvpolicy/cuda/blocks/score_cluster.cuh>
+#include <kvpolicy/cuda/blocks/score_many.cuh>
 #include <kvpolicy/cuda/config.cuh>
 #include <kvpolicy/cuda/launch.cuh>
 
@@ -23,44 +24,93 @@ __global__ void __launch_bounds__(score_threads)
 
 /// cluster_blocks blocks a cluster, whose sequences score_cluster names.
 template <class Sizes, class View, std::int32_t D, class Feature, class Values>
-__global__ void __launch_bounds__(cluster_threads, 2) cache_score_cluster_kernel(
+__global__ void __launch_bounds__(cluster_threads, 1) cache_score_cluster_kernel(
     const __grid_constant__ score_launch<View, mLSTMScorer<D, Feature, Values>> call) {
     if constexpr (compiled_for_clusters) {
         let_next_kernel_start();  // see cache_score_kernel
-        __shared__ cluster_group<Sizes::Entries> groups[2];
-        score_cluster<Sizes, View, D, Feature, Values>(call, reinterpret_cast<float*>(dynamic_shared()),
-                                                       groups)
-            .run();
+        score_cluster<Sizes, View, D, Feature, Values>(call, dynamic_shared()).run();
     }
+}
+
+inline constexpr std::int64_t many_beside = 8;  // sequences of a block beside a step, at least
+
+/// A block has call.together sequences of one head.
+template <class View, std::int32_t D, class Feature, class Values>
+__global__ void __launch_bounds__(many_threads, 1) cache_score_many_kernel(
+    const __grid_constant__ score_launch<View, mLSTMScorer<D, Feature, Values>> call) {
+    if constexpr (compiled_for_clusters) {  // for those that share its order of sums
+        let_next_kernel_start();
+        score_many<View, D, Feature, Values>(call, dynamic_shared()).run();
+    }
+}
+
+/// Whether weights can be read in fours of numbers.
+template <class Weights>
+bool in_fours(const Weights& weights) {
+    return ((reinterpret_cast<std::uintptr_t>(weights.w_k) | reinterpret_cast<std::uintptr_t>(weights.w_q) |
+             reinterpret_cast<std::uintptr_t>(weights.w_v) | reinterpret_cast<std::uintptr_t>(weights.w_i) |
+             reinterpret_cast<std::uintptr_t>(weights.w_f) | reinterpret_cast<std::uintptr_t>(weights.skip)) %
+            sizeof(float4)) == 0;
+}
+
+/// Enqueues a step's mLSTM scores of many sequences; launch_cluster serves their scorer, too.
+template <class View, std::int32_t D, class Feature, class Values>
+bool launch_many(const cuda& on, const device_scope& device,
+                 score_launch<View, mLSTMScorer<D, Feature, Values>> call, const mlstm_rows& rows) {
+    const std::int32_t inputs = call.cache.dim_k + call.cache.dim_v;
+    const std::int64_t heads = call.cache.kv_heads,
+                       room = std::max<std::int64_t>(device.attribute(cudaDevAttrMultiProcessorCount) / heads,
+                                                     1);
+    // Alone it takes the whole card. Beside a step some of it are enough: the step's blocks need the rest meanwhile.
+    const std::int64_t count = call.batch.count, least = call.beside ? many_beside : 1,
+                       together = std::max((count + room - 1) / room, std::min(count, least));
+    if (call.tokens.most != 1 || !many_fit(inputs, call.features, call.width)) {
+        return false;
+    }
+    constexpr auto kernel = cache_score_many_kernel<View, D, Feature, Values>;
+    call.together = static_cast<std::int32_t>(together);
+    share_multiprocessors<kernel>(device);
+    const auto shared = static_cast<std::size_t>(
+        many_memory<typename View::value_type>::bytes(inputs, rows.count(), call.features, call.width));
+    launch("cache_score_many_kernel", kernel, (count + together - 1) / together * heads, many_threads, shared,
+           on, call);
+    return true;
 }
 
 /// Enqueues an mLSTM's scores by clusters, if they fit: the card, the scorer's sizes. There are no more clusters than run
 /// at once: a step's blocks begin when all of this launch have begun.
 template <class Sizes, class View, std::int32_t D, class Feature, class Values>
 bool launch_cluster(const cuda& on, const device_scope& device,
-                    const score_launch<View, mLSTMScorer<D, Feature, Values>>& call) {
+                    score_launch<View, mLSTMScorer<D, Feature, Values>> call) {
+    using Memory = cluster_memory<Sizes, typename View::value_type>;
     constexpr auto kernel = cache_score_cluster_kernel<Sizes, View, D, Feature, Values>;
     const std::int32_t inputs = call.cache.dim_k + call.cache.dim_v;
+    const mlstm_rows rows{call.projection, Values::projected ? call.width : 0,
+                          call.scorer.weights.skip != nullptr};
     // Of the largest sizes that fit, so that the answer is one for all.
-    constexpr auto most_shared = static_cast<std::size_t>(Sizes::most_floats()) * sizeof(float);
-    if (!Sizes::fit(inputs, call.features, call.width) ||
+    constexpr mlstm_rows most_rows{most_mlstm_features, most_mlstm_width, true};
+    constexpr auto most_shared = static_cast<std::size_t>(
+        Memory::bytes(most_mlstm_inputs, most_rows.count(), most_mlstm_features, most_mlstm_width));
+    if (!Sizes::fit(inputs, call.features, call.width) || !in_fours(call.scorer.weights) ||
         largest_cluster<kernel>(device, cluster_blocks, cluster_threads, most_shared) < cluster_blocks) {
         return false;
     }
-    const cluster_rows rows{call.projection, Values::projected ? call.width : 0,
-                            call.scorer.weights.skip != nullptr};
-    const auto floats = static_cast<std::size_t>(
-        cluster_memory<Sizes::Entries>::floats(inputs, rows.count(), call.features, call.width));
-    const std::int64_t heads = call.cache.kv_heads;
-    const std::int64_t groups = (call.batch.count + Sizes::Entries - 1) / Sizes::Entries;
-    constexpr std::int64_t each = 2;  // blocks of a multiprocessor
+    const std::int64_t heads = call.cache.kv_heads, count = call.batch.count;
+    constexpr std::int64_t few = 16;  // sequences that clusters are quicker for
+    if (count > few && launch_many(on, device, call, rows)) {
+        return true;
+    }
+    call.together = static_cast<std::int32_t>(std::clamp<std::int64_t>(count, 1, Sizes::Entries));
+    const std::int64_t groups = (count + call.together - 1) / call.together;
+    constexpr std::int64_t each = 1;  // blocks of a multiprocessor
     const std::int64_t room = each * device.attribute(cudaDevAttrMultiProcessorCount) / cluster_blocks;
     const std::int64_t turns = std::clamp<std::int64_t>(room / heads, 1, std::max<std::int64_t>(groups, 1));
     share_multiprocessors<kernel>(device);
     launch_attributes attributes;
     attributes.add_cluster(cluster_blocks);
-    launch_with(attributes, "cache_score_cluster_kernel", kernel, heads * turns * cluster_blocks,
-                cluster_threads, floats * sizeof(float), on, call);
+    launch_with(
+        attributes, "cache_score_cluster_kernel", kernel, heads * turns * cluster_blocks, cluster_threads,
+        static_cast<std::size_t>(Memory::bytes(inputs, rows.count(), call.features, call.width)), on, call);
     return true;
 }
 
@@ -78,17 +128,11 @@ void launch_scores(const cuda& on, score_launch<View, Scorer> call) {
         call.features = call.scorer.features();
         call.width = call.scorer.value_width();
         blocks = heads;
-        // Which kernel takes a token depends on sizes and the card alone, so that no batch changes a score's last bit, nor does a
-        // prefill. Alone many sequences would be faster with a block each, beside a step they are not: docs/performance.md.
-        constexpr std::int32_t few = 2, together = 4;  // sequences
-        if (blocks != 0) {
-            const bool one = call.batch.count <= few;
-            if (one ? launch_cluster<cluster_sizes<1, 2>>(on, device, call) ||
-                          launch_cluster<cluster_sizes<1, 4>>(on, device, call)
-                    : launch_cluster<cluster_sizes<together, 2>>(on, device, call) ||
-                          launch_cluster<cluster_sizes<together / 2, 4>>(on, device, call)) {
-                return;
-            }
+        // Whether clusters take a token, or blocks whose sums have the same order, depends on sizes and the card alone, so that no batch
+        // changes a score's last bit, nor does a prefill.
+        if (blocks != 0 && (launch_cluster<cluster_sizes<8, 2>>(on, device, call) ||
+                            launch_cluster<cluster_sizes<2, 2>>(on, device, call))) {
+            return;
         }
         floats = static_cast<std::size_t>(
             mlstm_memory::floats(inputs, call.projection, call.features, call.width));

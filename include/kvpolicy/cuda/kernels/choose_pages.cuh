@@ -2,12 +2,15 @@
 // (host/cache_select.hpp), with the same operations in the same order, so that both choose the same.
 #pragma once
 
-#include <kvpolicy/cuda/blocks/admit_block.cuh>
+#include <kvpolicy/cuda/blocks/bound_stream.cuh>
 #include <kvpolicy/cuda/blocks/dual_view.cuh>
+#include <kvpolicy/cuda/blocks/find_largest.cuh>
 #include <kvpolicy/cuda/blocks/largest_keys.cuh>
+#include <kvpolicy/cuda/blocks/warp.cuh>
 #include <kvpolicy/cuda/config.cuh>
 #include <kvpolicy/cuda/launch.cuh>
 
+#include <cstddef>
 #include <cstdint>
 #include <type_traits>
 
@@ -15,7 +18,7 @@ namespace kvpolicy {
 inline namespace KVPOLICY_CUDA_NAMESPACE KVPOLICY_HIDDEN {
 namespace cuda_backend {
 
-inline constexpr int bound_threads = 128;
+inline constexpr int bound_threads = 128, choose_threads = 512;
 
 /// What the kernels share.
 template <class T>
@@ -54,16 +57,39 @@ struct page_head {
           read(call.cache.read_pages[head]) {}
 };
 
-/// A product that is rounded before anything is added to it.
-__device__ inline float rounded_product(float a, float b) { return __fmul_rn(a, b); }
-__device__ inline double rounded_product(double a, double b) { return __dmul_rn(a, b); }
+/// Where a head's keys go.
+template <class T>
+struct page_keys {
+    typename choose_launch<T>::Key* keys;
+    std::int32_t newest;  // the page of the newest token, which leads whatever its bound
 
-/// Bounds of all pages of the heads that have more than they read: `pieces` blocks a head, a thread a page.
+    __device__ page_keys(const choose_launch<T>& call, const page_head<T>& at)
+        : keys(call.keys + at.pair * call.most_pages),
+          newest(at.rows.layout.recent(call.cache.length[at.slot] + call.added - 1) / call.cache.bound_rows) {
+    }
+    __device__ void operator()(std::int32_t page, typename choose_launch<T>::Real bound) const {
+        keys[page] = page == newest ? ~typename choose_launch<T>::Key(0) : key_of_rank(bound);
+    }
+};
+
+/// Shared memory of the blocks that find bounds.
+template <class T>
+__host__ __device__ constexpr std::size_t bound_shared_bytes(std::int32_t group, std::int32_t dim) {
+    if constexpr (sizeof(T) == 2) {
+        return bound_threads / 32 * std::size_t{bound_stages::warp_bytes} +
+               static_cast<std::size_t>(bound_stream<T>::query_numbers(group, dim)) * sizeof(float);
+    } else {
+        return static_cast<std::size_t>(group) * static_cast<std::size_t>(dim) * sizeof(compute_t<T>);
+    }
+}
+
+/// Bounds of all pages of the heads that have more than they read: `pieces` blocks a head.
 template <class T>
 __global__ void __launch_bounds__(bound_threads)
     bound_pages_kernel(const __grid_constant__ choose_launch<T> call, const std::int32_t pieces) {
     using Real = typename choose_launch<T>::Real;
-    const std::int32_t pair = static_cast<std::int32_t>(blockIdx.x) / pieces;
+    const std::int32_t pair = static_cast<std::int32_t>(blockIdx.x) / pieces,
+                       piece = static_cast<std::int32_t>(blockIdx.x) % pieces;
     if (call.taken[pair / call.cache.kv_heads] <= 0) {
         return;
     }
@@ -72,87 +98,72 @@ __global__ void __launch_bounds__(bound_threads)
         return;
     }
     const std::int32_t dim = call.cache.dim_k, group = call.cache.group;
-    auto* const query = reinterpret_cast<Real*>(dynamic_shared());  // [group, dim]
-    for (auto i = static_cast<std::int32_t>(threadIdx.x); i < group * dim; i += bound_threads) {
-        query[i] =
-            call.scale * static_cast<Real>(call.q.row(at.entry, at.head * group + i / dim, 0)[i % dim]);
-    }
-    __syncthreads();
-    const std::int32_t newest = at.rows.layout.recent(call.cache.length[at.slot] + call.added - 1);
-    constexpr int each = sizeof(T) == 2 ? 8 : 1;  // numbers of a load
-    for (std::int32_t page = static_cast<std::int32_t>(blockIdx.x) % pieces * bound_threads +
-                             static_cast<std::int32_t>(threadIdx.x);
-         page < at.pages; page += pieces * bound_threads) {
-        const T* const least = at.rows.rows.bounds(page);
-        const T* const most = least + dim;
-        Real joined = Real(0);
-        for (std::int32_t g = 0; g < group; ++g) {
-            const Real* const x = query + g * dim;
-            Real bound = Real(0);
-            for (std::int32_t d = 0; d < dim; d += each) {
-                struct alignas(each * sizeof(T)) numbers {
-                    T at[each];
-                };
-                const numbers low = *reinterpret_cast<const numbers*>(least + d),
-                              high = *reinterpret_cast<const numbers*>(most + d);
-#pragma unroll
-                for (int i = 0; i < each; ++i) {
-                    const Real a = rounded_product(x[d + i], static_cast<Real>(low.at[i])),
-                               b = rounded_product(x[d + i], static_cast<Real>(high.at[i]));
-                    bound += a < b ? b : a;
-                }
-            }
-            joined = call.cache.mean_bound ? joined + bound
-                     : g == 0              ? bound
-                     : joined < bound      ? bound
-                                           : joined;
+    const page_keys<T> keys(call, at);
+    const auto scaled = [&](std::int32_t g, std::int32_t d) {
+        return call.scale * static_cast<Real>(call.q.row(at.entry, at.head * group + g, 0)[d]);
+    };
+    if constexpr (sizeof(T) == 2) {
+        constexpr std::int32_t warps = bound_threads / 32;
+        unsigned char* const stages = dynamic_shared();
+        auto* const query = reinterpret_cast<float*>(stages + warps * bound_stages::warp_bytes);
+        const std::int32_t numbers = bound_stream<T>::query_numbers(group, dim);
+        for (auto i = static_cast<std::int32_t>(threadIdx.x); i < numbers; i += bound_threads) {
+            query[i] = bound_stream<T>::query_number(i, group, dim, scaled);
         }
-        using Key = typename choose_launch<T>::Key;
-        // The newest token's page leads whatever its bound; a NaN is last.
-        call.keys[at.pair * call.most_pages + page] =
-            page == newest / call.cache.bound_rows ? ~Key(0) : key_of_rank(joined);
+        __syncthreads();
+        bound_stream<T>(query, stages + warp_id() * bound_stages::warp_bytes, dim, group)
+            .run(at.rows.rows, at.pages, piece * warps + warp_id(), pieces * warps, call.cache.mean_bound,
+                 keys);
+    } else {  // types to check others with: a thread a page
+        auto* const query = reinterpret_cast<Real*>(dynamic_shared());  // [group, dim]
+        for (auto i = static_cast<std::int32_t>(threadIdx.x); i < group * dim; i += bound_threads) {
+            query[i] = scaled(i / dim, i % dim);
+        }
+        __syncthreads();
+        for (std::int32_t page = piece * bound_threads + static_cast<std::int32_t>(threadIdx.x);
+             page < at.pages; page += pieces * bound_threads) {
+            Real joined = Real(0);
+            for (std::int32_t g = 0; g < group; ++g) {
+                const Real bound = bound_of_page<Real>([&](std::int32_t d) { return query[g * dim + d]; },
+                                                       at.rows.rows.bounds(page), dim);
+                joined = call.cache.mean_bound ? joined + bound : g == 0 || joined < bound ? bound : joined;
+            }
+            keys(page, joined);
+        }
     }
 }
 
 /// Chooses: a block a head.
 template <class T>
-__global__ void __launch_bounds__(admit_threads)
+__global__ void __launch_bounds__(choose_threads)
     choose_pages_kernel(const __grid_constant__ choose_launch<T> call) {
     using Key = typename choose_launch<T>::Key;
-    __shared__ admit_memory memory;
-    __shared__ largest_memory<Key> largest;
+    __shared__ find_memory<Key, choose_threads> memory;
     const auto pair = static_cast<std::int32_t>(blockIdx.x);
     if (call.taken[pair / call.cache.kv_heads] <= 0) {
         return;
     }
     const page_head<T> at(call, pair);
-    const auto thread = static_cast<std::int32_t>(threadIdx.x);
     const std::int32_t size = call.cache.bound_rows, parts = call.cache.pool.page_rows / size;
     std::int32_t* const chosen = call.chosen + at.pair * call.most_chosen;
     const auto id_of = [&](std::int32_t page) { return at.rows.table[page / parts] * parts + page % parts; };
     if (at.pages <= at.read) {
-        for (std::int32_t page = thread; page < at.pages; page += admit_threads) {
+        for (auto page = static_cast<std::int32_t>(threadIdx.x); page < at.pages; page += choose_threads) {
             chosen[page] = id_of(page);
         }
-        if (thread == 0) {
+        if (threadIdx.x == 0) {
             call.chosen_rows[at.pair] = at.used;
         }
         return;
     }
-    Key* const keys = call.keys + at.pair * call.most_pages;
-    mark_largest(largest, memory, keys, at.pages, at.read);
-    running_sums(
-        memory, at.pages, [&](std::int32_t page) { return keys[page] == ~Key(0) ? 1 : 0; },
-        [&](std::int32_t page, std::int32_t before) {
-            if (keys[page] != ~Key(0)) {
-                return;
-            }
-            chosen[before] = id_of(page);
-            if (before == at.read - 1) {
-                const std::int32_t rest = at.used - page * size;
-                call.chosen_rows[at.pair] = before * size + (rest < size ? rest : size);
-            }
-        });
+    find_largest(memory, call.keys + at.pair * call.most_pages, at.pages, at.read,
+                 [&](std::int32_t page, std::int32_t before) {
+                     chosen[before] = id_of(page);
+                     if (before == at.read - 1) {
+                         const std::int32_t rest = at.used - page * size;
+                         call.chosen_rows[at.pair] = before * size + (rest < size ? rest : size);
+                     }
+                 });
 }
 
 }  // namespace cuda_backend
