@@ -23,7 +23,7 @@ namespace {
 
 using namespace bench;
 using kvp::bf16;
-using Dims = kvp::head_dims<64, 128>;
+using Dims = kvp::head_dims<64, 128, 256>;
 
 struct shape {
     std::int32_t batch, length, dim;
@@ -165,19 +165,19 @@ void add_future_mass() {
 
 // ---- through lifetimes -----------------------------------------------------------------------------------------------
 
-/// Scores of gates that are open in runs of 64 to 256 tokens, a quarter of all, and shut between them.
-std::vector<float> scores_in_runs(std::int64_t count) {
+/// Scores of gates that are open in runs of `least` to 4 `least` tokens, a quarter of all, and shut between them.
+std::vector<float> scores_in_runs(std::int64_t count, std::uint32_t least) {
     std::vector<float> scores(static_cast<std::size_t>(count), -3.0f);
     std::uint32_t state = 1;
     const auto draw = [&state](std::uint32_t below) {
         state = state * 1664525u + 1013904223u;
         return static_cast<std::size_t>((state >> 8) % below);
     };
-    for (std::size_t t = draw(512); t < scores.size();) {
-        const std::size_t open = 64 + draw(193);
+    for (std::size_t t = draw(8 * least); t < scores.size();) {
+        const std::size_t open = least + draw(3 * least + 1);
         std::fill(scores.begin() + static_cast<std::ptrdiff_t>(t),
                   scores.begin() + static_cast<std::ptrdiff_t>(std::min(t + open, scores.size())), 3.0f);
-        t += open + 192 + draw(577);
+        t += open + 3 * least + draw(9 * least + 1);
     }
     return scores;
 }
@@ -188,10 +188,10 @@ struct lifetimes {
     double pairs = 0.0;
 
     template <class P>
-    lifetimes(const shape& s, const P& policy, bool in_runs) : expiry(s.keys()) {
+    lifetimes(const shape& s, const P& policy, std::uint32_t runs) : expiry(s.keys()) {
         const buffer<float> scores(s.keys());
-        if (in_runs) {
-            const std::vector<float> values = scores_in_runs(s.keys());
+        if (runs != 0) {
+            const std::vector<float> values = scores_in_runs(s.keys(), runs);
             ok(cudaMemcpy(scores.data(), values.data(), values.size() * sizeof(float),
                           cudaMemcpyHostToDevice));
         } else {
@@ -229,12 +229,12 @@ struct attention_tensors {
     kvp::AttendOptions options;
 
     template <class P>
-    attention_tensors(const shape& of, const P& policy, bool soft, bool in_runs = false)
+    attention_tensors(const shape& of, const P& policy, bool soft, std::uint32_t runs = 0)
         : s(of),
           q(s, s.query_heads(), 1),
           k(s, s.heads, 2),
           v(s, s.heads, 3),
-          life(s, policy, in_runs),
+          life(s, policy, runs),
           out(s.queries() * s.dim),
           lse(s.queries()),
           bias(soft ? s.keys() : 0),
@@ -300,9 +300,9 @@ void forward_and_backward(benchmark::State& state, const shape& s, const P& poli
 }
 
 template <class P>
-void forward(benchmark::State& state, const shape& s, const P& policy, bool in_runs = false,
+void forward(benchmark::State& state, const shape& s, const P& policy, std::uint32_t runs = 0,
              kvp::attend_copies copies = kvp::attend_copies::automatic) {
-    attention_tensors tensors(s, policy, false, in_runs);
+    attention_tensors tensors(s, policy, false, runs);
     tensors.options.copies = copies;
     measure_with_workspace(
         state, tensors.forward_bytes(),
@@ -329,8 +329,8 @@ void add_forward() {
         shape of;
     } budgets[] = {{"16k", shape_of(1, 1 << 14)},           {"32k", shape_of(1, 1 << 15)},
                    {"64k", shape_of(1, 1 << 16)},           {"128k", shape_of(1, 1 << 17)},
-                   {"16k, d 64", shape_of(1, 1 << 14, 64)}, {"8 x 4k", shape_of(8, 1 << 12)},
-                   {"32 x 2k", shape_of(32, 1 << 11)}};
+                   {"16k, d 64", shape_of(1, 1 << 14, 64)}, {"16k, d 256", shape_of(1, 1 << 14, 256)},
+                   {"8 x 4k", shape_of(8, 1 << 12)},        {"32 x 2k", shape_of(32, 1 << 11)}};
     for (const auto& [name, of] : budgets) {
         const shape s = of;
         add(
@@ -347,16 +347,33 @@ void add_forward() {
         "forward/200k, gates 25%",
         [=](benchmark::State& state) { forward(state, shape_of(1, 200000), gates(0.25)); }, 5);
     // Copies of every kind, where rows that follow one another are many, few and all.
-    for (const bool boxes : {true, false}) {
-        const kvp::attend_copies copies = boxes ? kvp::attend_copies::boxes : kvp::attend_copies::rows;
-        const std::string how = boxes ? ", boxes" : ", every row alone";
+    const struct {
+        const char* name;
+        kvp::attend_copies copies;
+    } kinds[] = {{", boxes", kvp::attend_copies::boxes},
+                 {", every row alone", kvp::attend_copies::rows},
+                 {", as counted", kvp::attend_copies::automatic}};
+    for (const auto& kind : kinds) {
+        const kvp::attend_copies copies = kind.copies;
         add(
-            "forward/200k, gates in runs" + how,
-            [=](benchmark::State& state) { forward(state, shape_of(1, 200000), gates(0.25), true, copies); },
+            std::string("forward/200k, gates in runs of 64 to 256") + kind.name,
+            [=](benchmark::State& state) { forward(state, shape_of(1, 200000), gates(0.25), 64, copies); },
             5);
+        for (const std::uint32_t runs : {4u, 16u, 64u}) {
+            add(
+                "forward/64k, gates in runs of " + std::to_string(runs) + " to " + std::to_string(4 * runs) +
+                    kind.name,
+                [=](benchmark::State& state) {
+                    forward(state, shape_of(1, 1 << 16), gates(0.25), runs, copies);
+                },
+                7);
+        }
         add(
-            "forward/16k, budget" + how,
-            [=](benchmark::State& state) { forward(state, shape_of(1, 1 << 14), Budget{}, false, copies); },
+            std::string("forward/16k, budget") + kind.name,
+            [=](benchmark::State& state) { forward(state, shape_of(1, 1 << 14), Budget{}, 0, copies); }, 10);
+        add(
+            std::string("forward/16k, open gates") + kind.name,
+            [=](benchmark::State& state) { forward(state, shape_of(1, 1 << 14), gates(1.0), 0, copies); },
             10);
     }
 }
@@ -365,11 +382,9 @@ void add_backward() {
     const struct {
         const char* name;
         shape of;
-    } budgets[] = {{"16k", shape_of(1, 1 << 14)},
-                   {"32k", shape_of(1, 1 << 15)},
-                   {"16k, d 64", shape_of(1, 1 << 14, 64)},
-                   {"8 x 4k", shape_of(8, 1 << 12)},
-                   {"32 x 2k", shape_of(32, 1 << 11)}};
+    } budgets[] = {{"16k", shape_of(1, 1 << 14)},           {"32k", shape_of(1, 1 << 15)},
+                   {"16k, d 64", shape_of(1, 1 << 14, 64)}, {"16k, d 256", shape_of(1, 1 << 14, 256)},
+                   {"8 x 4k", shape_of(8, 1 << 12)},        {"32 x 2k", shape_of(32, 1 << 11)}};
     for (const auto& [name, of] : budgets) {
         const shape s = of;
         add(

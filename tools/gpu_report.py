@@ -86,8 +86,14 @@ def targets(folder, operation):
         yield pattern, passes, stretch, [name.strip() for name in baselines.split(",") if name.strip()]
 
 
-def limit_ms(target, baseline_ms):
-    """A target in milliseconds; "3.4x" is relative to the baseline, and unknown without one."""
+def limit_ms(target, row, baseline_ms, rates):
+    """A target in milliseconds, None where it is unknown. "3.4x" is relative to the baseline, "0.7 of NAME" a share of the rate
+    of the benchmark of that name."""
+    if " of " in target:
+        share, other = target.split(" of ", 1)
+        if other not in rates or not row.get("tflops"):
+            return None
+        return row["median_ms"] * row["tflops"] / (float(share) * rates[other])
     if target.endswith("x"):
         return baseline_ms / float(target[:-1]) if baseline_ms else None
     return float(target)
@@ -95,6 +101,7 @@ def limit_ms(target, baseline_ms):
 
 def benchmark_rows(bench, table, baselines):
     """Every benchmark with its target, whether it is met, and the ratios to its baselines."""
+    rates = {row["name"].split("/iterations")[0]: row["tflops"] for row in bench["benchmarks"] if row.get("tflops")}
     for row in bench["benchmarks"]:
         name = row["name"].split("/iterations")[0]
         entry = {"name": name}
@@ -112,9 +119,11 @@ def benchmark_rows(bench, table, baselines):
                 entry["baseline_ms"] = found
                 entry["times_faster"] = {one: ms / entry["median_ms"] for one, ms in found.items()}
             entry["pass"], entry["stretch"] = passes, stretch
+            if " of " in passes and passes.split(" of ", 1)[1] in rates and entry.get("tflops"):
+                entry["share_of_rate"] = entry["tflops"] / rates[passes.split(" of ", 1)[1]]
             first = next(iter(found.values()), None)
             for met in ("stretch", "pass"):
-                limit = limit_ms(entry[met], first)
+                limit = limit_ms(entry[met], entry, first, rates)
                 if limit is not None and entry["median_ms"] <= limit:
                     entry["met"] = met
                     break
@@ -128,6 +137,8 @@ def print_row(entry):
     text = f"{entry['median_ms']:10.4f} ms  {entry['name']}" if "median_ms" in entry else f"{'':10}     {entry['name']}"
     if "met" in entry:
         text += f"  target {entry['pass']}, stretch {entry['stretch']}: met {entry['met']}"
+    if "share_of_rate" in entry:
+        text += f", {entry['share_of_rate']:.2f} of the rate"
     for name, times in entry.get("times_faster", {}).items():
         text += f", {times:.2f}x {name}"
     print(text + (f"  {entry['error']}" if "error" in entry else ""))

@@ -10,13 +10,14 @@
 #
 #   profiled[<operation>]   a regular expression: the benchmarks whose kernels are profiled. With KVPOLICY_BENCH_PROFILE in
 #                           its environment a benchmark makes each call once and times nothing.
-#   sanitized[<operation>]  a line for each program: PROGRAM | TOOLS | test cases, as doctest takes them. All cases together
+#   sanitized[<operation>]  a line for each run of a program: PROGRAM | TOOLS | test cases, as doctest takes them. All cases together
 #                           reach every kernel of the operation, at sizes for tools that slow a kernel down a hundred times.
 #                           The report names the library's kernels that the run's selection did not reach.
 #   baselines[<operation>]  a line for each run of the baseline: arguments | seconds it has. Without any, one run of 110 s
 #   compiled[<operation>]   arguments with which the baseline compiles, beside the build, what its runs time later
 #   targets[<operation>]    a line for each: a shell pattern of benchmark names | pass | stretch | baseline rows, separated
-#                           by commas. Targets are milliseconds, or how many times faster than the first baseline: 3.4x.
+#                           by commas. Targets are milliseconds, or how many times faster than the first baseline: 3.4x, or what
+#                           share of another benchmark's rate (tflops) its own is to be: 0.7 of forward/16k.
 
 all_checks="memcheck synccheck initcheck racecheck"
 
@@ -49,9 +50,10 @@ profiled[attention]='(forward|forward . backward|future mass|causal lse)/16k/'
 sanitized[attention]="
 gpu.attention.future_mass | $all_checks | small future masses*
 gpu.attention.plan        | $all_checks | lengths*
-gpu.attention.attend      | $all_checks | small*,more queries*
-gpu.attention.backward    | $all_checks | one tile*,strides,softcap*
-gpu.attention.backward_types | memcheck initcheck | fp32*
+gpu.attention.small       | $all_checks | hopper forward*
+gpu.attention.small       | $all_checks | portable forward*,plain forward*
+gpu.attention.small       | $all_checks | hopper backward*
+gpu.attention.small       | $all_checks | portable backward*,plain backward*
 "
 # cuDNN needs no compiler; FlexAttention needs about ten kernels, those of its backward pass half a minute each.
 compiled[attention]='--compile --only flex mass'
@@ -68,9 +70,18 @@ forward/128k             | 21   | 14.8 | FlexAttention forward 128k, cuDNN dense
 forward/200k, gates 25%  | 3.4x | 3.9x | cuDNN dense forward 200k
 forward + backward/16k   | 9    | 6.5  | FlexAttention forward + backward 16k, cuDNN dense forward + backward 16k
 forward + backward/32k   | 20   | 14.5 | FlexAttention forward + backward 32k, cuDNN dense forward + backward 32k
+forward/16k, d 64        | 0.7 of forward/16k  | 0.7 of forward/16k  |
+forward/8 x 4k           | 0.85 of forward/16k | 0.85 of forward/16k | cuDNN dense forward 8 x 4k
+forward/32 x 2k          | 0.85 of forward/16k | 0.85 of forward/16k | cuDNN dense forward 32 x 2k
+forward + backward/16k, d 64 | 0.7 of forward + backward/16k  | 0.7 of forward + backward/16k  |
+forward + backward/8 x 4k    | 0.85 of forward + backward/16k | 0.85 of forward + backward/16k | cuDNN dense forward + backward 8 x 4k
+forward + backward/32 x 2k   | 0.85 of forward + backward/16k | 0.85 of forward + backward/16k | cuDNN dense forward + backward 32 x 2k
 soft gates/16k           | 0.741x | 0.87x | cuDNN dense forward + backward 16k
 future mass/16k          | 2.1  | 1.7  | FlexAttention future mass 16k
 future mass/32k          | 8.2  | 6.8  | FlexAttention future mass 32k
+future mass/16k, d 64    | 0.7 of future mass/16k  | 0.7 of future mass/16k  |
+future mass/8 x 4k       | 0.85 of future mass/16k | 0.85 of future mass/16k |
+future mass/32 x 2k      | 0.85 of future mass/16k | 0.85 of future mass/16k |
 "
 
 # ---- caches ----------------------------------------------------------------------------------------------------------

@@ -23,7 +23,7 @@ enum class attend_path : std::uint8_t {
 
 /// How a call on Hopper (head_dim up to 128, no softcap, no biases) copies rows that all queries of a tile see.
 enum class attend_copies : std::uint8_t {
-    automatic,  ///< boxes where rows are scanned, and from 65536 rows on; else rows
+    automatic,  ///< boxes for the super-tiles whose rows follow one another in runs of 32 or more on average; else rows
     boxes,  ///< eight rows that follow one another come as one box by TMA, others singly: for gates open in long runs
     rows,  ///< every row by itself
 };
@@ -62,8 +62,9 @@ std::size_t attend_workspace_bytes(const cuda& on, const Attention& attention,
 /// stream; nothing is allocated, nothing waited for. Grids depend on shapes alone, so a captured graph serves other
 /// lengths, starts and lifetimes. The bits are the same in every run.
 ///
-/// A row that no query of a tile sees is never read, whatever it holds. In a block of keys that some queries of a tile see and
-/// others do not (of the same head, at most a few dozen tokens apart), a value that is not finite reaches the others too.
+/// What a query does not see never reaches it, whatever the row holds, NaN and infinities included. (The tensor cores multiply
+/// such a value by 0 where another query of the tile sees its row. So outputs that are not finite are computed once more, one by
+/// one and slowly: a model that has gone to NaN takes up to a hundred times as long.)
 ///
 /// What the host would refuse but the device finds too late: lengths (of queries or keys) below 0 or beyond the view count as
 /// 0, cu_seqlens that do not rise from 0 to sequences.length make every segment empty; both set status_bad_length.

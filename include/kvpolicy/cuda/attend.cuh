@@ -72,7 +72,7 @@ class attend_call {
         if (call_.listed) {
             take_plan(parts, call_.plan, heads(), biased_);
         }
-        counters_ = parts.take<std::uint32_t>(is_half<T> ? std::max(call_.plan.supers, 1) : 0);
+        counters_ = parts.take<std::uint32_t>(is_half<T> ? counters() : 0);
         return parts.bytes();
     }
 
@@ -88,8 +88,9 @@ class attend_call {
         }
         launch_edges(on_, sequences_, edges_, options_.status);
         launch("attend_begin_kernel", attend_begin_kernel<key_frames>, 1, 256, 0, on_, call_.frames,
-               sequences_.batch, options_.status, counters_, is_half<T> ? std::max(call_.plan.supers, 1) : 0);
+               sequences_.batch, options_.status, counters_, is_half<T> ? counters() : 0);
         if constexpr (is_half<T>) {
+            call_.not_finite = counters_ + (counters() - 1);
             with_tile(Dims{}, tile_, [this](auto dim) {
                 if (general_) {
                     run_rounds<decltype(dim)::value, true>();
@@ -97,6 +98,10 @@ class attend_call {
                     run_rounds<decltype(dim)::value, false>();
                 }
             });
+            const std::int64_t queries = heads() * call_.problem.group * call_.problem.length;
+            launch("attend_mend_kernel", attend_mend_kernel<T>,
+                   std::min<std::int64_t>((queries + plain_warps - 1) / plain_warps, mend_blocks),
+                   32 * plain_warps, 0, on_, call_);
         } else {
             const attention_problem<T>& problem = call_.problem;
             const std::int64_t queries = heads() * problem.group * problem.length;
@@ -107,6 +112,10 @@ class attend_call {
     }
 
   private:
+    static constexpr std::int64_t mend_blocks = 1024;
+
+    /// One for each round's tiles, and one that says whether outputs were finite.
+    [[nodiscard]] std::int32_t counters() const { return std::max(call_.plan.supers, 1) + 1; }
     [[nodiscard]] std::int64_t heads() const {
         return std::int64_t{call_.problem.batch} * call_.problem.kv_heads;
     }
@@ -148,10 +157,8 @@ class attend_call {
     [[nodiscard]] attend_boxes boxes() const {
         attend_boxes maps;
         const key_rows<T>& rows = call_.problem.rows;
-        // What lies in the L2 cache is gathered as fast.
-        const bool automatic = !call_.listed || rows_ >= 65536;
-        maps.there = (options_.copies == attend_copies::boxes ||
-                      (options_.copies == attend_copies::automatic && automatic)) &&
+        maps.always = options_.copies == attend_copies::boxes;
+        maps.there = !general_ && tile_ <= 128 && options_.copies != attend_copies::rows &&
                      rows.first_row == nullptr && make_tensor_map(rows.k, attend_boxes::box_rows, maps.k) &&
                      make_tensor_map(rows.v, attend_boxes::box_rows, maps.v);
         return maps;

@@ -10,6 +10,7 @@
 #include <kvpolicy/cuda/hopper.cuh>
 #include <kvpolicy/cuda/kernels/attention_plan.cuh>
 #include <kvpolicy/cuda/kernels/backward_hopper.cuh>
+#include <kvpolicy/cuda/kernels/backward_hopper_wide.cuh>
 #include <kvpolicy/cuda/kernels/backward_plain.cuh>
 #include <kvpolicy/cuda/kernels/backward_portable.cuh>
 #include <kvpolicy/cuda/kernels/backward_prepare.cuh>
@@ -83,6 +84,7 @@ struct backward_call {
         }
         problem.items = parts.take<std::int32_t>(count + 1);
         problem.taken = parts.take<std::int32_t>(most);
+        problem.not_finite = parts.take<std::uint32_t>(1);
         if constexpr (is_half<T>) {
             const std::int64_t lines = count * problem.padded_rows;
             problem.packed_q = parts.take<T>(lines * tile);
@@ -140,6 +142,16 @@ inline void zero(const cuda& on, void* memory, std::int64_t bytes) {
     check(cudaMemsetAsync(memory, 0, static_cast<std::size_t>(bytes), on.stream), "cudaMemsetAsync");
 }
 
+/// The Hopper kernel of keys for a tile of head_dims.
+template <class T, int Dim, bool Bias, bool Softcap>
+constexpr auto hopper_keys_kernel() {
+    if constexpr (Dim <= 128) {
+        return backward_hopper_kernel<T, Dim, Bias, Softcap>;
+    } else {
+        return backward_hopper_wide_kernel<T, Bias, Softcap>;
+    }
+}
+
 /// The kernels of one tile of head_dims.
 template <class T, int Dim, bool Bias, bool Softcap>
 void run_backward(const cuda& on, const device_scope& device, backward_call<T>& call,
@@ -154,23 +166,32 @@ void run_backward(const cuda& on, const device_scope& device, backward_call<T>& 
     if (p.sum_bias != nullptr) {
         zero(on, p.sum_bias, rows * 4);
     }
-    bool hopper = false;
-    std::int32_t hopper_keys = 0;
-    if constexpr (Dim <= 128) {
-        hopper_keys = hopper_backward<Dim>::keys;
-        hopper = !options.portable && has_hopper_code(device, backward_hopper_kernel<T, Dim, Bias, Softcap>);
-    }
+    constexpr auto hopper_kernel = hopper_keys_kernel<T, Dim, Bias, Softcap>();
+    const bool hopper = !options.portable && has_hopper_code(device, hopper_kernel);
     const auto keys_pass = [&](std::int32_t begin, std::int32_t end, std::int32_t counter) {
+        if (hopper) {
+            using H = hopper_backward<Dim>;
+            launch("backward_hopper_kernel", hopper_kernel, processors, H::threads, H::shared_bytes, on, p,
+                   begin, end, counter);
+        } else {
+            launch("backward_portable_kernel", backward_portable_kernel<T, Dim, Bias, Softcap>,
+                   2 * processors, S::threads, shared, on, p, begin, end, counter);
+        }
+    };
+    const auto queries_pass = [&](std::int64_t lines, const auto& items_pass) {
         if constexpr (Dim <= 128) {
             if (hopper) {
-                launch("backward_hopper_kernel", backward_hopper_kernel<T, Dim, Bias, Softcap>, processors,
-                       hopper_backward<Dim>::threads, hopper_backward<Dim>::shared_bytes, on, p, begin, end,
-                       counter);
+                using H = hopper_queries<Dim>;
+                launch("backward_queries_hopper_kernel",
+                       backward_queries_hopper_kernel<T, Dim, Bias, Softcap>, lines / H::rows, H::threads,
+                       H::shared_bytes, on, p);
                 return;
             }
+        } else if (hopper) {
+            items_pass(S::keys);  // that kernel's own blocks
         }
-        launch("backward_portable_kernel", backward_portable_kernel<T, Dim, Bias, Softcap>, 2 * processors,
-               S::threads, shared, on, p, begin, end, counter);
+        launch("backward_queries_kernel", backward_queries_kernel<T, Dim, Bias, Softcap>, lines / S::queries,
+               S::threads, shared, on, p);
     };
     call.for_rounds(on, sequences, options, [&] {
         const std::int32_t lists = p.lists(), heads = p.heads();
@@ -180,28 +201,23 @@ void run_backward(const cuda& on, const device_scope& device, backward_call<T>& 
         };
         launch("backward_pack_kernel", backward_pack_kernel<T, Dim>, lines / packed_tile, pack_threads, 0, on,
                p);
-        items_pass(hopper ? hopper_keys : S::keys);
+        items_pass(hopper ? hopper_backward<Dim>::keys : S::keys);
         if (!options.deterministic) {
             zero(on, p.sum_q, lines * Dim * 4);
             keys_pass(0, lists, 0);
             launch("backward_finish_q_kernel", backward_finish_q_kernel<T, Dim>,
                    lines / packed_tile * (Dim / 64), finish_threads, 0, on, p);
-            return;
-        }
-        for (std::int32_t j = 0; j < p.plan.supers; ++j) {
-            keys_pass(j * heads, (j + 1) * heads, j);
-        }
-        if constexpr (Dim <= 128) {
-            if (hopper) {
-                using H = hopper_queries<Dim>;
-                launch("backward_queries_hopper_kernel",
-                       backward_queries_hopper_kernel<T, Dim, Bias, Softcap>, lines / H::rows, H::threads,
-                       H::shared_bytes, on, p);
-                return;
+        } else {
+            for (std::int32_t j = 0; j < p.plan.supers; ++j) {
+                keys_pass(j * heads, (j + 1) * heads, j);
             }
+            queries_pass(lines, items_pass);
         }
-        launch("backward_queries_kernel", backward_queries_kernel<T, Dim, Bias, Softcap>, lines / S::queries,
-               S::threads, shared, on, p);
+        constexpr std::int64_t mend_blocks = 1024;
+        constexpr int warps = plain_threads / 32;
+        launch("backward_mend_kernel", backward_mend_kernel<T>,
+               std::min((std::int64_t{lists} * p.super_rows + warps - 1) / warps, mend_blocks), plain_threads,
+               0, on, p);
     });
     launch("backward_finish_keys_kernel", backward_finish_keys_kernel<T, Dim>,
            (rows * (Dim / 8) + finish_threads - 1) / finish_threads, finish_threads, 0, on, p);

@@ -148,6 +148,57 @@ TEST_CASE("NaN in rows that nobody sees") {
     check_case<bf16>(c);
 }
 
+TEST_CASE("NaN in keys and values reaches nobody but those who see them") {
+    Case c = plain("spoilt keys", 700, 3);
+    c.kv_heads = 2;
+    c.draw_expiry(10, 40);
+    for (expiry_t& e : c.expiry) {
+        e = e == never ? 30 : e;
+    }
+    c.spoilt.resize(c.planes());
+    for (std::size_t t = 0; t < c.planes(); ++t) {
+        c.spoilt[t] = t % 60 == 7 ? 1 : (t % 60 == 41 ? 2 : 0);
+    }
+    check_case<bf16>(c);
+    c.name = "spoilt keys, softcap and biases";
+    c.attention.softcap = 5.0f;
+    c.draw_bias(5);
+    check_case<bf16>(c);
+    c = plain("spoilt last keys, dense", 300, 4);
+    c.spoilt.resize(c.planes());
+    c.spoilt[290] = 1;
+    c.spoilt[295] = 2;
+    check_case<bf16>(c);
+}
+
+TEST_CASE("NaN beyond the lengths of sequences and of keys") {
+    for (const std::int32_t group : {4, 3}) {
+        Case c = plain(("NaN beyond, group " + std::to_string(group)).c_str(), 200, group);
+        c.batch = 3;
+        c.kv_heads = 2;
+        c.lengths = {200, 37, 0};
+        c.key_lengths = {200, 64, 10};
+        c.draw_expiry(30, 150);
+        c.edit = [&c](std::vector<double>& q, std::vector<double>& k, std::vector<double>& v) {
+            const auto spoil = [&c](std::vector<double>& rows, std::int32_t heads,
+                                    const std::vector<std::int32_t>& lengths) {
+                for (std::size_t i = 0; i < rows.size(); ++i) {
+                    const auto row = static_cast<std::int32_t>(i / 128) % 200;
+                    const auto b = i / 128 / 200 / static_cast<std::size_t>(heads);
+                    rows[i] = row < lengths[b] ? rows[i] : std::nan("");
+                }
+            };
+            spoil(q, c.heads(), c.lengths);
+            spoil(k, c.kv_heads, c.key_lengths);
+            spoil(v, c.kv_heads, c.key_lengths);
+        };
+        check_case<bf16>(c);
+        c.edit = nullptr;
+        c.name = "the same without NaN";
+        check_case<bf16>(c);
+    }
+}
+
 TEST_CASE("logits of 60000") {
     // One column carries the logit, so that products are exact; the sum's fp32 rounding, 2^-8 of a log2, remains. All keys
     // that have a weight are alike in that column, so its d_q is 234 times a sum of gradients that is 0: rounding alone.

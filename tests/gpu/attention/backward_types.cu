@@ -49,11 +49,44 @@ TEST_CASE("fp32, plain loops") {
 }
 
 TEST_CASE("head_dims up to 256") {
+    using Dims = head_dims<256>;
     Case c = small("head_dim 256", 256);
-    check_case<bf16, head_dims<256>>(c);
+    check_case<bf16, Dims>(c);
+    c.attention.softcap = 5.0f;
+    c.name = "head_dim 256, softcap";
+    check_case<bf16, Dims>(c);
     c.dim_v = 136;
     c.draw_bias(30);
-    check_case<bf16, head_dims<256>>(c);
+    c.name = "head_dims 256 and 136, softcap and biases";
+    check_case<bf16, Dims>(c);
+    c.attention.softcap = 0.0f;
+    c.dim_k = 192;
+    c.interleaved = true;
+    c.name = "head_dims 192 and 136, biases";
+    check_case<bf16, Dims>(c);
+    c = small("head_dim 256, two super-tiles", 256);
+    c.queries = c.rows = 1300;
+    c.kv_heads = 1;
+    c.draw_expiry(100, 2000);
+    check_case<bf16, Dims>(c);
+    c.expiry.clear();
+    c.name = "head_dim 256, dense";
+    check_case<bf16, Dims>(c);
+    for (const std::int32_t queries : {1, 63, 64, 65, 129}) {
+        c.queries = c.rows = queries;
+        c.name = "head_dim 256, dense, queries " + std::to_string(queries);
+        check_case<bf16, Dims>(c);
+    }
+    c = small("head_dim 256, spoilt keys", 256);
+    c.draw_expiry(10, 40);
+    for (expiry_t& e : c.expiry) {
+        e = e == never ? 30 : e;
+    }
+    c.spoilt.resize(c.planes());
+    for (std::size_t t = 0; t < c.planes(); ++t) {
+        c.spoilt[t] = t % 60 == 7 ? 1 : (t % 60 == 41 ? 2 : 0);
+    }
+    check_case<bf16, Dims>(c);
 }
 
 TEST_CASE("deterministic: a hundred times the same bits") {

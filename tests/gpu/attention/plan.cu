@@ -94,9 +94,10 @@ std::vector<Row> naive(const Case& c, std::int32_t b, std::int32_t h, std::int64
             rows.push_back(row);
         }
     }
-    std::stable_sort(rows.begin(), rows.end(), [](const Row& a, const Row& b) {
-        if ((a.born == 0) != (b.born == 0)) {
-            return a.born == 0;
+    std::stable_sort(rows.begin(), rows.end(), [span](const Row& a, const Row& b) {
+        const auto part = [span](const Row& r) { return r.born == 0 ? 0 : r.dies == span ? 1 : 2; };
+        if (part(a) != part(b)) {
+            return part(a) < part(b);
         }
         return a.born == 0 ? a.dies > b.dies : a.born < b.born;
     });
@@ -171,6 +172,9 @@ void check(const Case& c, const std::string& what) {
         const auto total = read(round.total, lists);
         const auto through = read(round.through, lists * boundaries);
         const auto known = read(round.known, lists * boundaries);
+        const auto passing = read(round.passing, lists * boundaries);
+        const auto lasting = read(round.lasting, lists);
+        const auto runs = read(round.runs, lists);
         for (std::int32_t b = 0; b < c.batch; ++b) {
             for (std::int32_t h = 0; h < c.heads; ++h) {
                 for (std::int32_t j = 0; j < round.supers; ++j) {
@@ -184,6 +188,26 @@ void check(const Case& c, const std::string& what) {
                     const auto is_old = [](const Row& r) { return r.born == 0; };
                     const auto wanted_old = std::count_if(wanted.begin(), wanted.end(), is_old);
                     CHECK_MESSAGE(old[list] == wanted_old, name);
+                    const auto stays = [&round](const Row& r) { return r.dies == round.super_q; };
+                    CHECK_MESSAGE(
+                        lasting[list] == std::count_if(wanted.begin(), wanted.end(),
+                                                       [&](const Row& r) { return r.born > 0 && stays(r); }),
+                        name);
+                    std::vector<std::int32_t> staying;
+                    for (const Row& r : wanted) {
+                        if (stays(r)) {
+                            staying.push_back(r.row);
+                        }
+                    }
+                    std::sort(staying.begin(), staying.end());
+                    std::size_t begins = 0;
+                    for (std::size_t i = 0; i < staying.size(); ++i) {
+                        begins += i == 0 || staying[i] != staying[i - 1] + 1 ? 1 : 0;
+                    }
+                    // The plan also counts one for every 32 rows, about.
+                    const std::size_t slack = staying.size() / 32 + 16;
+                    CHECK_MESSAGE((runs[list] == 0 || begins <= staying.size() / 16), name);
+                    CHECK_MESSAGE((runs[list] != 0 || begins + slack > staying.size() / 16), name);
                     const auto at = static_cast<std::size_t>(head * round.entries_a_head() + round.before(j));
                     // Entries behind the list's end are nobody's.
                     const auto row = read(round.row + at, wanted.size());
@@ -211,11 +235,14 @@ void check(const Case& c, const std::string& what) {
                         const auto lives = std::count_if(wanted.begin(), wanted.end(), [&](const Row& r) {
                             return r.born == 0 && r.dies >= e;
                         });
-                        const auto born = std::count_if(wanted.begin(), wanted.end(), [&](const Row& r) {
-                            return r.born > 0 && r.born < e;
-                        });
+                        const auto born = [&](bool lasts) {
+                            return std::count_if(wanted.begin(), wanted.end(), [&](const Row& r) {
+                                return r.born > 0 && r.born < e && stays(r) == lasts;
+                            });
+                        };
                         CHECK_MESSAGE(through[list * boundaries + i] == lives, name, ", boundary ", i);
-                        CHECK_MESSAGE(known[list * boundaries + i] == born, name, ", boundary ", i);
+                        CHECK_MESSAGE(known[list * boundaries + i] == born(true), name, ", boundary ", i);
+                        CHECK_MESSAGE(passing[list * boundaries + i] == born(false), name, ", boundary ", i);
                     }
                 }
             }

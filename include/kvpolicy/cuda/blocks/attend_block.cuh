@@ -233,11 +233,13 @@ class attend_block {
                 hide(s[m], notes, query[m]);
             }
             float decay[2];
-            softmax[m].take(s[m], slope, decay);
+            const bool moves = softmax[m].template take<false>(s[m], slope, decay);
             to_fragments<T>(p[m], s[m]);
+            if (moves) {
 #pragma unroll
-            for (int i = 0; i < columns; ++i) {
-                o[m][i] *= decay[(i / 2) % 2];
+                for (int i = 0; i < columns; ++i) {
+                    o[m][i] *= decay[(i / 2) % 2];
+                }
             }
         }
         const std::uint32_t v =
@@ -279,6 +281,9 @@ class attend_block {
 #pragma unroll
             for (int r = 0; r < 2; ++r) {
                 rows[r] = row_to_store(call_, place, row_of(m, r), lse[r]);
+            }
+            if (zero_if_finite(o[m]) != 0.0f) {
+                *call_.not_finite = 1;
             }
             store_rows(o[m], inverse, rows, 0, call_.out.dim);
         }

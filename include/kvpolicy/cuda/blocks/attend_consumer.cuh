@@ -66,6 +66,9 @@ class attend_consumer : attend_ring<S> {
             }
 #pragma unroll
             for (int x = 0; x < parts; ++x) {
+                if (zero_if_finite(o[x]) != 0.0f) {
+                    *call_.not_finite = 1;
+                }
                 store_rows(o[x], inverse, rows, 128 * x, call_.out.dim);
             }
         }
@@ -129,9 +132,10 @@ class attend_consumer : attend_ring<S> {
         }
     }
 
-    /// From the scores of a slot to weights, in place; the slot is released. True where it was the tile's last.
+    /// From the scores of a slot to weights, in place; the slot is released. True where it was the tile's last. `moves`: the output so far
+    /// must be multiplied by `decay`.
     __device__ bool weigh(float (&s)[scores], int slot, const std::uint32_t (&query)[2],
-                          online_softmax& softmax, float (&decay)[2]) const {
+                          online_softmax& softmax, float (&decay)[2], bool& moves) const {
         const key_notes<S::keys, S::General>& notes = memory_->notes[slot];
         const bool masked = notes.masked != 0;
         const bool last = notes.last != 0;
@@ -147,7 +151,7 @@ class attend_consumer : attend_ring<S> {
         if (last) {
             release(queries_empty_);
         }
-        softmax.take(s, slope, decay);
+        moves = softmax.template take<(S::Dim > 128)>(s, slope, decay);
         return last;
     }
 
@@ -178,10 +182,13 @@ class attend_consumer : attend_ring<S> {
             wgmma_wait<0>();
             pin(s);
             float decay[2];
-            last = weigh(s, ring.slot, query, softmax, decay);
+            bool moves;
+            last = weigh(s, ring.slot, query, softmax, decay, moves);
             ring.advance();
             to_fragments<T>(p, s);
-            rescale(o, decay);
+            if (moves) {
+                rescale(o, decay);
+            }
             take_values(ring, p, o);
         } while (!last);
     }
@@ -193,12 +200,13 @@ class attend_consumer : attend_ring<S> {
         float s[scores];
         Weights p;
         float decay[2];
+        bool moves;
         barrier_wait(full_ + 8 * ring.slot, ring.parity);
         wgmma_fence();
         multiply_keys(s, queries, ring.slot);
         wgmma_wait<0>();
         pin(s);
-        bool last = weigh(s, ring.slot, query, softmax, decay);
+        bool last = weigh(s, ring.slot, query, softmax, decay, moves);
         to_fragments<T>(p, s);
         while (!last) {
             ring.advance();
@@ -213,12 +221,14 @@ class attend_consumer : attend_ring<S> {
             multiply_values(o, p, values.slot);
             wgmma_wait<1>();
             pin(s);
-            last = weigh(s, ring.slot, query, softmax, decay);
+            last = weigh(s, ring.slot, query, softmax, decay, moves);
             wgmma_wait<0>();
             pin_output(o);
             pin(p);
             release(empty_ + 8 * values.slot);
-            rescale(o, decay);
+            if (moves) {
+                rescale(o, decay);
+            }
             to_fragments<T>(p, s);
         }
         ring.advance();

@@ -1,5 +1,6 @@
 // The forward pass written plainly, for fp32 and double inputs and any head_dim: a check on the fast kernels, not one of
-// them. One warp a query of one head; lanes share keys for the logits and columns for the sums.
+// them. One warp a query of one head; lanes share keys for the logits and columns for the sums. What a query does not see is not
+// read, so that fast kernels fall back on it for rows that a hidden value has spoilt.
 #pragma once
 
 #include <kvpolicy/core/types.hpp>
@@ -33,19 +34,20 @@ __device__ inline T sum_over_warp(T x) {
     return x;
 }
 
-/// Query `query` of query head `of_q`; `scale` and `softcap` as in Attention. All lanes of a warp.
-template <class T>
-__device__ inline void attend_plain(const attend_launch<T>& call, T scale, T softcap, std::int32_t b,
-                                    std::int32_t of_q, std::int32_t query) {
-    constexpr int most = plain_most_dim / 32;
-    const attention_problem<T>& problem = call.problem;
+/// Query `query` of query head `of_q`; `scale` and `softcap` as in Attention, values up to `Most` wide. All lanes of a warp.
+template <int Most, class S>
+__device__ inline void attend_plain(const attend_launch<S>& call, compute_t<S> scale, compute_t<S> softcap,
+                                    std::int32_t b, std::int32_t of_q, std::int32_t query) {
+    using T = compute_t<S>;
+    constexpr int most = Most / 32;
+    const attention_problem<S>& problem = call.problem;
     const T nothing = -static_cast<T>(INFINITY);
     const std::int32_t h = of_q / problem.group;
     const head_frame head(call.frames, b, h);
     const std::int64_t base = head.start() + query;
     const std::int32_t count = head.count();
     const std::int32_t dim_v = problem.rows.v.dim;
-    const T* const q = problem.q.row(b, of_q, query);
+    const S* const q = problem.q.row(b, of_q, query);
     T max = nothing;
     T sum = T(0);
     T o[most];
@@ -63,10 +65,10 @@ __device__ inline void attend_plain(const attend_launch<T>& call, T scale, T sof
         }
         T logit = nothing;
         if (seen) {
-            const T* const k = problem.rows.key(b, h, head.row_of(x));
+            const S* const k = problem.rows.key(b, h, head.row_of(x));
             logit = T(0);
             for (std::int32_t d = 0; d < problem.q.dim; ++d) {
-                logit += q[d] * k[d];
+                logit += static_cast<T>(q[d]) * static_cast<T>(k[d]);
             }
             logit *= scale;
             if (softcap > T(0)) {
@@ -77,7 +79,7 @@ __device__ inline void attend_plain(const attend_launch<T>& call, T scale, T sof
             logit += from == 0 ? static_cast<T>(bias) : T(0);
         }
         const T now = largest_of_warp(logit > max ? logit : max);
-        if (now == nothing) {
+        if (now == nothing && !__any_sync(all_lanes, isnan(logit))) {
             continue;  // biases of -inf
         }
         const T decay = exp(max - now);
@@ -91,23 +93,23 @@ __device__ inline void attend_plain(const attend_launch<T>& call, T scale, T sof
         for (; votes != 0; votes &= votes - 1) {
             const int lane = __ffs(static_cast<int>(votes)) - 1;
             const T w = __shfl_sync(all_lanes, weight, lane);
-            const T* const v = problem.rows.value(b, h, head.row_of(first + lane));
+            const S* const v = problem.rows.value(b, h, head.row_of(first + lane));
 #pragma unroll
             for (int i = 0; i < most; ++i) {
                 const std::int32_t column = 32 * i + lane_id();
                 if (column < dim_v) {
-                    o[i] += w * v[column];
+                    o[i] += w * static_cast<T>(v[column]);
                 }
             }
         }
     }
     sum = sum_over_warp(sum);
-    T* const out = call.out.row(b, of_q, query);
+    S* const out = call.out.row(b, of_q, query);
 #pragma unroll
     for (int i = 0; i < most; ++i) {
         const std::int32_t column = 32 * i + lane_id();
         if (column < dim_v) {
-            out[column] = sum == T(0) ? T(0) : o[i] / sum;
+            out[column] = static_cast<S>(sum == T(0) ? T(0) : o[i] / sum);
         }
     }
     if (call.lse && lane_id() == 0) {

@@ -33,7 +33,8 @@ struct attend_launch {
     // Logits in units of log 2. Without softcap: slope * <q, k>; with it: cap * tanh(...), written as
     // cap (1 - 2 / (1 + 2^(slope <q, k>))).
     float slope = 1.0f;
-    float cap = 0.0f;  // 0: none
+    float cap = 0.0f;                     // 0: none
+    std::uint32_t* not_finite = nullptr;  // set where some output is not finite
 
     __host__ __device__ std::int64_t count() const {
         return std::int64_t{problem.batch} * problem.kv_heads * parts * tiles;
@@ -45,6 +46,7 @@ struct attend_boxes {
     static constexpr std::uint32_t box_rows = 8;
     CUtensorMap k, v;
     bool there = false;
+    bool always = false;  // whatever the plan has counted
 };
 
 /// Where one tile lies.

@@ -171,6 +171,7 @@ class attend_producer : attend_ring<S> {
         const std::int32_t mine = state.thread / 8 * each + lane % each;
         std::int32_t done = 0;
         std::int32_t later = 2 * S::keys <= full ? source.row(call_, mine) : 0;
+        const bool boxed = boxes_.there && (boxes_.always || source.runs != 0);
         for (; done + 2 * S::keys <= full; done += S::keys) {
             const std::int32_t row = later;
             if (done + 3 * S::keys <= full) {
@@ -180,7 +181,7 @@ class attend_producer : attend_ring<S> {
             bool gathered = true;   // some of the warp's
             if constexpr (has_boxes) {
                 const bool follows = row == __shfl_sync(all_lanes, row, 0, 8) + lane;
-                const unsigned apart = ~__ballot_sync(all_lanes, follows && boxes_.there);
+                const unsigned apart = ~__ballot_sync(all_lanes, follows && boxed);
                 together = (apart >> (lane_id() & 24) & 0xffu) == 0;
                 gathered = apart != 0;
             }

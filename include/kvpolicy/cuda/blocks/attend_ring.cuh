@@ -53,8 +53,11 @@ struct attend_hopper_memory {
 
 template <class S>
 constexpr std::size_t attend_hopper_shared_bytes() {
-    return 1024 + static_cast<std::size_t>(S::rows * S::row_bytes + S::slots * S::tile_bytes) +
-           sizeof(attend_hopper_memory<S>);
+    constexpr std::size_t bytes =
+        1024 + static_cast<std::size_t>(S::rows * S::row_bytes + S::slots * S::tile_bytes) +
+        sizeof(attend_hopper_memory<S>);
+    static_assert(bytes <= 232448);
+    return bytes;
 }
 
 /// A place in the ring, and how often it came round.

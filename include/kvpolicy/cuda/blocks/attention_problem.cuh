@@ -69,15 +69,18 @@ struct alignas(4) row_life {
 /// with more of them goes in several rounds of plan and attention.) List number L = head * supers + j, head = b * kv_heads + h,
 /// is for queries [(first + j) super_q, (first + j + 1) super_q) of the sequence; its entries stand at offset(head, j). The first
 /// old[L] entries are rows born at or before the super-tile's first query (born = 0), by falling `dies`, so that the rows that
-/// live through it come first; the others, up to total[L], were born inside it, by rising `born`. Ties go by row number. Lists are
-/// the same in every run.
+/// live through it come first; the others, up to total[L], were born inside it: first the lasting[L] rows that outlive it, then
+/// those that die inside it, both by rising `born`. Ties go by row number. Lists are the same in every run.
 ///
 /// For query tiles of tile_q queries (super_q is a multiple of it) and boundaries e = i tile_q, i = 0 .. super_q / tile_q:
 ///   through[L * boundaries + i] = how many old rows have dies >= e: they are a prefix of the list, and live through all queries
 ///                                 before e;
-///   known[L * boundaries + i]   = how many young rows have born < e.
+///   known[L * boundaries + i]   = how many lasting young rows have born < e;
+///   passing[L * boundaries + i] = how many of the other young rows have born < e.
+/// runs[L] says whether rows that outlive the super-tile mostly follow one another: in runs of 32 or more, on average.
 /// So of the old rows, a tile [a, e) sees the first through[e] in full; those from there to through[a] may die inside it. Of the
-/// young rows only the first known[e] matter, less those with dies <= a. `dies` = super_q says that a row outlives the
+/// lasting young rows it sees the first known[a] in full, and of the others only those up to known[e] matter; of the passing ones the
+/// first passing[e], less those with dies <= a. `dies` = super_q says that a row outlives the
 /// super-tile, or the sequence.
 struct attention_plan {
     std::int32_t super_q = 0;
@@ -94,7 +97,10 @@ struct attention_plan {
     std::int32_t* old = nullptr;         // [lists]
     std::int32_t* total = nullptr;       // [lists]
     std::int32_t* through = nullptr;     // [lists][boundaries]
+    std::int32_t* lasting = nullptr;     // [lists]
     std::int32_t* known = nullptr;       // [lists][boundaries]
+    std::int32_t* passing = nullptr;     // [lists][boundaries]
+    std::int32_t* runs = nullptr;        // [lists]
 
     /// Entries that the lists before super-tile first + j of one head may take.
     __host__ __device__ std::int64_t before(std::int64_t j) const {

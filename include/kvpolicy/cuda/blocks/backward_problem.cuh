@@ -80,6 +80,7 @@ struct backward_problem {
     std::int32_t* brief = nullptr;  // [lists]
     std::int32_t* items = nullptr;  // [lists + 1], items before each list in the order of position_of
     std::int32_t* taken = nullptr;  // [supers], counters of items that were handed out
+    std::uint32_t* not_finite = nullptr;  // set where some number of d_q is not finite
 
     __host__ __device__ std::int32_t heads() const { return call.batch * call.kv_heads; }
     __host__ __device__ std::int32_t lists() const { return heads() * plan.supers; }

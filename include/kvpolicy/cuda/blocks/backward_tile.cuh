@@ -167,10 +167,12 @@ struct portable_tile {
                     weight[e] =
                         weight_of<Softcap>(s[0][j][2 * r + e], p.slope, p.height,
                                            (biased ? bias : 0.0f) - memory.lse2[column + e], derivative);
-                    if (!whole && !sees.sees(row)) {
-                        weight[e] = 0.0f;
-                    }
                     gradient[e] = weight[e] * (d[0][j][2 * r + e] - memory.delta[column + e]);
+                    if (!whole && !sees.sees(row)) {  // products with a hidden key may be anything
+                        weight[e] = 0.0f;
+                        gradient[e] = 0.0f;
+                        derivative = 0.0f;
+                    }
                     if (biased) {
                         sum_bias[r] += gradient[e];
                     }

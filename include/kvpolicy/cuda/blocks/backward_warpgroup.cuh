@@ -47,6 +47,38 @@ struct hopper_backward {
     static constexpr int shared_bytes = bytes + 1024;
 };
 
+/// Of head_dims above 128 a block has 64 keys, and their sums fill the registers of both warpgroups: one has those of d_v, the
+/// other those of d_k (kernels/backward_hopper_wide.cuh). Sums of d_q leave straight from registers.
+template <>
+struct hopper_backward<256> {
+    static constexpr int consumers = 2;
+    static constexpr int keys = 64;
+    static constexpr int queries = 64;
+    static constexpr int stages = 2;
+    static constexpr int threads = 128 * (consumers + 1);
+    static constexpr int consumer_registers = 240;
+    static constexpr int producer_registers = 24;
+    static constexpr int key_bytes = keys * 256 * 2;
+    static constexpr int query_bytes = queries * 256 * 2;
+    static constexpr int gradient_bytes = keys * queries * 2;
+    static constexpr int numbers_bytes = queries * 4;
+
+    static constexpr int k = 0;
+    static constexpr int v = k + key_bytes;
+    static constexpr int q = v + key_bytes;                         // [stages]
+    static constexpr int d_out = q + stages * query_bytes;          // [stages]
+    static constexpr int gradients = d_out + stages * query_bytes;  // dS^T
+    static constexpr int weights = gradients + gradient_bytes;      // P^T as fp16, and slopes of a softcap
+    static constexpr int lse2 = weights + 2 * gradient_bytes;       // [stages]
+    static constexpr int delta = lse2 + stages * numbers_bytes;     // [stages]
+    static constexpr int meta = delta + stages * numbers_bytes;     // [2]
+    static constexpr int meta_bytes = 32 + keys / 32 * 24 + keys * 5 * 4;
+    static constexpr int barriers = meta + 2 * meta_bytes;
+    static constexpr int bytes = barriers + 16 * 8;
+    static constexpr int shared_bytes = bytes + 1024;
+    static_assert(shared_bytes <= 232448);
+};
+
 #if KVPOLICY_HOPPER_CODE
 __device__ inline void store_four(std::uint32_t to, float a, float b, float c, float d) {
     asm volatile("st.shared.v4.f32 [%0], {%1, %2, %3, %4};" ::"r"(to), "f"(a), "f"(b), "f"(c), "f"(d)
@@ -137,11 +169,12 @@ struct hopper_backward_warpgroup {
         }
     }
 
-    /// Weights to gradients of logits, dS^T = P^T (dP^T - delta).
-    template <bool Mixed>
+    /// Weights to gradients of logits, dS^T = P^T (dP^T - delta). Masked: `sees` says of which pairs; products of others may be
+    /// anything.
+    template <bool Mixed, bool Masked>
     __device__ void to_gradients(float (&s)[score_values], const float (&d)[score_values], const float* delta,
-                                 std::int32_t m, const std::int32_t (&from)[2], float counts,
-                                 float (&sum_bias)[2]) const {
+                                 std::int32_t m, const packed_life (&sees)[2], const std::int32_t (&from)[2],
+                                 float counts, float (&sum_bias)[2]) const {
         const int column = 2 * (thread % 4);
 #pragma unroll
         for (int j = 0; j < score_values / 4; ++j) {
@@ -149,6 +182,9 @@ struct hopper_backward_warpgroup {
 #pragma unroll
             for (int i = 4 * j; i < 4 * j + 4; ++i) {
                 s[i] *= d[i] - (i % 2 == 0 ? less.x : less.y);
+                if constexpr (Masked) {
+                    s[i] = sees[i / 2 % 2].sees(m + 8 * j + column + i % 2) ? s[i] : 0.0f;
+                }
                 if constexpr (Bias) {
                     const int r = i / 2 % 2;
                     if constexpr (Mixed) {
@@ -158,6 +194,23 @@ struct hopper_backward_warpgroup {
                     }
                 }
             }
+        }
+    }
+    /// The same; a bias counts for all queries of the tile (biased), for some (mixed) or for none.
+    __device__ void to_gradients(float (&s)[score_values], const float (&d)[score_values], const float* delta,
+                                 std::int32_t m, bool whole, const packed_life (&sees)[2], bool mixed,
+                                 bool biased, const std::int32_t (&from)[2], float (&sum_bias)[2]) const {
+        const float counts = biased ? 1.0f : 0.0f;
+        if (Bias && mixed) {
+            if (whole) {
+                to_gradients<true, false>(s, d, delta, m, sees, from, counts, sum_bias);
+            } else {
+                to_gradients<true, true>(s, d, delta, m, sees, from, counts, sum_bias);
+            }
+        } else if (whole) {
+            to_gradients<false, false>(s, d, delta, m, sees, from, counts, sum_bias);
+        } else {
+            to_gradients<false, true>(s, d, delta, m, sees, from, counts, sum_bias);
         }
     }
     __device__ static void multiply_slopes(float (&s)[score_values],
@@ -185,11 +238,10 @@ struct hopper_backward_warpgroup {
         }
     }
 
-    /// 64 x 64 of d_q = dS K.
-    __device__ void multiply_queries(float (&d_q)[32], std::uint32_t turn, int group) const {
+    /// 64 x 64 of d_q = dS K: columns [64 block, 64 block + 64).
+    __device__ void multiply_queries(float (&d_q)[32], std::uint32_t turn, int block) const {
         const std::uint64_t a = describe_mn_major(turn, L::keys * 128);
-        const std::uint64_t b =
-            describe_mn_major(base + L::k + (Dim == 64 ? 0 : group * L::keys * 128), L::keys * 128);
+        const std::uint64_t b = describe_mn_major(base + L::k + block * L::keys * 128, L::keys * 128);
         wgmma_fence();
 #pragma unroll
         for (int k = 0; k < L::keys / 16; ++k) {

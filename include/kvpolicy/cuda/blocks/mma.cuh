@@ -80,6 +80,17 @@ __device__ inline std::uint32_t pack(float low, float high) {
     return packed;
 }
 
+/// 0, or NaN where some of the numbers is not finite.
+template <int N>
+__device__ inline float zero_if_finite(const float (&o)[N]) {
+    float zero = 0.0f;
+#pragma unroll
+    for (int i = 0; i < N; ++i) {
+        zero = fmaf(o[i], 0.0f, zero);
+    }
+    return zero;
+}
+
 /// 1 / x by the special function unit: 1 ulp, 0 for inf.
 __device__ inline float fast_reciprocal(float x) {
     float y;

@@ -65,38 +65,53 @@ __device__ inline void hide(float (&s)[N], const key_notes<Keys, Biased>& notes,
     }
 }
 
-/// The running softmax of two rows. The sums are this lane's share until finish().
+/// The running softmax of two rows. The sums are this lane's share until finish(). `max` is what weights are relative to.
 struct online_softmax {
+    static constexpr float slack = 8.0f;  // in units of log 2
+
     float max[2] = {minus_infinity(), minus_infinity()};
     float sum[2] = {0.0f, 0.0f};
 
-    /// Logits slope * s (slope > 0) become weights relative to the new maximum; `decay` is what earlier weights shrink by.
-    template <int N>
-    __device__ void take(float (&s)[N], float slope, float (&decay)[2]) {
-        float reference[2];
+    /// Logits slope * s (slope > 0) become weights relative to `max`, the largest so far. What has been summed must then be multiplied
+    /// by `decay` where true is returned, to all lanes of the warp. Lazy: `max` moves only where some logit of the warp's rows exceeds
+    /// it by more than `slack`; weights are at most 2^slack then, as good as ones, and it hardly ever does.
+    template <bool Lazy, int N>
+    __device__ bool take(float (&s)[N], float slope, float (&decay)[2]) {
+        float largest[2];
+        bool above = !Lazy;
 #pragma unroll
         for (int r = 0; r < 2; ++r) {
-            float largest = max[r];
+            largest[r] = max[r];
 #pragma unroll
             for (int i = 0; i < N; ++i) {
                 if ((i / 2) % 2 == r) {
-                    largest = fmaxf(largest, s[i]);
+                    largest[r] = fmaxf(largest[r], s[i]);
                 }
             }
-            largest = fmaxf(largest, __shfl_xor_sync(all_lanes, largest, 1));
-            largest = fmaxf(largest, __shfl_xor_sync(all_lanes, largest, 2));
-            // Where nothing has been seen yet -inf must not be subtracted from -inf.
-            const float finite = largest == minus_infinity() ? 0.0f : largest;
-            decay[r] = fast_exp2((max[r] - finite) * slope);
-            max[r] = largest;
-            reference[r] = finite * slope;
-            sum[r] *= decay[r];
+            largest[r] = fmaxf(largest[r], __shfl_xor_sync(all_lanes, largest[r], 1));
+            largest[r] = fmaxf(largest[r], __shfl_xor_sync(all_lanes, largest[r], 2));
+            above = above || (largest[r] - max[r]) * slope > slack;  // -inf less -inf is not
+            decay[r] = 1.0f;
         }
+        const bool moves = !Lazy || __any_sync(all_lanes, above) != 0;
+        if (moves) {
+#pragma unroll
+            for (int r = 0; r < 2; ++r) {
+                // Where nothing has been seen yet -inf must not be subtracted from -inf.
+                const float finite = largest[r] == minus_infinity() ? 0.0f : largest[r];
+                decay[r] = fast_exp2((max[r] - finite) * slope);
+                max[r] = largest[r];
+                sum[r] *= decay[r];
+            }
+        }
+        const float reference[2] = {max[0] == minus_infinity() ? 0.0f : max[0] * slope,
+                                    max[1] == minus_infinity() ? 0.0f : max[1] * slope};
 #pragma unroll
         for (int i = 0; i < N; ++i) {
             s[i] = fast_exp2(fmaf(s[i], slope, -reference[(i / 2) % 2]));
             sum[(i / 2) % 2] += s[i];
         }
+        return moves;
     }
 
     /// After the last block: what the rows' outputs are multiplied by, and their log-sum-exps (natural).

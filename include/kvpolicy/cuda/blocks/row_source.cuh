@@ -6,6 +6,7 @@
 //   candidate(call, x)            the number and the life of one of them
 //   bias(call, x, from)           a row's log-bias, and from which query on it counts
 //   begin, end                    the tile's queries, in the frame in which lives are given
+//   runs                          whether rows that all queries see mostly follow one another
 #pragma once
 
 #include <kvpolicy/cuda/blocks/attend_problem.cuh>
@@ -27,11 +28,14 @@ struct candidate_row {
     std::uint32_t life;
 };
 
-/// Rows from the plan's list of the super-tile.
+/// Rows from the plan's list of the super-tile: old ones and young ones that the whole tile sees, then old ones that may die in
+/// it, young ones that outlive the super-tile, and those that do not.
 struct listed_rows {
     std::int32_t full, candidates, begin, end;
     std::int64_t offset;
-    std::int32_t dying, young;  // old rows; what to add to the number of a young candidate
+    std::int32_t full_old, before_known, before_passing;  // numbers at which the other parts begin, and
+    std::int32_t to_full, to_old, to_known, to_passing;   // what to add to a number for its entry
+    std::int32_t runs;
 
     listed_rows() = default;
     template <class T>
@@ -44,15 +48,24 @@ struct listed_rows {
         begin = place.first_query - super * plan.super_q;
         end = begin + plan.tile_q;
         const std::int64_t boundary = list * plan.boundaries + begin / plan.tile_q;
-        full = plan.through[boundary + 1];
-        dying = plan.through[boundary];
-        young = plan.old[list] - dying;
-        candidates = dying - full + plan.known[boundary + 1];
+        const std::int32_t old = plan.old[list];
+        const std::int32_t dying = plan.through[boundary];
+        const std::int32_t known = plan.known[boundary];  // by the whole tile
+        full_old = plan.through[boundary + 1];
+        full = full_old + known;
+        before_known = full + dying - full_old;
+        before_passing = before_known + plan.known[boundary + 1] - known;
+        candidates = before_passing + plan.passing[boundary + 1] - full;
+        to_full = old - full_old;
+        to_old = full_old - full;
+        to_known = old + known - before_known;
+        to_passing = old + plan.lasting[list] - before_passing;
+        runs = plan.runs[list];
     }
 
     template <class T>
     [[nodiscard]] __device__ std::int32_t row(const attend_launch<T>& call, std::int32_t x) const {
-        return call.plan.row[offset + x];
+        return call.plan.row[offset + x + (x < full_old ? 0 : to_full)];
     }
     template <class T>
     [[nodiscard]] __device__ candidate_row candidate(const attend_launch<T>& call, std::int32_t x) const {
@@ -73,7 +86,12 @@ struct listed_rows {
 
   private:
     [[nodiscard]] __device__ std::int64_t entry(std::int32_t x) const {
-        return offset + x + (x < dying ? 0 : young);
+        return offset + x +
+               (x < full_old         ? 0
+                : x < full           ? to_full
+                : x < before_known   ? to_old
+                : x < before_passing ? to_known
+                                     : to_passing);
     }
 };
 
@@ -82,11 +100,12 @@ struct scanned_rows {
     std::int32_t full, candidates, begin, end;
     std::int32_t b, h, first_query;
     std::int32_t past, past_full, past_end, self_full;  // rows: of the first segment, and how far each goes
+    std::int32_t runs;
 
     scanned_rows() = default;
     template <class T>
     __device__ scanned_rows(const attend_launch<T>& call, const tile_place& place)
-        : begin(0), end(call.tile_q), b(place.b), h(place.h), first_query(place.first_query) {
+        : begin(0), end(call.tile_q), b(place.b), h(place.h), first_query(place.first_query), runs(1) {
         const head_frame head(call.frames, b, h);
         const segment_frame& first = call.frames.past;
         const std::int64_t base = head.start() + first_query;

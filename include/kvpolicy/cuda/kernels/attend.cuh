@@ -38,6 +38,7 @@ template <class T>
 __global__ void __launch_bounds__(32 * plain_warps)
     attend_plain_kernel(const __grid_constant__ attend_launch<T> call, const double scale,
                         const double softcap) {
+    using C = compute_t<T>;
     const attention_problem<T>& problem = call.problem;
     const std::int64_t number = static_cast<std::int64_t>(blockIdx.x) * plain_warps + warp_id();
     const auto query = static_cast<std::int32_t>(number % problem.length);
@@ -46,8 +47,39 @@ __global__ void __launch_bounds__(32 * plain_warps)
     if (head >= problem.batch * query_heads || query >= problem.length_of(head / query_heads)) {
         return;
     }
-    attend_plain<T>(call, static_cast<T>(scale), static_cast<T>(softcap), head / query_heads,
-                    head % query_heads, query);
+    attend_plain<plain_most_dim>(call, static_cast<C>(scale), static_cast<C>(softcap), head / query_heads,
+                                 head % query_heads, query);
+}
+
+/// A row whose key some queries of a tile see and others do not has weight 0 for the others, and 0 times a value that is not
+/// finite is a NaN. So where some output of a call was not finite, all that are not are computed again by what they see alone,
+/// one warp a query of a head. Nearly always there is nothing to do.
+template <class T>
+__global__ void __launch_bounds__(32 * plain_warps)
+    attend_mend_kernel(const __grid_constant__ attend_launch<T> call) {
+    if (*call.not_finite == 0) {
+        return;
+    }
+    const attention_problem<T>& problem = call.problem;
+    const std::int32_t query_heads = problem.kv_heads * problem.group;
+    const std::int64_t count = std::int64_t{problem.batch} * query_heads * problem.length;
+    for (std::int64_t number = static_cast<std::int64_t>(blockIdx.x) * plain_warps + warp_id();
+         number < count; number += static_cast<std::int64_t>(gridDim.x) * plain_warps) {
+        const auto query = static_cast<std::int32_t>(number % problem.length);
+        const auto head = static_cast<std::int32_t>(number / problem.length);
+        if (query >= problem.length_of(head / query_heads)) {
+            continue;
+        }
+        const T* const out = call.out.row(head / query_heads, head % query_heads, query);
+        bool finite = true;
+        for (std::int32_t column = lane_id(); column < call.out.dim; column += 32) {
+            finite = finite && fabsf(static_cast<float>(out[column])) < INFINITY;
+        }
+        if (!__all_sync(all_lanes, finite)) {
+            attend_plain<256>(call, problem.scale, problem.softcap, head / query_heads, head % query_heads,
+                              query);
+        }
+    }
 }
 
 /// Says which sequences have lengths that cannot be (they count as empty), and sets the tile counters of the launches to 0.

@@ -22,9 +22,11 @@ inline constexpr std::int32_t plan_queries = 1024;
 /// Lists of all rows that a round may take, by KV head: 8 bytes an entry (14 with biases) make at most 256 (448) a row.
 inline constexpr std::int64_t plan_full_lists = 32;
 
-// Bins: 0 .. super_q - 1 for old rows, super_q - dies; then for young rows super_q - 1 + born, born from 1 to super_q - 1.
+// Bins: 0 .. super_q - 1 for old rows, super_q - dies; then, born being 1 to super_q - 1, super_q - 1 + born for young rows that
+// outlive the super-tile, and 2 super_q - 2 + born for the others.
+inline constexpr std::int32_t plan_bins = 3;  // times super_q
 inline std::size_t plan_shared_bytes(const attention_plan& plan) {
-    return static_cast<std::size_t>(plan.super_q) * 2 * plan_warps * sizeof(std::int32_t);
+    return static_cast<std::size_t>(plan.super_q) * plan_bins * plan_warps * sizeof(std::int32_t);
 }
 
 /// Calls body(x, time) for this warp's share of the rows, in order, 32 at a time, with a time that is never (dies = 0) for
@@ -60,6 +62,9 @@ __global__ void __launch_bounds__(plan_threads)
     attention_plan_kernel(const __grid_constant__ Frames frames, const __grid_constant__ attention_plan plan,
                           const std::int32_t kv_heads, const std::int32_t heads) {
     __shared__ std::int32_t totals[plan_warps];
+    __shared__ std::int32_t staying[plan_warps];  // rows that outlive the super-tile, and
+    __shared__ std::int32_t
+        following[plan_warps];  // how many of them come right after another of the same 32
     auto* const counts = reinterpret_cast<std::int32_t*>(dynamic_shared());  // [bin][warp]
     const auto block = static_cast<std::int32_t>(blockIdx.x);
     const std::int32_t j = plan.supers - 1 - block / heads;
@@ -86,29 +91,50 @@ __global__ void __launch_bounds__(plan_threads)
     };
     const std::int32_t warp = warp_id();
     const auto thread = static_cast<std::int32_t>(threadIdx.x);
-    const std::int32_t slots = 2 * super_q * plan_warps;
+    const std::int32_t slots = plan_bins * super_q * plan_warps;
+    const auto bin_of = [super_q](const row_time& time) {
+        return time.born == 0         ? super_q - time.dies
+               : time.dies == super_q ? super_q - 1 + time.born
+                                      : 2 * super_q - 2 + time.born;
+    };
 
     for (std::int32_t i = thread; i < slots; i += plan_threads) {
         counts[i] = 0;
     }
     __syncthreads();
     std::int32_t through = 0;  // of bin 0, which most rows are in
+    std::int32_t stay = 0;
+    std::int32_t follow = 0;
     for_rows_of_warp(time_of, rows, queries, [&](std::int32_t, const row_time& time) {
         const bool seen = time.born < time.dies;
         const bool lasts = seen && time.born == 0 && time.dies == super_q;
         through += __popc(__ballot_sync(all_lanes, lasts));
+        const unsigned stays = __ballot_sync(all_lanes, seen && time.dies == super_q);
+        stay += __popc(stays);
+        follow += __popc(stays & (stays << 1));
         if (seen && !lasts) {
-            const std::int32_t bin = time.born == 0 ? super_q - time.dies : super_q - 1 + time.born;
-            atomicAdd(counts + bin * plan_warps + warp, 1);
+            atomicAdd(counts + bin_of(time) * plan_warps + warp, 1);
         }
     });
     if (lane_id() == 0) {
         counts[warp] = through;
+        staying[warp] = stay;
+        following[warp] = follow;
     }
     __syncthreads();
+    if (thread == 0) {
+        std::int32_t all = 0;
+        std::int32_t begin = 0;
+        for (int w = 0; w < plan_warps; ++w) {
+            all += staying[w];
+            begin += staying[w] - following[w];
+        }
+        // A run of n rows has a first one, and one more for every 32 rows that it goes on.
+        plan.runs[list] = all > 0 && begin <= all / 16 ? 1 : 0;
+    }
 
     // Exclusive scan over (bin, warp): each warp takes a run of it.
-    const std::int32_t run = 2 * super_q;
+    const std::int32_t run = plan_bins * super_q;
     std::int32_t sum = 0;
     for (std::int32_t i = lane_id(); i < run; i += 32) {
         sum += counts[warp * run + i];
@@ -132,14 +158,18 @@ __global__ void __launch_bounds__(plan_threads)
     __syncthreads();
 
     const std::int32_t old = counts[super_q * plan_warps];
+    const std::int32_t behind_lasting = counts[(2 * super_q - 1) * plan_warps];
     for (std::int32_t i = thread; i < plan.boundaries; i += plan_threads) {
         const std::int32_t e = i * plan.tile_q;
         plan.through[list * plan.boundaries + i] = e == 0 ? old : counts[(super_q - e + 1) * plan_warps];
         plan.known[list * plan.boundaries + i] = e == 0 ? 0 : counts[(super_q - 1 + e) * plan_warps] - old;
+        plan.passing[list * plan.boundaries + i] =
+            e == 0 ? 0 : counts[(2 * super_q - 2 + e) * plan_warps] - behind_lasting;
     }
     if (thread == plan_threads - 1) {
         plan.old[list] = old;
         plan.total[list] = so_far;  // of the last warp: everything
+        plan.lasting[list] = behind_lasting - old;
     }
     __syncthreads();
 
@@ -157,7 +187,7 @@ __global__ void __launch_bounds__(plan_threads)
         next_through += __popc(lasting);
         const unsigned others = __ballot_sync(all_lanes, seen && !lasts);
         if (seen && !lasts) {
-            const std::int32_t bin = time.born == 0 ? super_q - time.dies : super_q - 1 + time.born;
+            const std::int32_t bin = bin_of(time);
             const unsigned alike = __match_any_sync(others, bin);
             std::int32_t* const next = counts + bin * plan_warps + warp;
             place = *next + __popc(alike & lanes_before(lane_id()));
@@ -210,6 +240,9 @@ inline void take_plan(workspace_parts& parts, attention_plan& plan, std::int64_t
     plan.total = parts.take<std::int32_t>(lists);
     plan.through = parts.take<std::int32_t>(lists * plan.boundaries);
     plan.known = parts.take<std::int32_t>(lists * plan.boundaries);
+    plan.passing = parts.take<std::int32_t>(lists * plan.boundaries);
+    plan.lasting = parts.take<std::int32_t>(lists);
+    plan.runs = parts.take<std::int32_t>(lists);
 }
 
 /// The round that begins at super-tile `first` of `whole`: as many super-tiles as its memory holds.

@@ -252,6 +252,10 @@ struct hopper_backward_block : hopper_backward_warpgroup<T, Dim, Bias, Softcap> 
                 const std::int32_t m = i * L::queries;
                 std::uint32_t weights[score_values / 8][4], gradients[score_values / 8][4];
                 std::uint32_t slopes[Softcap ? score_values / 2 : 1];
+                const bool whole = life.whole(m, m + L::queries);
+                if (Softcap && !whole) {
+                    this->hide(s, m, sees);  // the slope of a product with a hidden key may be anything
+                }
                 // Most tiles lie before or after the rows from which on biases count.
                 const bool biased = Bias && m >= last_from;
                 const bool mixed = Bias && !biased && m + L::queries > first_from;
@@ -261,7 +265,7 @@ struct hopper_backward_block : hopper_backward_warpgroup<T, Dim, Bias, Softcap> 
                     const float whole_bias[2] = {biased ? bias[0] : 0.0f, biased ? bias[1] : 0.0f};
                     this->template to_weights<false>(s, slopes, lse2, m, from, whole_bias);
                 }
-                if (!life.whole(m, m + L::queries)) {
+                if (!whole) {
                     this->hide(s, m, sees);
                 }
                 this->pack_rows(s, weights);
@@ -271,11 +275,7 @@ struct hopper_backward_block : hopper_backward_warpgroup<T, Dim, Bias, Softcap> 
                 this->multiply_sums(d_v, weights, d_out);
                 wgmma_wait<1>();
                 pin(d);
-                if (mixed) {
-                    this->template to_gradients<true>(s, d, delta, m, from, 1.0f, sum_bias);
-                } else {
-                    this->template to_gradients<false>(s, d, delta, m, from, biased ? 1.0f : 0.0f, sum_bias);
-                }
+                this->to_gradients(s, d, delta, m, whole, sees, mixed, biased, from, sum_bias);
                 if constexpr (Softcap) {
                     this->multiply_slopes(s, slopes);
                 }
@@ -296,7 +296,8 @@ struct hopper_backward_block : hopper_backward_warpgroup<T, Dim, Bias, Softcap> 
                 const bool mine =
                     sum_q != nullptr && (Dim != 64 || static_cast<int>(tile_number % L::consumers) == group);
                 if (mine) {
-                    this->multiply_queries(d, turn, group);  // in dP's registers: there are none to spare
+                    this->multiply_queries(
+                        d, turn, Dim == 64 ? 0 : group);  // in dP's registers: there are none to spare
                 }
                 const bool more = i + 1 < stop;
                 const int after = more ? static_cast<int>((tile_number + 1) % L::stages) : stage;

@@ -1,4 +1,6 @@
-// The backward pass of float and double inputs: plain loops in that precision, to check with. A warp has a query, or a key; lanes share the columns.
+// The backward pass of float and double inputs: plain loops in that precision, to check with. A warp has a query, or a key; lanes
+// share the columns. What a query does not see is not read, so that d_q of fast kernels falls back on it for rows that a
+// hidden key has spoilt.
 #pragma once
 
 #include <kvpolicy/cuda/blocks/backward_problem.cuh>
@@ -21,12 +23,13 @@ template <class T>
 struct spread_row {
     T x[plain_columns];
 
-    __device__ static spread_row load(const T* from, std::int32_t dim) {
+    template <class S>
+    __device__ static spread_row load(const S* from, std::int32_t dim) {
         spread_row row;
 #pragma unroll
         for (int i = 0; i < plain_columns; ++i) {
             const int c = 32 * i + lane_id();
-            row.x[i] = c < dim ? from[c] : T(0);
+            row.x[i] = c < dim ? static_cast<T>(from[c]) : T(0);
         }
         return row;
     }
@@ -54,7 +57,8 @@ template <class T>
 struct plain_pair {
     T weight, d_logit, d_product;
 
-    __device__ plain_pair(const attention_problem<T>& call, T product, T bias, T lse, T d_weight, T delta) {
+    template <class S>
+    __device__ plain_pair(const attention_problem<S>& call, T product, T bias, T lse, T d_weight, T delta) {
         T logit = product * static_cast<T>(call.scale), derivative = static_cast<T>(call.scale);
         if (call.softcap > 0.0f) {
             const T cap = static_cast<T>(call.softcap);
@@ -68,21 +72,13 @@ struct plain_pair {
     }
 };
 
-/// d_q, a warp a packed row; sums run in the order of the list.
-template <class T>
-__global__ void __launch_bounds__(plain_threads) backward_plain_queries_kernel(const backward_problem<T> p) {
+/// d_q of a packed row, by one warp; sums run in the order of the list.
+template <class S>
+__device__ inline void plain_query_gradient(const backward_problem<S>& p, std::int32_t list, std::int32_t m,
+                                            const packed_row<S>& own) {
+    using T = compute_t<S>;
     using row = spread_row<T>;
-    const std::int64_t line = static_cast<std::int64_t>(blockIdx.x) * (plain_threads / 32) + threadIdx.x / 32;
-    if (line >= static_cast<std::int64_t>(p.lists()) * p.super_rows) {
-        return;
-    }
-    const auto list = static_cast<std::int32_t>(line / p.super_rows);
-    const auto m = static_cast<std::int32_t>(line % p.super_rows);
-    const packed_row<T> own(p, list, m);
-    const std::int32_t j = list % p.plan.supers, h = list / p.plan.supers % p.call.kv_heads;
-    if (m >= p.valid_rows(own.b, j)) {
-        return;
-    }
+    const std::int32_t h = list / p.plan.supers % p.call.kv_heads;
     row d_q{};
     if (own.counts) {
         const row q = row::load(p.call.q.row(own.b, own.head, own.query), p.call.q.dim);
@@ -102,12 +98,54 @@ __global__ void __launch_bounds__(plain_threads) backward_plain_queries_kernel(c
                 k);
         }
     }
-    T* const to = p.d_q.row(own.b, own.head, own.query);
+    S* const to = p.d_q.row(own.b, own.head, own.query);
 #pragma unroll
     for (int i = 0; i < plain_columns; ++i) {
         const int c = 32 * i + lane_id();
         if (c < p.d_q.dim) {
-            to[c] = d_q.x[i];
+            to[c] = static_cast<S>(d_q.x[i]);
+        }
+    }
+}
+
+/// d_q, a warp a packed row.
+template <class T>
+__global__ void __launch_bounds__(plain_threads) backward_plain_queries_kernel(const backward_problem<T> p) {
+    const std::int64_t line = static_cast<std::int64_t>(blockIdx.x) * (plain_threads / 32) + threadIdx.x / 32;
+    if (line >= static_cast<std::int64_t>(p.lists()) * p.super_rows) {
+        return;
+    }
+    const auto list = static_cast<std::int32_t>(line / p.super_rows);
+    const auto m = static_cast<std::int32_t>(line % p.super_rows);
+    const packed_row<T> own(p, list, m);
+    if (m < p.valid_rows(own.b, list % p.plan.supers)) {
+        plain_query_gradient(p, list, m, own);
+    }
+}
+
+/// As attend_mend_kernel: rows of d_q that are not finite once more, by what the query sees alone. (0 times a key that is not finite is
+/// a NaN in the sums of the other queries of a tile.)
+template <class T>
+__global__ void __launch_bounds__(plain_threads) backward_mend_kernel(const backward_problem<T> p) {
+    if (*p.not_finite == 0) {
+        return;
+    }
+    const std::int64_t lines = static_cast<std::int64_t>(p.lists()) * p.super_rows;
+    for (std::int64_t line = static_cast<std::int64_t>(blockIdx.x) * (plain_threads / 32) + threadIdx.x / 32;
+         line < lines; line += static_cast<std::int64_t>(gridDim.x) * (plain_threads / 32)) {
+        const auto list = static_cast<std::int32_t>(line / p.super_rows);
+        const auto m = static_cast<std::int32_t>(line % p.super_rows);
+        const packed_row<T> own(p, list, m);
+        if (m >= p.valid_rows(own.b, list % p.plan.supers)) {
+            continue;
+        }
+        const T* const d_q = p.d_q.row(own.b, own.head, own.query);
+        bool finite = true;
+        for (std::int32_t c = lane_id(); c < p.d_q.dim; c += 32) {
+            finite = finite && fabsf(static_cast<float>(d_q[c])) < INFINITY;
+        }
+        if (!__all_sync(all_lanes, finite)) {
+            plain_query_gradient(p, list, m, own);
         }
     }
 }

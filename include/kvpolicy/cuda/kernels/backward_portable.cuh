@@ -132,13 +132,18 @@ __global__ void __launch_bounds__(portable_sizes<Dim>::threads, portable_sizes<D
             }
             const packed_row<T> row(p, list, line);
             T* const to = p.d_q.row(row.b, row.head, row.query);
+            float zero = 0.0f;
 #pragma unroll
             for (int n = 0; n < tile_type::product_columns; ++n) {
+                zero = fmaf(d_q[i][n][2 * r], 0.0f, fmaf(d_q[i][n][2 * r + 1], 0.0f, zero));
                 const int column = tile.product_column + 8 * n + 2 * (tile.lane % 4);
                 if (column < p.d_q.dim) {
                     *reinterpret_cast<std::uint32_t*>(to + column) =
                         pack<T>(d_q[i][n][2 * r] * p.call.scale, d_q[i][n][2 * r + 1] * p.call.scale);
                 }
+            }
+            if (zero != 0.0f) {
+                *p.not_finite = 1;
             }
         }
     }

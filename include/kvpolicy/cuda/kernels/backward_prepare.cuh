@@ -163,6 +163,9 @@ __global__ void __launch_bounds__(1024)
     for (std::int32_t j = thread; j < p.plan.supers; j += 1024) {
         p.taken[j] = 0;
     }
+    if (thread == 0) {
+        *p.not_finite = 0;
+    }
 }
 
 /// d_q from its sums; one block a 64 x 64 tile of them.
@@ -179,13 +182,18 @@ __global__ void __launch_bounds__(finish_threads) backward_finish_q_kernel(const
     const int thread = static_cast<int>(threadIdx.x);
     const float4* const sums = reinterpret_cast<const float4*>(p.sum_q + block * (packed_tile * 64));
     const int r = thread / 32 * 16 + thread % 32 / 4;
+    float zero = 0.0f;
 #pragma unroll
     for (int i = 0; i < 8; ++i) {
         const float4 x = sums[thread / 32 * 256 + i * 32 + thread % 32];
+        zero = fmaf(x.x, 0.0f, fmaf(x.y, 0.0f, fmaf(x.z, 0.0f, fmaf(x.w, 0.0f, zero))));
         unsigned char* const to = lines + r * row_bytes + (8 * i + 2 * (thread % 4)) * 2;
         *reinterpret_cast<std::uint32_t*>(to) = pack<T>(x.x * p.call.scale, x.y * p.call.scale);
         *reinterpret_cast<std::uint32_t*>(to + 8 * row_bytes) =
             pack<T>(x.z * p.call.scale, x.w * p.call.scale);
+    }
+    if (zero != 0.0f) {
+        *p.not_finite = 1;
     }
     __syncthreads();
     const int chunk = thread % 8;

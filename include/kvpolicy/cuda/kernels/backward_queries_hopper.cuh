@@ -216,16 +216,6 @@ struct hopper_queries_block {
                     slopes[i] = derivative;
                 }
             }
-            if (!whole) {
-#pragma unroll
-                for (int i = 0; i < 32; ++i) {
-                    const int c = i / 4 * 8 + column + i % 2;
-                    const std::int32_t row = m + 8 * (i / 2 % 2);
-                    if (row < keys.born[c] || row >= keys.dies[c]) {
-                        s[i] = 0.0f;
-                    }
-                }
-            }
             wgmma_wait<0>();
             pin(d);
             std::uint32_t gradients[4][4];
@@ -234,6 +224,16 @@ struct hopper_queries_block {
                 s[i] *= d[i] - delta[i / 2 % 2];
                 if constexpr (Softcap) {
                     s[i] *= slopes[i];
+                }
+            }
+            if (!whole) {  // products with a hidden key may be anything
+#pragma unroll
+                for (int i = 0; i < 32; ++i) {
+                    const int c = i / 4 * 8 + column + i % 2;
+                    const std::int32_t row = m + 8 * (i / 2 % 2);
+                    if (row < keys.born[c] || row >= keys.dies[c]) {
+                        s[i] = 0.0f;
+                    }
                 }
             }
 #pragma unroll
@@ -258,6 +258,9 @@ struct hopper_queries_block {
             warp_arrive(empty(stage), lane);  // all lanes have read what is said of the keys
         }
         const std::int32_t valid = p.valid_rows(b, list % p.plan.supers);
+        if (zero_if_finite(d_q) != 0.0f) {
+            *p.not_finite = 1;
+        }
 #pragma unroll
         for (int r = 0; r < 2; ++r) {
             if (m + 8 * r >= valid) {

@@ -146,6 +146,13 @@ void compare(const AttendCase& c, const AttendResult<T>& got, const AttendResult
                     const double scale = size.row(b, h, i)[d];
                     const double bound = (tolerance<T>() + large) * scale +
                                          (std::is_same_v<T, fp16> ? std::ldexp(1.0, -25) : 1e-30);
+                    if (!std::isfinite(reference.row(b, h, i)[d])) {  // it sees a spoilt value
+                        if (std::isfinite(value) && wrong++ == 0) {
+                            first = place + " d " + std::to_string(d) + ": " + std::to_string(value) +
+                                    " though it sees a value that is not finite";
+                        }
+                        continue;
+                    }
                     worst = std::max(worst, scale > 0.0 ? error / scale : 0.0);
                     if (!(error <= bound) && wrong++ == 0) {
                         first = place + " d " + std::to_string(d) + ": " + std::to_string(value) +
@@ -195,6 +202,24 @@ AttendTensors<T> random_tensors(const AttendCase& c, unsigned seed) {
     tensors.v = fill(size_of(c, c.kv_heads, c.past.rows, c.dim_v), 1.0f);
     tensors.self_k = fill(size_of(c, c.kv_heads, c.self.rows, c.dim_k), 1.0f);
     tensors.self_v = fill(size_of(c, c.kv_heads, c.self.rows, c.dim_v), 1.0f);
+    if (c.spoilt != 0) {
+        const auto spoil = [&](std::vector<T>& data, std::int32_t count) {
+            const auto rows = rows_of<T>(c, data.data(), c.kv_heads, count, c.dim_v);
+            for (std::int32_t b = 0; b < c.batch; ++b) {
+                for (std::int32_t h = 0; h < c.kv_heads; ++h) {
+                    for (std::int32_t t = 0; t < count; ++t) {
+                        const float with = generator() % 2 == 0 ? std::nanf("") : INFINITY;
+                        if (generator() % c.spoilt == 0) {
+                            std::fill_n(rows.row(b, h, t) + generator() % 2, c.dim_v / 2,
+                                        static_cast<T>(with));
+                        }
+                    }
+                }
+            }
+        };
+        spoil(tensors.v, c.past.rows);
+        spoil(tensors.self_v, c.self.rows);
+    }
     if (c.nan_beyond) {
         // Rows that do not count, rows that expire at birth, and rows that a bias of -inf hides from there on.
         const auto poison = [&](std::vector<T>& data, const KeyNumbers& n, std::int32_t dim, bool own) {
@@ -237,18 +262,21 @@ void check_attend(const AttendCase& c, unsigned seed) {
     const AttendResult<double> wanted = on_host(c, wide, false);
     const AttendResult<double> magnitude = on_host(c, wide, true);
     const bool fast = std::is_same_v<T, bf16> || std::is_same_v<T, fp16>;
-    for (int way = 0; way < (fast ? 5 : 1); ++way) {
+    for (int way = 0; way < (fast ? 6 : 1); ++way) {
         AttendWay how;
         how.portable = way % 2 != 0;
         how.gather = way != 2 && way != 3;
         how.scan = !how.gather;
         how.boxes = way != 4;
+        how.count = way == 5;
+        how.portable = how.portable && !how.count;
         const std::string name = c.what +
                                  (!fast          ? " (plain)"
                                   : how.portable ? " (portable, "
                                                  : " (hopper, ") +
                                  (!fast        ? ""
                                   : !how.boxes ? "gather, every row alone)"
+                                  : how.count  ? "gather, boxes by what the plan counts)"
                                   : how.gather ? "gather)"
                                                : "scan)");
         compare(c, attend_on_device(c, tensors, how), wanted, magnitude, name);

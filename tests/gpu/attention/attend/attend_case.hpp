@@ -31,6 +31,7 @@ struct AttendCase {
     KeyNumbers self;  // rows = 0: one segment
     std::vector<std::int32_t> lengths, starts, edges, bias_from;
     bool nan_beyond = false;  // rows that nobody may read hold NaN
+    unsigned spoilt = 0;      // of so many values one is NaN or infinite in some columns, whoever sees it
 
     [[nodiscard]] std::size_t planes() const {
         return static_cast<std::size_t>(batch) * static_cast<std::size_t>(kv_heads);
@@ -67,7 +68,7 @@ struct AttendResult {
 
 /// How the device goes about it.
 struct AttendWay {
-    bool scan = false, gather = false, portable = false, boxes = true;
+    bool scan = false, gather = false, portable = false, boxes = true, count = false;
 };
 
 /// One call on the device. Defined in device.cuh, instantiated for every storage type.

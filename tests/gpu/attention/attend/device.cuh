@@ -14,6 +14,13 @@
 
 namespace test {
 
+// A program that is to stay small compiles for fewer.
+#if defined(KVPOLICY_TEST_HEAD_DIMS)
+using AttendDims = head_dims<KVPOLICY_TEST_HEAD_DIMS>;
+#else
+using AttendDims = all_head_dims;
+#endif
+
 template <class T>
 class KeysOnDevice {
   public:
@@ -60,14 +67,17 @@ AttendResult<T> attend_on_device(const AttendCase& c, const AttendTensors<T>& te
     sequences.segments = c.edges.empty() ? 0 : static_cast<std::int32_t>(c.edges.size()) - 1;
     AttendOptions options;
     options.portable = way.portable;
-    options.copies = way.boxes ? attend_copies::boxes : attend_copies::rows;
+    options.copies = way.count   ? attend_copies::automatic
+                     : way.boxes ? attend_copies::boxes
+                                 : attend_copies::rows;
     options.path = way.scan ? attend_path::scan : way.gather ? attend_path::gather : attend_path::automatic;
     const auto q_view = rows_of<const T>(c, q.data(), c.heads(), c.queries, c.dim_k);
     const kvpolicy::cuda on{};
     const bool two = c.self.rows != 0;
     const std::size_t bytes =
-        two ? attend_workspace_bytes<T>(on, c.attention, q_view, past.view, self.view, sequences, options)
-            : attend_workspace_bytes<T>(on, c.attention, q_view, past.view, sequences, options);
+        two ? attend_workspace_bytes<T, AttendDims>(on, c.attention, q_view, past.view, self.view, sequences,
+                                                    options)
+            : attend_workspace_bytes<T, AttendDims>(on, c.attention, q_view, past.view, sequences, options);
     AttendResult<T> result;
     for (int i = 0; i < repeats; ++i) {
         const Device<unsigned char> workspace(bytes);
@@ -77,10 +87,11 @@ AttendResult<T> attend_on_device(const AttendCase& c, const AttendTensors<T>& te
         const auto out_view = rows_of<T>(c, out.data(), c.heads(), c.queries, c.dim_v);
         const auto lse_view = view_bhs(lse.data(), c.batch, c.heads(), c.queries);
         if (two) {
-            attend<T>(on, c.attention, q_view, past.view, self.view, sequences, out_view, lse_view, workspace,
-                      options);
+            attend<T, AttendDims>(on, c.attention, q_view, past.view, self.view, sequences, out_view,
+                                  lse_view, workspace, options);
         } else {
-            attend<T>(on, c.attention, q_view, past.view, sequences, out_view, lse_view, workspace, options);
+            attend<T, AttendDims>(on, c.attention, q_view, past.view, sequences, out_view, lse_view,
+                                  workspace, options);
         }
         AttendResult<T> now{out.read(), lse.read()};
         if (i > 0) {

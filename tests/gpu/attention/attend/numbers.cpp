@@ -211,6 +211,31 @@ TEST_CASE("packed segments") {
     check_attend<bf16>(c);
 }
 
+TEST_CASE("values that are not finite reach nobody but those who see them") {
+    for (const std::int32_t dim : {64, 128, 256}) {
+        AttendCase c = plain_case("spoilt values, head_dim " + std::to_string(dim), 2, 2, 4, 700, dim);
+        c.spoilt = 40;
+        for (std::size_t i = 0; i < c.planes() * 700; ++i) {  // every key lives for few queries
+            c.past.expiry.push_back(static_cast<expiry_t>(i % 700 + 1 + i * 7 % 23));
+        }
+        check_attend<bf16>(c);
+        c.lengths = {700, 301};
+        c.attention.softcap = 10.0f;
+        c.past.log_bias = random_biases(c, 700, 8);
+        c.bias_from = {5, 0};
+        c.what += ", biases and softcap";
+        check_attend<fp16>(c);
+    }
+    AttendCase c = plain_case("spoilt values, the last tokens of all", 1, 2, 4, 300, 128);
+    c.spoilt = 150;
+    check_attend<bf16>(c);
+    c.self.rows = 300;
+    c.past.rows = 100;
+    c.starts = {100};
+    c.what += ", two segments";
+    check_attend<bf16>(c);
+}
+
 TEST_CASE("small: every kernel, at a size for compute-sanitizer") {
     AttendCase c = plain_case("small, packed", 1, 1, 3, 130, 64);
     c.edges = {0, 40, 130};
