@@ -36,7 +36,7 @@ void masks(const kvpolicy::cuda& on, const Policy& policy, kvpolicy::plane_view<
 END
 
 # No pipe: grep -q would end it early, and nvcc's status with it.
-"$nvcc" -std=c++20 -I "$include" -M "$scratch/kvpop.cu" >"$scratch/kvpop.d"
+"$nvcc" -std=c++20 -arch=sm_80 -I "$include" -M "$scratch/kvpop.cu" >"$scratch/kvpop.d"
 if grep -q '/cub/' "$scratch/kvpop.d"; then
     echo "kvpop.hpp reaches CUB"
     status=1

@@ -249,14 +249,16 @@ void check_scarce(std::int32_t tokens) {
                 continue;
             }
             std::vector<std::int32_t> ones;
+            std::vector<std::uint32_t> words;
             for (const std::uint32_t word : refused) {
                 ones.push_back(word != 0 ? 1 : 0);
+                words.push_back(word != 0 ? word : std::uint32_t{status_not_taken});
             }
             const Device<std::int32_t> again(ones);
-            // An advance that should not be made moves nobody.
+            // An advance that should not be made moves nobody: it leaves out tokens that were taken, too.
             ok(cudaMemset(scarce.status.data(), 0, scarce.status.bytes()));
             scarce.cache.advance(scarce.on, {Call::slots, nullptr, again.data()}, scarce.status.data());
-            CHECK(scarce.status.read() == refused);
+            CHECK(scarce.status.read() == words);
             scarce.lend();
             ok(cudaMemset(scarce.status.data(), 0, scarce.status.bytes()));
             scarce.run({Call::slots, nullptr, again.data()}, workspace, layer);

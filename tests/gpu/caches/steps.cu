@@ -261,16 +261,16 @@ TEST_CASE("the workspace of a batch serves smaller ones, whose heads are cut amo
         CHECK(step_workspace_bytes(on, cache.ref(0), fewer) <= all);
     }
     // Of a whole cache: what the layer that needs most needs.
-    constexpr std::int32_t budgets[] = {100, 9000};
+    constexpr std::int32_t budgets[] = {100, 4000};
     FixedBudgetCache<Budget, bf16> uneven(
-        {.layers = 2, .slots = 2, .query_heads = 4, .kv_heads = 1, .dim_k = 64, .dim_v = 64},
+        {.layers = 2, .slots = slots, .query_heads = 4, .kv_heads = 1, .dim_k = 64, .dim_v = 64},
         Budget{Sink<>{4}, Window<>{60}, TopKBudget<>{per_head(budgets, 2, 1)}});
     const Device<unsigned char> other(uneven.bytes().total());
     uneven.bind(on, other.data(), other.size());
-    const std::size_t first = step_workspace_bytes(on, uneven.ref(0), 2),
-                      second = step_workspace_bytes(on, uneven.ref(1), 2);
+    const std::size_t first = step_workspace_bytes(on, uneven.ref(0), slots),
+                      second = step_workspace_bytes(on, uneven.ref(1), slots);
     CHECK(first < second);
-    CHECK(step_workspace_bytes(on, uneven, 2) == second);
+    CHECK(step_workspace_bytes(on, uneven, slots) == second);
 }
 
 TEST_CASE("rows that begin beyond 2^31 and 2^32 bytes") {
