@@ -89,7 +89,7 @@ struct Tokens {
             one = std::round(2.0f * one) * 0.5f;  // ties
         }
         of_score = std::make_unique<Device<float>>(score);
-        out = std::make_unique<Device<float>>(q.size());
+        out = std::make_unique<Device<float>>(std::vector<float>(q.size(), 0.5f));
     }
     [[nodiscard]] rows_view<const float> queries() const { return rows(of_q->data(), heads * group); }
     [[nodiscard]] rows_view<const float> keys() const { return rows(of_k->data(), heads); }
