@@ -174,7 +174,7 @@ def time_flex_backward(timer, name, batch, length, dim):
 
 
 def mass_by_flex(q, k, lse, block):
-    """kvpop.txt, D.2: keys take the part of queries, -lse that of a bias; the log-sum-exp is the log of the mass."""
+    """KVpop, D.2: keys take the part of queries, -lse that of a bias; the log-sum-exp is the log of the mass."""
     def bias(score, b, h, t, d):
         return score - lse[b, h, d]
     keys = k.repeat_interleave(GROUP, dim=1)

@@ -14,7 +14,7 @@
 namespace train {
 
 /// Learning rate at step 0, 1, ...: linear from peak / warm_up to peak over `warm_up` steps, then a cosine from peak to last
-/// at step `steps` - 1, and `last` from there on. kvpop.txt, table 3: 1e-3 to 8e-5 after 100 steps.
+/// at step `steps` - 1, and `last` from there on. KVpop, table 3: 1e-3 to 8e-5 after 100 steps.
 struct Schedule {
     double peak = 1e-3;
     double last = 8e-5;

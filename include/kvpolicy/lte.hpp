@@ -8,7 +8,7 @@
 //     kvpolicy::FixedBudgetCache<LTE, kvpolicy::bf16> all{shape, LTE{}, scorers};  // the capped layout, all of it at once
 //     kvpolicy::DualCache<LTE, kvpolicy::bf16> grown{shape, pool, LTE{}, scorers};
 //
-// visible(q, t) <=> t <= q and (t < s or q - t < w or r_t > 0.5 and t among the best) (lte.txt, eq. 5; the window is w keys
+// visible(q, t) <=> t <= q and (t < s or q - t < w or r_t > 0.5 and t among the best) (LTE, eq. 5; the window is w keys
 // here, as in the paper's cache, where eq. 5 shows w + 1). The number of keys out of the window, sinks included, is capped at b
 // (3.1.3): when the cap is reached a newcomer replaces the worst only if its score is strictly better, at every step, in prefill
 // too. r = sigmoid(score), so the gate's 0.5 is a logit of 0, the default of ThresholdGate. Heads differ much in how many

@@ -10,7 +10,7 @@
 // ring's page, which is read always. (A ring holds the newest keys at any time, where the paper's current page starts
 // empty.) The paper reads its first two layers whole: QuestPages<16>{per_head(pages, layers, 1)} with `unlimited` there.
 //
-// Selection composes with Admission and Eviction (wgkv.txt's taxonomy) in one type; every part says its own piece:
+// Selection composes with Admission and Eviction (WG-KV's taxonomy) in one type; every part says its own piece:
 //
 //     kvpolicy::Policy<kvpolicy::Window<256>, kvpolicy::ThresholdGate<kvpolicy::at_least>, kvpolicy::WriteGateScorer<128>,   // admit
 //                      kvpolicy::SnapKVEviction,                                                                      // evict

@@ -1,4 +1,4 @@
-"""Scores of LTE's convolution in float64, written from lte.txt, 3.1.1 and appendix A: token by token, with nothing shared between
+"""Scores of LTE's convolution in float64, written from LTE, 3.1.1 and appendix A: token by token, with nothing shared between
 tokens.
 
     y_l[t] = SiLU(b_l + sum over j = -1, 0, 1 of W_l[j] y_{l-1}[t + 2 j]),   y_0 = [k before RoPE; v],   r_t = readout . y_3[t] + bias

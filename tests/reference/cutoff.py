@@ -1,4 +1,4 @@
-"""The running cutoff rank for n = 1, by brute force (kvpop.txt, C.1-C.2 and algorithm 2; design, section 2).
+"""The running cutoff rank for n = 1, by brute force (KVpop, C.1-C.2 and algorithm 2; design, section 2).
 
 The design's values where the paper contradicts itself: INT32_MAX while fewer than k keys are eligible (all of them are
 visible), and -1 for k = 0 (none is).

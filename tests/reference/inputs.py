@@ -1,4 +1,4 @@
-"""Scores of WG-KV's write gate (wgkv.txt, 3.2) and SP-KV's utility predictor (spkv.txt, 2.1 and listing 1) in float64. Raw
+"""Scores of WG-KV's write gate (WG-KV, 3.2) and SP-KV's utility predictor (SP-KV, 2.1 and listing 1) in float64. Raw
 logits: no sigmoid.
 
     gate        r = w2 . GELU(W1 [RMSNorm(k before RoPE); RMSNorm(k after RoPE)] + b1) + b2, headwise, erf GELU, norms without gains

@@ -1,4 +1,4 @@
-"""Lifetimes of keys, by brute force from the definitions (design, sections 1 and 2; kvpop.txt, eq. 4, 5, 20, 26).
+"""Lifetimes of keys, by brute force from the definitions (design, sections 1 and 2; KVpop, eq. 4, 5, 20, 26).
 
 For one KV head and one sequence of S tokens this answers, for every query q and key t <= q, "is t visible?", and from
 that the expiry of every key. It is slow and plain on purpose: it keeps no data structure but the visible set of the
@@ -92,7 +92,7 @@ def priority_base(q, limit):
 def rank_value(rule, score, t, q):
     """What ranks key t at query q; larger is better.
 
-    n = 1: the static priority p_t = r_t - (t - base) * log(gamma) (kvpop.txt, eq. 20, rebased).
+    n = 1: the static priority p_t = r_t - (t - base) * log(gamma) (KVpop, eq. 20, rebased).
     n > 1: the effective score fl64(r_t + floor((q - t) / n) * log(gamma)) (eq. 5).
     """
     if rule.decay_step == 1:

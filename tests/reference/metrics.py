@@ -23,20 +23,20 @@ def density(expiry, length):
 
 
 def eligible_pairs(length, sinks, window):
-    """The pairs with t in E(q) = {t : s <= t <= q - w} (kvpop.txt, eq. 4), as a bool matrix [q, t]."""
+    """The pairs with t in E(q) = {t : s <= t <= q - w} (KVpop, eq. 4), as a bool matrix [q, t]."""
     q, t = np.arange(length)[:, None], np.arange(length)[None, :]
     return (t >= sinks) & (t <= q - window)
 
 
 def evict_ratio(expiry, length, sinks, window):
-    """kvpop.txt, figure 8: 0 is dense attention, 1 means that nothing beyond the window (and the sinks, which are not
+    """KVpop, figure 8: 0 is dense attention, 1 means that nothing beyond the window (and the sinks, which are not
     evictable) is seen. The share of pairs with t in E(q) that are not visible; 0 where no such pair exists."""
     pairs = eligible_pairs(length, sinks, window)
     return float((pairs & ~visible(expiry, length)).sum() / pairs.sum()) if pairs.any() else 0.0
 
 
 def oracle_recall(teacher_expiry, student_expiry, length, sinks, window, budget):
-    """kvpop.txt, section 4.3 and figure 7; design, section 6: what share of the teacher's long-range keys the student
+    """KVpop, section 4.3 and figure 7; design, section 6: what share of the teacher's long-range keys the student
     keeps under the same budget.
 
     With T(q) and U(q) the long-range keys (those in E(q)) visible at q under teacher and student:

@@ -1,4 +1,4 @@
-"""Scores of linear, MLP and mLSTM scorers in float64, written from the papers' equations (kvpop.txt, appendix E).
+"""Scores of linear, MLP and mLSTM scorers in float64, written from the papers' equations (KVpop, appendix E).
 
 Nothing here is recurrent or chunked. The mLSTM's read is the sum that its recurrences stand for: with
 

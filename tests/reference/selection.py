@@ -1,4 +1,4 @@
-"""Selection at the read (Quest: Tang et al., 2024, algorithm 1) and SnapKV's rule under a global budget (wgkv.txt, appendix K) in
+"""Selection at the read (Quest: Tang et al., 2024, algorithm 1) and SnapKV's rule under a global budget (WG-KV, appendix K) in
 float64, over a cache that admits keys by a gate. One sequence is stepped, row by row, with nothing kept between steps that could be
 computed.
 

@@ -1,5 +1,5 @@
 // An mLSTM that scores a key when it arrives, in a cache that asks for scores when keys leave: KVpop's ablation without the
-// delayed read (kvpop.txt, figure 5). A stateful scorer of one's own, made of the library's.
+// delayed read (KVpop, figure 5). A stateful scorer of one's own, made of the library's.
 #pragma once
 
 #include <kvpolicy/scorers/concept.hpp>

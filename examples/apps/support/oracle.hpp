@@ -50,7 +50,7 @@ class Oracle {
     std::span<const float> keys(int layer) const { return k_.at(static_cast<std::size_t>(layer)); }
     std::span<const float> values(int layer) const { return v_.at(static_cast<std::size_t>(layer)); }
 
-    /// Scores [layers][kv_heads][length]: the future-attention target with the exact dense normaliser (kvpop.txt, eq. 3).
+    /// Scores [layers][kv_heads][length]: the future-attention target with the exact dense normaliser (KVpop, eq. 3).
     std::vector<float> scores(const kvpolicy::host& on, const kvpolicy::FutureMassOptions& options) {
         const std::int32_t length = this->length();
         const auto plane = static_cast<std::size_t>(length) * static_cast<std::size_t>(config_.heads);

@@ -1,4 +1,4 @@
-// The future-attention target: how much attention a key receives after it has left the window (kvpop.txt, 3.1, 3.2, D).
+// The future-attention target: how much attention a key receives after it has left the window (KVpop, 3.1, 3.2, D).
 #pragma once
 
 #include <kvpolicy/core/context.hpp>

@@ -1,4 +1,4 @@
-// The boundary loss of KVpop: trains a scorer on the one comparison that changes what a cache holds (kvpop.txt, 3.1, B.4-B.6).
+// The boundary loss of KVpop: trains a scorer on the one comparison that changes what a cache holds (KVpop, 3.1, B.4-B.6).
 #pragma once
 
 #include <kvpolicy/core/context.hpp>

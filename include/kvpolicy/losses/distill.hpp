@@ -1,4 +1,4 @@
-// Distillation: what keeps a sparse student close to its dense teacher (kvpop.txt, algorithm 1 and F; wgkv.txt, 3.3).
+// Distillation: what keeps a sparse student close to its dense teacher (KVpop, algorithm 1 and F; WG-KV, 3.3).
 //
 // Rows are [B, 1, S, N] views: N logits, or a hidden state, per token. Means are over the tokens of all sequences.
 #pragma once

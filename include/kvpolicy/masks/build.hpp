@@ -49,7 +49,7 @@ template <Cutoff C = FenwickCutoff, AnyPolicy P>
 std::size_t build_cutoffs_workspace_bytes(const host& on, const P& policy, const Sequences& sequences,
                                           std::int32_t heads);
 
-/// The paper's pair for a kernel that takes a predicate (kvpop.txt, C.3): rank [B, Hkv, S], 0 for the best of the keys
+/// The paper's pair for a kernel that takes a predicate (KVpop, C.3): rank [B, Hkv, S], 0 for the best of the keys
 /// that compete in the sequence and no_rank for the others, and cutoff [B, Hkv, S], the rank of the k-th best eligible
 /// key at each query. t is visible at q >= t + w iff it is a sink, or rank[t] != no_rank and rank[t] <= cutoff[q].
 /// For decay step 1, whole sequences without cu_seqlens, and lengths below rebase_limit; other calls are refused.

@@ -1,5 +1,5 @@
 // Soft gates: what training adds to the logits instead of a hard threshold, and how its gradient comes back to the
-// scores (spkv.txt, 2.2, B and C.2; wgkv.txt, 3.2).
+// scores (SP-KV, 2.2, B and C.2; WG-KV, 3.2).
 //
 // A gate turns the raw logit z of a key (utility u = sigmoid(z)) into a log-bias that counts once the key is out of the
 // window, or closes it: then it expires at t + w, which is what a bias of -infinity would do, without infinities.
@@ -54,7 +54,7 @@ struct SoftWriteGate {
     void check() const;
 };
 
-/// log_bias = log((1 - a) u + a 1[u >= tau]) (spkv.txt, eq. 7): the soft gate at a = 0, the threshold at a = 1, where keys
+/// log_bias = log((1 - a) u + a 1[u >= tau]) (SP-KV, eq. 7): the soft gate at a = 0, the threshold at a = 1, where keys
 /// below tau expire.
 struct AnnealedGate {
     float alpha = 0.0f;  ///< a, 0 to 1
@@ -68,7 +68,7 @@ struct AnnealedGate {
     void check() const;
 };
 
-/// Threshold-aware soft gating: log u where u >= tau, closed below (spkv.txt, table 4).
+/// Threshold-aware soft gating: log u where u >= tau, closed below (SP-KV, table 4).
 struct ThresholdSoftGate {
     float tau = 0.5f;  ///< a probability
     template <class Real>
@@ -80,7 +80,7 @@ struct ThresholdSoftGate {
     void check() const;
 };
 
-/// Open with probability clip(u, p, 1 - p), else closed (spkv.txt, eq. 10, 12); the derivative is that of log u, straight
+/// Open with probability clip(u, p, 1 - p), else closed (SP-KV, eq. 10, 12); the derivative is that of log u, straight
 /// through the draw (eq. 11). A closed key is in no query's softmax, so attention hands back 0 for it.
 struct BernoulliGate {
     float clip = 0.0f;  ///< p, 0 to 0.5

@@ -60,7 +60,7 @@ inline void density(const host& on, plane_view<const expiry_t> expiry, const Seq
     });
 }
 
-/// evict_ratio[b * Hkv + h] (kvpop.txt, figure 8): the share of pairs with t in E(q) = {t : s <= t <= q - w} that are not
+/// evict_ratio[b * Hkv + h] (KVpop, figure 8): the share of pairs with t in E(q) = {t : s <= t <= q - w} that are not
 /// visible. 0 is dense attention, 1 means nothing beyond sinks and window; 0 where no such pair exists.
 template <AnyPolicy P>
 void evict_ratio(const host& on, const P& policy, plane_view<const expiry_t> expiry,

@@ -1,4 +1,4 @@
-// Oracle recall: how many of a teacher's long-range keys a student keeps (kvpop.txt, 4.3 and figure 7).
+// Oracle recall: how many of a teacher's long-range keys a student keeps (KVpop, 4.3 and figure 7).
 #pragma once
 
 #include <kvpolicy/core/context.hpp>

@@ -1,4 +1,4 @@
-// The retention map: which tokens the heads of a layer still hold at one query (kvpop.txt, figures 6 and 9).
+// The retention map: which tokens the heads of a layer still hold at one query (KVpop, figures 6 and 9).
 #pragma once
 
 #include <kvpolicy/core/context.hpp>

@@ -380,7 +380,7 @@ inline constexpr bool is_policy<Policy<Parts...>> = true;
 template <class P>
 concept AnyPolicy = detail::is_policy<P>;
 
-/// k for a total budget B = s + w + k (kvpop.txt, eq. 1). Refuses B < s + w, and a k that 31 bits do not hold.
+/// k for a total budget B = s + w + k (KVpop, eq. 1). Refuses B < s + w, and a k that 31 bits do not hold.
 inline std::int32_t budget_for_total(std::int64_t total, std::int32_t sinks, std::int32_t window) {
     detail::require(sinks >= 0, "sinks", sinks, "0 or more");
     detail::require(window >= 1, "window", window, "1 or more, since a query sees itself");

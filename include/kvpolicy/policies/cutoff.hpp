@@ -1,4 +1,4 @@
-// The running cutoff of kvpop.txt, 3.2 and algorithm 2: for each query the rank of the k-th best eligible key. Two
+// The running cutoff of KVpop, 3.2 and algorithm 2: for each query the rank of the k-th best eligible key. Two
 // exact algorithms, one query after the other, and the name of a third that takes all queries at once; they give the same
 // integers.
 #pragma once

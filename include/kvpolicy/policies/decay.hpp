@@ -1,4 +1,4 @@
-// How scores age: the per-head decay of kvpop.txt, eq. 5, 18 and 21.
+// How scores age: the per-head decay of KVpop, eq. 5, 18 and 21.
 #pragma once
 
 #include <kvpolicy/core/error.hpp>

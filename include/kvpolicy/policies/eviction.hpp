@@ -8,7 +8,7 @@
 
 namespace kvpolicy {
 
-/// SnapKV's rule under a hard global budget (wgkv.txt, appendix K). When a sequence holds more than average * layers * heads
+/// SnapKV's rule under a hard global budget (WG-KV, appendix K). When a sequence holds more than average * layers * heads
 /// rows in all, every KV head drops the lowest `share` of its rows, by
 ///
 ///     S_j = max over the `pool` keys around j of  sum over the last `observing` queries i of  max_h A_ij,

@@ -19,7 +19,7 @@ KVPOLICY_HOST_DEVICE constexpr position_t priority_base(position_t q, position_t
     return q / limit * limit;
 }
 
-/// Static priority for decay step 1 (kvpop.txt, eq. 20): double(r) - double(t - base) * double(log_gamma).
+/// Static priority for decay step 1 (KVpop, eq. 20): double(r) - double(t - base) * double(log_gamma).
 /// At one query all keys are compared with the same base. A key further than rebase_limit from the base (it outlived
 /// half a billion tokens) takes an explicit fma: one rounding, the same on every backend.
 KVPOLICY_HOST_DEVICE inline double static_priority(float score, float log_gamma, position_t t,

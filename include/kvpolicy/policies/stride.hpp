@@ -1,4 +1,4 @@
-// Keys at a uniform stride: the plainest way to keep something of everything (the Unif. baseline of lte.txt, section 4).
+// Keys at a uniform stride: the plainest way to keep something of everything (the Unif. baseline of LTE, section 4).
 #pragma once
 
 #include <kvpolicy/core/error.hpp>

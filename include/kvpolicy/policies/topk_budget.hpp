@@ -1,4 +1,4 @@
-// The long-range budget: of the keys that left the window, the k with the best effective scores stay (kvpop.txt, 3).
+// The long-range budget: of the keys that left the window, the k with the best effective scores stay (KVpop, 3).
 #pragma once
 
 #include <kvpolicy/policies/concept.hpp>

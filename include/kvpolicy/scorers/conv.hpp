@@ -1,4 +1,4 @@
-// LTE's scorer: a small convolution over a key's neighbours (lte.txt, 3.1.1 and appendix A).
+// LTE's scorer: a small convolution over a key's neighbours (LTE, 3.1.1 and appendix A).
 #pragma once
 
 #include <kvpolicy/core/context.hpp>

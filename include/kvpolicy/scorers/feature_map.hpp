@@ -1,4 +1,4 @@
-// Feature maps of the mLSTM scorer: phi in q~ = phi(Wq x), k~ = phi(Wk x) (kvpop.txt, E.3). Features are positive, so
+// Feature maps of the mLSTM scorer: phi in q~ = phi(Wq x), k~ = phi(Wk x) (KVpop, E.3). Features are positive, so
 // the read's normaliser q~ z is a weighted mean of positive numbers.
 #pragma once
 

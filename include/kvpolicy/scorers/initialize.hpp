@@ -1,4 +1,4 @@
-// What scorers start from before training (kvpop.txt, E.5).
+// What scorers start from before training (KVpop, E.5).
 #pragma once
 
 #include <kvpolicy/scorers/conv.hpp>

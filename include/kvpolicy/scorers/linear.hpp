@@ -1,4 +1,4 @@
-// The smallest learned scorer: one weighted sum of a key and its value (kvpop.txt, E.2).
+// The smallest learned scorer: one weighted sum of a key and its value (KVpop, E.2).
 #pragma once
 
 #include <kvpolicy/core/context.hpp>

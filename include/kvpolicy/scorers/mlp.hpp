@@ -1,5 +1,5 @@
-// Scorers with one hidden layer. One MLP with an input policy and an activation: KVpop's (kvpop.txt, 3.3 and E.2) is
-// MlpScorer, WG-KV's WriteGateScorer (wgkv.txt, 3.2), SP-KV's UtilityPredictor (spkv.txt, 2.1 and listing 1).
+// Scorers with one hidden layer. One MLP with an input policy and an activation: KVpop's (KVpop, 3.3 and E.2) is
+// MlpScorer, WG-KV's WriteGateScorer (WG-KV, 3.2), SP-KV's UtilityPredictor (SP-KV, 2.1 and listing 1).
 #pragma once
 
 #include <kvpolicy/core/context.hpp>
@@ -30,7 +30,7 @@ concept MlpInput = std::is_trivially_copyable_v<I> &&
     {input.gather(set, head, key, value, dim, dim, x)};
 };
 
-/// x = [k; v], key and value as they are cached (kvpop.txt, eq. 35).
+/// x = [k; v], key and value as they are cached (KVpop, eq. 35).
 struct KeyValueInput {
     static constexpr bool per_head = true;
 
@@ -91,7 +91,7 @@ struct RootMeanSquare {
 };
 
 /// x = [RMSNorm(key); RMSNorm(value)], without gains (W1 has them): WG-KV's input where a training run gives the keys
-/// after RoPE as keys and those before it as values (wgkv.txt, 3.2). WriteGateInput makes both of the stored key.
+/// after RoPE as keys and those before it as values (WG-KV, 3.2). WriteGateInput makes both of the stored key.
 struct NormalizedInput {
     static constexpr bool per_head = true;
     RootMeanSquare norm;
@@ -170,7 +170,7 @@ struct WriteGateInput {
 struct HiddenInput {
     static constexpr bool per_head = false;
     static constexpr bool hidden_state = true;
-    static constexpr float start_bias = 5.0f;  // gates start open (spkv.txt, C.2)
+    static constexpr float start_bias = 5.0f;  // gates start open (SP-KV, C.2)
     std::int32_t width = 0;
 
     [[nodiscard]] constexpr std::int32_t size(std::int32_t, std::int32_t) const { return width; }

@@ -1,4 +1,4 @@
-// The memory-based scorer of KVpop: an mLSTM for each KV head, read with a delay (kvpop.txt, 3.3, appendices A and E).
+// The memory-based scorer of KVpop: an mLSTM for each KV head, read with a delay (KVpop, 3.3, appendices A and E).
 #pragma once
 
 #include <kvpolicy/core/context.hpp>

@@ -69,7 +69,7 @@ void score_sequence(const host& on, const S& scorer, rows_view<K> k, rows_view<V
                     const BasicScoreOptions<compute_t<std::remove_const_t<K>>>& options = {});
 
 /// The k of a cache whose scorer has a state, such that it takes no more memory than a cache of `budget` keys whose
-/// scorer has none (kvpop.txt, section 4, compares so): per (sequence, KV head), state_bytes are taken off `budget` rows
+/// scorer has none (KVpop, section 4, compares so): per (sequence, KV head), state_bytes are taken off `budget` rows
 /// of row_bytes (keys, values, and what else the cache stores of a row), rounded against the stateful scorer.
 /// `unlimited` stays so. Refuses a state that is larger than the budget.
 std::int32_t budget_matching_state(std::int32_t budget, std::size_t state_bytes, std::size_t row_bytes);

@@ -1,4 +1,4 @@
-// The future-attention target and the dense normaliser on CUDA against the host in double (kvpop.txt, 3.1, 3.2, D).
+// The future-attention target and the dense normaliser on CUDA against the host in double (KVpop, 3.1, 3.2, D).
 #include "../../support/refusal.hpp"
 #include "../support/mass_check.hpp"
 

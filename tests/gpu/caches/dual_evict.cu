@@ -1,4 +1,4 @@
-// Eviction over all heads of a sequence in a DualCache on a device (wgkv.txt, appendix K): the host's rows, whatever calls came before.
+// Eviction over all heads of a sequence in a DualCache on a device (WG-KV, appendix K): the host's rows, whatever calls came before.
 // In double, where masses agree so closely that the order of two keys never depends on who computed them; and few rounds of others.
 #include "../../support/refusal.hpp"
 #include "dual_parts.hpp"

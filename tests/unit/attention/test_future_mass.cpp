@@ -1,4 +1,4 @@
-// The future-attention target against its definition, in double, pair by pair (kvpop.txt, eq. 2, 3, 13-17).
+// The future-attention target against its definition, in double, pair by pair (KVpop, eq. 2, 3, 13-17).
 #include <kvpolicy/attention/future_mass.hpp>
 
 #include "../../support/cases.hpp"

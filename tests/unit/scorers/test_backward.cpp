@@ -132,7 +132,7 @@ void check_against_differences(const S& scorer, const Result<S, double>& got, te
 
 // ---- mLSTM -----------------------------------------------------------------------------------------------------------
 
-/// score[h][t] as the sums that the recurrence stands for (kvpop.txt, E.3 and E.4), NaN where a key never leaves.
+/// score[h][t] as the sums that the recurrence stands for (KVpop, E.3 and E.4), NaN where a key never leaves.
 template <class S>
 std::vector<double> mlstm_reference(const S& s, const test::mlstm_case& c, const test::Tensor<double>& k,
                                     const test::Tensor<double>& v, std::int32_t* clamped = nullptr) {
