@@ -64,7 +64,8 @@ std::size_t attend_workspace_bytes(const cuda& on, const Attention& attention,
 ///
 /// What a query does not see never reaches it, whatever the row holds, NaN and infinities included. (The tensor cores multiply
 /// such a value by 0 where another query of the tile sees its row. So outputs that are not finite are computed once more, one by
-/// one and slowly: a model that has gone to NaN takes up to a hundred times as long.)
+/// one and slowly, unless the query itself is not finite: keys that are not finite and that many queries see take some hundred times as long.)
+/// Outputs must not share memory with inputs.
 ///
 /// What the host would refuse but the device finds too late: lengths (of queries or keys) below 0 or beyond the view count as
 /// 0, cu_seqlens that do not rise from 0 to sequences.length make every segment empty; both set status_bad_length.

@@ -46,7 +46,9 @@ std::size_t attend_backward_workspace_bytes(const cuda& on, const Attention& att
 /// queries; without expiries, positions or packed segments with all pairs that are not in the future. Unless `deterministic`, sums
 /// of 16-bit calls are added up in another order in every run.
 ///
-/// What the host would refuse but the device finds too late: lengths as in attend; numbers that are not finite spread.
+/// What the host would refuse but the device finds too late: lengths as in attend. Numbers that are not finite spread to those who see them, and
+/// to no other; rows of d_q that they spoil are computed once more, one by one and slowly, unless the query's own numbers are not finite.
+/// Outputs must not share memory with inputs.
 ///
 /// Refuses, before anything is enqueued: what the host refuses as far as no device memory must be read, a head_dim beyond
 /// Dims, rows that are not aligned, too little workspace. Failing CUDA calls throw kvpolicy::cuda_error.

@@ -52,6 +52,8 @@ class cache_step_call {
         call_.splits = step_splits(alone, cache.longest, multiprocessors);
         call_.deciders = alone * (call_.splits + 1) <= 2 * multiprocessors ? 1 : 0;
         cluster_if_few(alone, cache.longest, multiprocessors);
+        // Refused here, before the scorer's launch has moved its states.
+        allow_shared("cache_step_kernel", reinterpret_cast<const void*>(kernel), shared_);
     }
 
     /// Takes the parts of the workspace; with null only measures.

@@ -91,6 +91,8 @@ class dual_step_call {
             std::clamp<std::int64_t>((tiles + dual_work::least - 1) / dual_work::least, 1, resident));
         if constexpr (P::has_selection) {
             choose_.most_pages = choose_.most_chosen = bound_pages_of(cache, most_rows_of(cache));
+            allow_shared("bound_pages_kernel", reinterpret_cast<const void*>(bound_pages_kernel<T>),
+                         bound_shared_bytes<T>(cache.group, cache.dim_k));
             const float scale = cache.attention.scale;
             choose_.scale = scale != 0.0f ? scale : 1.0f / std::sqrt(static_cast<float>(cache.dim_k));
         }

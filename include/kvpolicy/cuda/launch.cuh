@@ -93,6 +93,15 @@ class device_scope {
     int before_ = 0;
 };
 
+/// Whether a block of a kernel can have so much dynamic shared memory on this device.
+inline bool shared_fits(const device_scope& device, const char* name, const void* kernel,
+                        std::size_t shared_bytes) {
+    cudaFuncAttributes code{};
+    check(cudaFuncGetAttributes(&code, kernel), name);
+    return shared_bytes + code.sharedSizeBytes <=
+           static_cast<std::size_t>(device.attribute(cudaDevAttrMaxSharedMemoryPerBlockOptin));
+}
+
 /// Lets a kernel have more dynamic shared memory than every kernel may: all that the present device has, whatever this launch wants, so
 /// that no other thread's launch of the same kernel finds less than it asked for.
 inline void allow_shared(const char* name, const void* kernel, std::size_t shared_bytes) {
@@ -213,6 +222,10 @@ int largest_cluster(const device_scope& device, int most, int threads, std::size
         return 1;
     }
     return asked_once<Kernel, 1>(device, [&] {
+        if (!shared_fits(device, "cudaFuncGetAttributes", reinterpret_cast<const void*>(Kernel),
+                         shared_bytes)) {
+            return 1;
+        }
         allow_shared("cudaFuncSetAttribute", reinterpret_cast<const void*>(Kernel), shared_bytes);
         allow_cluster<Kernel>("cudaFuncSetAttribute", static_cast<unsigned>(most));
         cudaLaunchConfig_t config{};

@@ -158,6 +158,10 @@ __device__ inline void reduce_wait_read() {
 __device__ inline void named_barrier(int id, int threads) {
     asm volatile("bar.sync %0, %1;" ::"r"(id), "r"(threads) : "memory");
 }
+/// The same where threads wait at it by different instructions: bar.sync is for warps that all wait by one.
+__device__ inline void named_barrier_of_any(int id, int threads) {
+    asm volatile("barrier.sync %0, %1;" ::"r"(id), "r"(threads) : "memory");
+}
 /// Counts at it without waiting for the others.
 __device__ inline void named_barrier_arrive(int id, int threads) {
     asm volatile("bar.arrive %0, %1;" ::"r"(id), "r"(threads) : "memory");

@@ -28,6 +28,16 @@ __device__ inline int warp_inclusive_sum(int value) {
     return value;
 }
 
+/// Whether all numbers of a row are finite, the same answer for all lanes.
+template <class T>
+__device__ inline bool finite_row(const T* row, std::int32_t dim) {
+    bool finite = true;
+    for (std::int32_t column = lane_id(); column < dim; column += 32) {
+        finite = finite && fabsf(static_cast<float>(row[column])) < __int_as_float(0x7f800000);
+    }
+    return __all_sync(all_lanes, finite) != 0;
+}
+
 struct block_sum {
     int before;  // sum over the warps before this one
     int total;   // sum over all warps

@@ -71,11 +71,9 @@ __global__ void __launch_bounds__(32 * plain_warps)
             continue;
         }
         const T* const out = call.out.row(head / query_heads, head % query_heads, query);
-        bool finite = true;
-        for (std::int32_t column = lane_id(); column < call.out.dim; column += 32) {
-            finite = finite && fabsf(static_cast<float>(out[column])) < INFINITY;
-        }
-        if (!__all_sync(all_lanes, finite)) {
+        // What the query itself brought cannot be mended.
+        if (!finite_row(out, call.out.dim) &&
+            finite_row(problem.q.row(head / query_heads, head % query_heads, query), problem.q.dim)) {
             attend_plain<256>(call, problem.scale, problem.softcap, head / query_heads, head % query_heads,
                               query);
         }

@@ -25,6 +25,8 @@ inline constexpr std::int64_t plan_full_lists = 32;
 // Bins: 0 .. super_q - 1 for old rows, super_q - dies; then, born being 1 to super_q - 1, super_q - 1 + born for young rows that
 // outlive the super-tile, and 2 super_q - 2 + born for the others.
 inline constexpr std::int32_t plan_bins = 3;  // times super_q
+static_assert(plan_queries * plan_bins * plan_warps * sizeof(std::int32_t) + 1024 <= 99 * 1024,
+              "a block of compute capability 8.6 and 8.9 has no more");
 inline std::size_t plan_shared_bytes(const attention_plan& plan) {
     return static_cast<std::size_t>(plan.super_q) * plan_bins * plan_warps * sizeof(std::int32_t);
 }

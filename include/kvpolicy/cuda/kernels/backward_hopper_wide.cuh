@@ -246,8 +246,7 @@ struct hopper_backward_wide : hopper_backward_block<T, 256, Bias, Softcap> {
                 // After the last tile its scores are made once more for nothing: a branch would make the compiler wait.
                 wgmma_fence();
                 this->multiply_scores(s, base + L::k, tile(L::q, after));
-                __syncwarp();
-                named_barrier(gradients_ready, 256);
+                named_barrier_of_any(gradients_ready, 256);
                 float* const sum_q = sums_of(item, i * L::queries);
                 float d[32];
                 this->multiply_queries(d, base + L::gradients, 0);
@@ -321,7 +320,6 @@ struct hopper_backward_wide : hopper_backward_block<T, 256, Bias, Softcap> {
                 barrier_wait(this->full_q(stage), parity_of(tile_number));  // it has the tile's numbers, too
                 float s[score_values];
                 operand gradients;
-                __syncwarp();
                 named_barrier(weights_ready, 256);
                 receive(message(), s);
                 const float* const delta = numbers(L::delta, stage);
@@ -338,8 +336,7 @@ struct hopper_backward_wide : hopper_backward_block<T, 256, Bias, Softcap> {
                 this->pack_rows(s, gradients);
                 this->store_gradients(gradients, base + L::gradients, 0);
                 fence_async_proxy();
-                __syncwarp();
-                named_barrier(gradients_ready, 256);
+                named_barrier_of_any(gradients_ready, 256);
                 float* const sum_q = sums_of(item, m);
                 float e[32];
                 pin(gradients);

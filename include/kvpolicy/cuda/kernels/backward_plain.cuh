@@ -140,11 +140,10 @@ __global__ void __launch_bounds__(plain_threads) backward_mend_kernel(const back
             continue;
         }
         const T* const d_q = p.d_q.row(own.b, own.head, own.query);
-        bool finite = true;
-        for (std::int32_t c = lane_id(); c < p.d_q.dim; c += 32) {
-            finite = finite && fabsf(static_cast<float>(d_q[c])) < INFINITY;
-        }
-        if (!__all_sync(all_lanes, finite)) {
+        // What the query itself brought, or its gradient (an overflow that a loss scaler will throw away), cannot be mended.
+        if (!finite_row(d_q, p.d_q.dim) && finite_row(p.d_out.row(own.b, own.head, own.query), p.d_out.dim) &&
+            finite_row(p.out.row(own.b, own.head, own.query), p.out.dim) &&
+            finite_row(p.call.q.row(own.b, own.head, own.query), p.call.q.dim)) {
             plain_query_gradient(p, list, m, own);
         }
     }

@@ -68,10 +68,13 @@ bool launch_many(const cuda& on, const device_scope& device,
         return false;
     }
     constexpr auto kernel = cache_score_many_kernel<View, D, Feature, Values>;
-    call.together = static_cast<std::int32_t>(together);
-    share_multiprocessors<kernel>(device);
     const auto shared = static_cast<std::size_t>(
         many_memory<typename View::value_type>::bytes(inputs, rows.count(), call.features, call.width));
+    if (!shared_fits(device, "cache_score_many_kernel", reinterpret_cast<const void*>(kernel), shared)) {
+        return false;
+    }
+    call.together = static_cast<std::int32_t>(together);
+    share_multiprocessors<kernel>(device);
     launch("cache_score_many_kernel", kernel, (count + together - 1) / together * heads, many_threads, shared,
            on, call);
     return true;
