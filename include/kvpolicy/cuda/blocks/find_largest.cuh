@@ -30,6 +30,26 @@ __device__ inline void count_digit(std::int32_t* counts, int digit, bool has) {
     }
 }
 
+/// By one warp, from how often keys that begin with `prefix` have each digit at `shift`: memory.prefix becomes how the `wanted`-th largest
+/// of them begins, memory.wanted which one of those with that digit it is.
+template <class Memory, class Key>
+__device__ inline void choose_digit(Memory& memory, Key prefix, std::int32_t wanted, int shift) {
+    // A lane has eight digits, the first lane the largest.
+    std::int32_t mine = 0;
+    for (int i = 0; i < 8; ++i) {
+        mine += memory.counts[255 - 8 * lane_id() - i];
+    }
+    std::int32_t before = warp_inclusive_sum(mine) - mine;
+    if (before < wanted && wanted <= before + mine) {
+        int digit = 255 - 8 * lane_id();
+        for (; before + memory.counts[digit] < wanted; --digit) {
+            before += memory.counts[digit];
+        }
+        memory.prefix = prefix | static_cast<Key>(digit) << shift;
+        memory.wanted = wanted - before;
+    }
+}
+
 /// visit(place, rank among the chosen by place) for the `wanted` largest of `count` keys, of equal ones the first; 1 <= wanted <=
 /// count. By a block of `Threads`; the keys are not changed.
 template <int Threads, class Key, class Visit>
@@ -60,20 +80,7 @@ __device__ void find_largest(find_memory<Key, Threads>& memory, const Key* keys,
         }
         __syncthreads();
         if (warp_id() == 0) {
-            // A lane has eight digits, the first lane the largest.
-            std::int32_t mine = 0;
-            for (int i = 0; i < 8; ++i) {
-                mine += memory.counts[255 - 8 * lane_id() - i];
-            }
-            std::int32_t before = warp_inclusive_sum(mine) - mine;
-            if (before < wanted && wanted <= before + mine) {
-                int digit = 255 - 8 * lane_id();
-                for (; before + memory.counts[digit] < wanted; --digit) {
-                    before += memory.counts[digit];
-                }
-                memory.prefix = prefix | static_cast<Key>(digit) << shift;
-                memory.wanted = wanted - before;
-            }
+            choose_digit(memory, prefix, wanted, shift);
         }
         __syncthreads();
         prefix = memory.prefix;

@@ -2,6 +2,7 @@
 #pragma once
 
 #include <kvpolicy/cuda/blocks/admit_block.cuh>
+#include <kvpolicy/cuda/blocks/find_largest.cuh>
 #include <kvpolicy/cuda/blocks/warp.cuh>
 #include <kvpolicy/cuda/config.cuh>
 
@@ -49,20 +50,7 @@ __device__ void mark_largest(largest_memory<Key>& memory, admit_memory& sums, Ke
         }
         __syncthreads();
         if (warp_id() == 0) {
-            // A lane has eight digits, the first lane the largest.
-            std::int32_t mine = 0;
-            for (int i = 0; i < 8; ++i) {
-                mine += memory.counts[255 - 8 * lane_id() - i];
-            }
-            std::int32_t before = warp_inclusive_sum(mine) - mine;
-            if (before < wanted && wanted <= before + mine) {
-                int digit = 255 - 8 * lane_id();
-                for (; before + memory.counts[digit] < wanted; --digit) {
-                    before += memory.counts[digit];
-                }
-                memory.prefix = prefix | static_cast<Key>(digit) << shift;
-                memory.wanted = wanted - before;
-            }
+            choose_digit(memory, prefix, wanted, shift);
         }
         __syncthreads();
         prefix = memory.prefix;
