@@ -97,6 +97,7 @@ gpu.caches.conv     | memcheck synccheck | *bf16*
 gpu.caches.scorers_mlstm | $all_checks | few calls
 gpu.caches.once         | memcheck synccheck racecheck | a FixedBudgetCache,a DualCache
 gpu.caches.stress       | $all_checks | few operations
+gpu.caches.stress_evict | $all_checks | few operations
 gpu.caches.pools        | memcheck synccheck racecheck | steps of*
 gpu.caches.dual_steps   | $all_checks | few*,pages of*
 gpu.caches.dual_half    | $all_checks | few calls
