@@ -180,3 +180,11 @@ TEST_CASE("dropout drops what the host drops") {
     check<bf16>(c, "bf16", shaped(c, rope_layout::interleaved));
     check<float>(c, "float", shaped(c, rope_layout::interleaved));
 }
+
+TEST_CASE("the keys that a tenth of the rows keeps") {
+    Case c = sized(1 << 14, 768, 128);
+    c.kept = 0.97;
+    c.name = "convolution, 16k";
+    check_scores<bf16>(c, Weights<ConvScorer<>>(shaped(c, rope_layout::half_split), drawn, c.seed),
+                       tolerance<bf16>());
+}
