@@ -54,8 +54,7 @@ void check_nothing(Cache& cache, std::int32_t dim, std::int32_t heads) {
         const auto q = empty ? view_bhsd<const float>(nullptr, 0, heads, 1, dim) : view(heads, 1);
         const auto k = empty ? view_bhsd<const float>(nullptr, 0, 2, 1, dim) : view(2, 1);
         const auto to = view_bhsd(empty ? nullptr : out.data(), empty ? 0 : 3, heads, 1, dim);
-        const CacheExtras given =
-            empty ? CacheExtras{.scores = view_bhs<const float>(nullptr, 0, 2, 1)} : extras;
+        const CacheExtras given = empty ? CacheExtras{} : extras;
         step<head_dims<64>>(on, ref, batch, q, k, k, to, room, status.data(), given);
         prefill<head_dims<64>>(on, ref, batch, q, k, k, to, room, status.data(), given);
         propose<head_dims<64>>(on, ref, batch, q, k, k, to, room, status.data(), given);
