@@ -67,7 +67,7 @@ int main() {
     thrust::device_vector<bf16> pool(pages * page, bf16(7.0f));
 
     const Policy policy{{}, {}, kvp::ThresholdGate<kvp::at_least>{0.0f}};
-    kvp::DualCache<Policy, bf16> cache{{.slots = 2,
+    kvp::DualCache<Policy, bf16> cache{{.slots = 4,
                                         .query_heads = heads,
                                         .kv_heads = kv_heads,
                                         .dim_k = dim,
