@@ -39,7 +39,7 @@ Plane<float> scores_of(std::int32_t batch, std::int32_t heads, std::int32_t leng
 
 TEST_CASE("rules and scores at the limits of their types") {
     for (const std::int32_t length : {1, 64, 700, 5000}) {
-        MaskCase input{scores_of(1, 2, length)};
+        MaskCase input{scores_of(1, 2, length), {}, {}, {}};
         const auto check = [&](const auto& policy, const std::string& what) {
             check_mask(policy, input, what + " of " + std::to_string(length));
         };
@@ -69,7 +69,7 @@ TEST_CASE("rules and scores at the limits of their types") {
 TEST_CASE("scores that heads and sequences share; lifetimes that they would") {
     constexpr std::int32_t batch = 2, heads = 3, length = 900;
     const Plane<float> one = scores_of(1, 1, length);
-    MaskCase input{Plane<float>(batch, heads, length)};
+    MaskCase input{Plane<float>(batch, heads, length), {}, {}, {}};
     for (std::size_t i = 0; i < input.scores.data.size(); ++i) {
         input.scores.data[i] = one.data[i % length];
     }
@@ -94,7 +94,7 @@ TEST_CASE("scores that heads and sequences share; lifetimes that they would") {
 TEST_CASE("planes that lie 8 GB apart") {
     constexpr std::int32_t heads = 2, length = 20000;
     constexpr std::int64_t far = (std::int64_t{1} << 31) + 3;
-    MaskCase input{scores_of(1, heads, length)};
+    MaskCase input{scores_of(1, heads, length), {}, {}, {}};
     const Device<float> scores(static_cast<std::size_t>(far) + length);
     const Device<expiry_t> expiry(static_cast<std::size_t>(far) + length);
     const kvpolicy::cuda on{};
