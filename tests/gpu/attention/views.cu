@@ -210,8 +210,8 @@ TEST_CASE("inputs that heads and sequences share, with strides of 0") {
     in = memory.tensors();
     in.k.row_stride = 0;
     CHECK_REFUSED(everything(in, Lifetimes(300).expiry, true, false), "keys.k.row_stride");
-    for (rows_view<bf16> Tensors::*const output :
-         {&Tensors::out, &Tensors::d_q, &Tensors::d_k, &Tensors::d_v}) {
+    using Member = rows_view<bf16> Tensors::*;
+    for (const Member output : {&Tensors::out, &Tensors::d_q, &Tensors::d_k, &Tensors::d_v}) {
         Tensors shared = memory.tensors();
         (shared.*output).head_stride = 0;
         CHECK_REFUSED(everything(shared, Lifetimes(300).expiry, true, false), "a head stride of 0");
