@@ -1,10 +1,10 @@
 // An mLSTM scorer's tokens of a step of many sequences: a block has some of one head, which share a look at the weights, and streams their
 // states through a ring in its shared memory. What costs is that every state is read and written once; all else has to be done meanwhile.
-// So a warp of its own asks for states by bulk copies, as many as the ring holds and some more into the L2 cache, before anything is
+// So a warp of its own brings states by bulk copies, as many as the ring holds, before anything is
 // known of what happens to them.
 //
-// A working warp has a few rows of every state, and waits for no other between one state and the next. Another warp has the gates, and
-// reads the scores out.
+// A working warp has a few rows of every state, and waits for no other between one state and the next. Other warps read the scores out,
+// in turn, since one alone would not keep up; the first of them has the gates.
 #pragma once
 
 #include <kvpolicy/cuda/blocks/async.cuh>
@@ -21,13 +21,14 @@ namespace cuda_backend {
 
 inline constexpr int many_warps = 16;  // that work
 inline constexpr int many_workers = 32 * many_warps;
-inline constexpr int many_threads = many_workers + 64;
+inline constexpr int many_readers = 3;
+inline constexpr int many_threads = many_workers + 32 + 32 * many_readers;
 inline constexpr int many_entries = 16;  // of a block
 inline constexpr int many_slots = 8;     // of the ring, at most
-inline constexpr int many_flight = 2;    // states under way to it at once
-inline constexpr int many_early =
-    1;  // states on their way into the L2 cache before the kernel before has ended
-inline constexpr int many_ahead = 3;  // and when the ring is full
+inline constexpr int many_least_slots = 2;
+inline constexpr int many_flight = 2;  // states under way to it at once
+// States that the L2 cache is asked for before the kernel before has ended.
+inline constexpr int many_early = 3;
 inline constexpr int many_reads = 4;  // entries that wait to be read out
 static_assert(many_entries <= many_warps && 4 * many_entries <= many_workers && 2 * many_entries <= 32);
 
@@ -138,7 +139,7 @@ class score_many {
                                                           call_.cache.state_size);
                 prefetch_to_l2(part.from, part.bytes);
             }
-        } else if (warp_ > many_warps) {
+        } else if (warp_ == many_warps + 1) {
             ask_for_entries(call_.cache, call_.batch, head_,
                             static_cast<std::int32_t>(blockIdx.x) / call_.cache.kv_heads * call_.together,
                             call_.together);
@@ -239,8 +240,8 @@ class score_many {
         }
     }
 
-    /// All warps but the one that brings states, each role by an instruction of its own.
-    __device__ static void meet() { named_barrier_of_any(1, many_threads - 32); }
+    /// The warps that work, and the one that has the gates, by instructions of their own.
+    __device__ static void meet() { named_barrier_of_any(1, many_workers + 32); }
 
     // The warp that brings states.
 
@@ -284,16 +285,12 @@ class score_many {
                 continue;
             }
             const std::int32_t slot = n % call_.slots, before = n - many_flight;
-            if (n == call_.slots - 1) {
-                if (lane_id() < many_ahead && has(e + lane_id(), count)) {
-                    const whole_part part = whole_part_of(call_.cache.state + all.state[e + lane_id()]);
-                    prefetch_to_l2(part.from, part.bytes);
-                }
-                if constexpr (Values::projected) {
-                    barrier_wait(shared_address(&all.projected), 0);
-                }
+            if (Values::projected && n == call_.slots - 1) {
+                barrier_wait(shared_address(&all.projected), 0);
             }
-            // A few are under way at once: more would only keep others waiting for their tokens and weights.
+            // A few are under way at once: more would only keep others waiting for their tokens and weights. (No more than there are
+            // slots: a barrier's phase may be the last or the one before.)
+            static_assert(many_flight <= many_least_slots);
             if (before >= 0) {
                 barrier_wait(shared_address(&all.full[before % call_.slots]),
                              static_cast<std::uint32_t>(before / call_.slots) % 2);
@@ -452,9 +449,23 @@ class score_many {
         warp_arrive(shared_address(&all.summed[at]), lane_id());
     }
 
-    // The warp that has the gates, a pair of lanes an entry, and reads scores out.
+    // The warps that read scores out. The first has the gates, a pair of lanes an entry.
 
     __device__ void read(std::int32_t first, std::int32_t count) {
+        const int reader = warp_ - many_warps - 1;
+        if (reader == 0) {
+            find_gates(count);
+        }
+        for (std::int32_t e = 0; e < count; ++e) {
+            if (has(e, count)) {
+                if (taken_ % many_readers == reader) {
+                    read_one(first, e);
+                }
+                ++taken_;
+            }
+        }
+    }
+    __device__ void find_gates(std::int32_t count) const {
         const std::int32_t mine = lane_id() / 2;
         mlstm_gates gates;
         if (has(mine, count)) {
@@ -467,11 +478,6 @@ class score_many {
         meet();
         take_gates(gates, mine, has(mine, count));
         meet();
-        for (std::int32_t e = 0; e < count; ++e) {
-            if (has(e, count)) {
-                read_one(first, e);
-            }
-        }
     }
     __device__ void take_gates(mlstm_gates& gates, std::int32_t mine, bool there) const {
         const bool input = lane_id() % 2 == 0;
@@ -487,11 +493,10 @@ class score_many {
         }
     }
     /// The score of entry e.
-    __device__ void read_one(std::int32_t first, std::int32_t e) {
+    __device__ void read_one(std::int32_t first, std::int32_t e) const {
         auto& all = *memory_.tokens;
         const std::int32_t at = taken_ % many_reads;
         barrier_wait(shared_address(&all.summed[at]), static_cast<std::uint32_t>(taken_ / many_reads) % 2);
-        ++taken_;
         const auto& weights = call_.scorer.weights;
         float score = 0.0f;
         if (all.leaves[e] != 0) {

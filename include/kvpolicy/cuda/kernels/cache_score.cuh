@@ -82,9 +82,8 @@ bool launch_many(const cuda& on, const device_scope& device,
                                                           call.cache.state_size, slots, Values::projected));
         return shared_fits(device, "cache_score_many_kernel", reinterpret_cast<const void*>(kernel), shared);
     };
-    constexpr std::int32_t least_slots = 2;
     for (call.slots = many_slots; !fits(call.slots); --call.slots) {
-        if (call.slots == least_slots) {
+        if (call.slots == many_least_slots) {
             return false;
         }
     }
