@@ -1,7 +1,6 @@
 // An mLSTM scorer's tokens of a step of many sequences: a block has some of one head, which share a look at the weights, and streams their
 // states through a ring in its shared memory. What costs is that every state is read and written once; all else has to be done meanwhile.
-// So a warp of its own brings states by bulk copies, as many as the ring holds, before anything is
-// known of what happens to them.
+// So a warp of its own brings states by bulk copies, as many as the ring holds, before anything is known of what happens to them.
 //
 // A working warp has a few rows of every state, and waits for no other between one state and the next. Other warps read the scores out,
 // in turn, since one alone would not keep up; the first of them has the gates.
