@@ -25,7 +25,7 @@ inline constexpr int many_threads = many_workers + 32 + 32 * many_readers;
 inline constexpr int many_entries = 16;  // of a block
 inline constexpr int many_slots = 8;     // of the ring, at most
 inline constexpr int many_least_slots = 2;
-inline constexpr int many_flight = 2;  // states under way to it at once
+inline constexpr int many_flight = 4;  // states under way to it at once
 // States that the L2 cache is asked for before the kernel before has ended.
 inline constexpr int many_early = 3;
 inline constexpr int many_reads = 4;  // entries that wait to be read out
@@ -278,18 +278,18 @@ class score_many {
     }
     __device__ void bring(std::int32_t count) {
         auto& all = *memory_.tokens;
+        const std::int32_t flight = call_.slots < many_flight ? call_.slots : many_flight;
         std::int32_t n = 0;  // states so far
         for (std::int32_t e = 0; e < count; ++e) {
             if (!has(e, count)) {
                 continue;
             }
-            const std::int32_t slot = n % call_.slots, before = n - many_flight;
+            const std::int32_t slot = n % call_.slots, before = n - flight;
             if (Values::projected && n == call_.slots - 1) {
                 barrier_wait(shared_address(&all.projected), 0);
             }
             // A few are under way at once: more would only keep others waiting for their tokens and weights. (No more than there are
             // slots: a barrier's phase may be the last or the one before.)
-            static_assert(many_flight <= many_least_slots);
             if (before >= 0) {
                 barrier_wait(shared_address(&all.full[before % call_.slots]),
                              static_cast<std::uint32_t>(before / call_.slots) % 2);
