@@ -41,7 +41,7 @@ class cache_step_call {
         : on_(on),
           device_(device),
           ref_(cache),
-          call_{.cache = cache_view<T>(cache), .gate = cache.gate, .scorer = scorer_of<P>(cache.scorer)} {
+          call_{{.cache = cache_view<T>(cache), .gate = cache.gate, .scorer = scorer_of<P>(cache.scorer)}} {
         call_.batch.count = count;
         call_.width = Rows::width(cache.dim_v);
         call_.logits = logits_of<typename Rows::Compute>(cache.attention, cache.dim_k);

@@ -69,7 +69,7 @@ class dual_step_call {
         : on_(on),
           device_(device),
           ref_(cache),
-          call_{.cache = View(cache), .gate = gate_in<P>(cache), .scorer = scorer_of<P>(cache.scorer)},
+          call_{{.cache = View(cache), .gate = gate_in<P>(cache), .scorer = scorer_of<P>(cache.scorer)}},
           choose_{choice_in(cache)} {
         call_.batch.count = count;
         call_.width = Rows::width(cache.dim_v);

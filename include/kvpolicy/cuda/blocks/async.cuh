@@ -22,6 +22,10 @@ __device__ inline void copy_16(std::uint32_t to, const void* from, std::uint32_t
     asm volatile("cp.async.cg.shared.global.L2::256B [%0], [%1], 16, %2;" ::"r"(to), "l"(from), "r"(bytes)
                  : "memory");
 }
+/// 8 bytes, which lie to 8.
+__device__ inline void copy_8(std::uint32_t to, const void* from) {
+    asm volatile("cp.async.ca.shared.global [%0], [%1], 8;" ::"r"(to), "l"(from) : "memory");
+}
 /// Closes a group of this thread's copies.
 __device__ inline void copy_commit() { asm volatile("cp.async.commit_group;" ::: "memory"); }
 /// Waits until at most `Pending` groups of this thread are still under way.

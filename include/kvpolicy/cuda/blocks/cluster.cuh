@@ -25,18 +25,20 @@ __device__ inline std::uint32_t cluster_address(std::uint32_t mine, int block) {
     asm("mapa.shared::cluster.u32 %0, %1, %2;" : "=r"(address) : "r"(mine), "r"(block));
     return address;
 }
-template <class = void>
-__device__ inline void store_in_cluster(float* to, int block, float x) {
-    asm volatile("st.shared::cluster.f32 [%0], %1;" ::"r"(cluster_address(shared_address(to), block)), "f"(x)
-                 : "memory");
-}
 /// Sends numbers to cluster_address() `to`; the barrier there counts their bytes, as those of a bulk copy. Nobody waits here, where
-/// barriers of a cluster wait until memory has all that was written before. Four numbers lie aligned to 16 bytes.
+/// barriers of a cluster wait until memory has all that was written before. Two numbers lie aligned to 8 bytes, four to 16.
 template <class = void>
 __device__ inline void send_in_cluster(std::uint32_t to, float x, std::uint32_t barrier) {
     asm volatile("st.async.weak.shared::cluster.mbarrier::complete_tx::bytes.f32 [%0], %1, [%2];" ::"r"(to),
                  "f"(x), "r"(barrier)
                  : "memory");
+}
+template <class = void>
+__device__ inline void send_in_cluster(std::uint32_t to, float2 x, std::uint32_t barrier) {
+    asm volatile(
+        "st.async.weak.shared::cluster.mbarrier::complete_tx::bytes.v2.f32 [%0], {%1, %2}, [%3];" ::"r"(to),
+        "f"(x.x), "f"(x.y), "r"(barrier)
+        : "memory");
 }
 template <class = void>
 __device__ inline void send_in_cluster(std::uint32_t to, float4 x, std::uint32_t barrier) {

@@ -13,6 +13,7 @@
 #include <kvpolicy/cuda/blocks/dual_stream.cuh>
 #include <kvpolicy/cuda/blocks/page_bounds.cuh>
 #include <kvpolicy/cuda/blocks/score_row.cuh>
+#include <kvpolicy/cuda/blocks/step_arguments.cuh>
 #include <kvpolicy/cuda/blocks/step_block.cuh>
 #include <kvpolicy/cuda/config.cuh>
 
@@ -30,42 +31,18 @@ struct step_note {
     float arriving;       // the newcomer's score
 };
 
-/// A launch. Rows: sizes of the stream; Gate and Scorer: the policy's; View: the cache; Work: how its rows are cut among blocks.
-template <class Rows_, class Gate_, class Scorer_, class View_, class Work>
-struct step_launch {
-    using Rows = Rows_;
-    using Gate = Gate_;
-    using Scorer = Scorer_;
-    using View = View_;
-    using T = typename Rows::T;
-    using Compute = typename Rows::Compute;
-
-    View cache;
-    Batch batch{};
-    rows_view<const T> q{};  // [count, Hq, 1, Dk]
-    rows_view<const T> k{};  // [count, Hkv, 1, Dk]
-    rows_view<const T> v{};  // [count, Hkv, 1, Dv]
-    rows_view<T> out{};      // [count, Hq, 1, Dv]
-    plane_view<float> lse{};
-    plane_view<const float> scores{};  // the newcomers', where they are given
-    const float* computed = nullptr;   // [count, Hkv], of a scorer that is scored_before: see score_launch
+/// A launch. Work: how the cache's rows are cut among blocks.
+template <class Rows, class Gate, class Scorer, class View, class Work>
+struct step_launch : step_arguments<Rows, Gate, Scorer, View> {
     const float* advanced =
         nullptr;  // [count, Hkv, state_size]: the scorer's states after the step, if not in the cache
-    Compute* states = nullptr;        // of blocks that share a head
-    step_note* notes = nullptr;       // [count, Hkv]
-    std::uint32_t* status = nullptr;  // [count]
-    std::int32_t parts = 1;           // of a group of query heads, Rows::heads each
-    std::int32_t width = 0;           // of a state
-    stream_logits<Compute> logits{};
-    bool writes = true;  // a step; else attention over the rows as they are
+    step_note* notes = nullptr;  // [count, Hkv]
     Work work{};
-    Gate gate;
-    Scorer scorer;
 
     /// The head's places whose keys do not compete.
     [[nodiscard]] __device__ std::int32_t pinned(std::int64_t index) const {
         if constexpr (detail::holds_keys<Gate>) {
-            return cache.pinned[index];
+            return this->cache.pinned[index];
         } else {
             return 0;
         }
@@ -74,7 +51,7 @@ struct step_launch {
     template <class Head>
     __device__ float leaving_score(const Head& head, std::int32_t pair, position_t u) const {
         if constexpr (Scorer::when == score_time::on_leaving) {
-            return detail::holds(gate, u) ? 0.0f : computed[pair];
+            return detail::holds(this->gate, u) ? 0.0f : this->computed[pair];
         } else {
             return head.score_of(head.layout.recent(u));
         }

@@ -3,6 +3,8 @@
 // so that a score has the same bits whichever kernel takes its token, alone or among many.
 #pragma once
 
+#include <kvpolicy/core/types.hpp>
+#include <kvpolicy/cuda/blocks/mma.cuh>
 #include <kvpolicy/cuda/blocks/score_block.cuh>
 #include <kvpolicy/cuda/blocks/warp.cuh>
 #include <kvpolicy/cuda/config.cuh>
@@ -10,6 +12,7 @@
 #include <cmath>
 #include <cstdint>
 #include <cstring>
+#include <type_traits>
 
 namespace kvpolicy {
 inline namespace KVPOLICY_CUDA_NAMESPACE KVPOLICY_HIDDEN {
@@ -88,6 +91,11 @@ __device__ inline int whole_warp_id() { return __shfl_sync(all_lanes, warp_id(),
 /// The first 11 bits of a number, which a tensor core takes as they are, and the rest.
 __device__ inline float first_bits(float x) { return __uint_as_float(__float_as_uint(x) & 0xffffe000u); }
 
+/// Asks the L2 cache for the line at an address.
+__device__ inline void ask_for_line(const void* line) {
+    asm volatile("prefetch.global.L2 [%0];" ::"l"(line));
+}
+
 /// sum += a b, a 16 x 8, b 8 x 8 of 11 bits each: a0, a1 in rows lane / 4 and + 8, column lane % 4, a2, a3 in column + 4; b0, b1 in
 /// rows lane % 4 and + 4, column lane / 4.
 __device__ inline void mma_16x8x8(float (&sum)[4], const float (&a)[4], float b0, float b1) {
@@ -109,37 +117,52 @@ struct weight_quarter {
     __device__ void load(const float* first, const float* second, std::int32_t quarter, std::int32_t inputs) {
 #pragma unroll
         for (int b = 0; b < blocks; ++b) {
-            const std::int32_t column = 16 * (blocks * quarter + b) + lane_id() % 4 * 4;
-            upper[b] = lower[b] = float4{};
-            if (column < inputs) {
-                upper[b] = *reinterpret_cast<const float4*>(first + column);
-                lower[b] = *reinterpret_cast<const float4*>(second + column);
-            }
+            load_block(b, first, second, quarter, inputs);
+        }
+    }
+    __device__ void load_block(int b, const float* first, const float* second, std::int32_t quarter,
+                               std::int32_t inputs) {
+        const std::int32_t column = 16 * (blocks * quarter + b) + lane_id() % 4 * 4;
+        upper[b] = lower[b] = float4{};
+        if (column < inputs) {
+            upper[b] = *reinterpret_cast<const float4*>(first + column);
+            lower[b] = *reinterpret_cast<const float4*>(second + column);
         }
     }
 
     /// sum = the quarter times eight tokens at x, token_stride() apart: sum[0], sum[1] of row lane / 4, tokens 2 (lane % 4) and + 1, then of
-    /// row + 8. `Exact`: numbers of tokens have no more than 11 bits. Weights go in three parts, so that products are exact.
-    template <bool Exact>
+    /// row + 8. T: of the tokens' numbers. Weights go in three parts, so that products are exact.
+    template <class T>
     __device__ void multiply(const float* x, std::int32_t quarter, std::int32_t inputs,
                              float (&sum)[4]) const {
-        const float* const mine = x + lane_id() / 4 * token_stride(inputs) + lane_id() % 4 * 4;
         sum[0] = sum[1] = sum[2] = sum[3] = 0.0f;
 #pragma unroll
         for (int b = 0; b < blocks; ++b) {
-            const std::int32_t column = 16 * (blocks * quarter + b);
-            if (column >= inputs) {
+            if (16 * (blocks * quarter + b) >= inputs) {
                 break;
             }
-            const float4 token = *reinterpret_cast<const float4*>(mine + column);
-            // Short sums of their own: those of tensor cores are cut off, not rounded.
-            float some[4] = {};
-            add<Exact>(some, {upper[b].x, lower[b].x, upper[b].y, lower[b].y}, token.x, token.y);
-            add<Exact>(some, {upper[b].z, lower[b].z, upper[b].w, lower[b].w}, token.z, token.w);
+            multiply_block<T>(b, x, quarter, inputs, sum);
+        }
+    }
+    /// The part of columns below `inputs`, added to sum.
+    template <class T>
+    __device__ void multiply_block(int b, const float* x, std::int32_t quarter, std::int32_t inputs,
+                                   float (&sum)[4]) const {
+        const float4 token = *reinterpret_cast<const float4*>(
+            x + lane_id() / 4 * token_stride(inputs) + lane_id() % 4 * 4 + 16 * (blocks * quarter + b));
+        // Short sums of their own: those of tensor cores are cut off, not rounded.
+        float some[4] = {};
+        if constexpr (std::is_same_v<T, bf16>) {
+            add_short(some, upper[b], lower[b], first_halves(token.x, token.y),
+                      first_halves(token.z, token.w));
+        } else {
+            constexpr bool exact = sizeof(T) == 2;  // no more than 11 bits
+            add<exact>(some, {upper[b].x, lower[b].x, upper[b].y, lower[b].y}, token.x, token.y);
+            add<exact>(some, {upper[b].z, lower[b].z, upper[b].w, lower[b].w}, token.z, token.w);
+        }
 #pragma unroll
-            for (int i = 0; i < 4; ++i) {
-                sum[i] += some[i];
-            }
+        for (int i = 0; i < 4; ++i) {
+            sum[i] += some[i];
         }
     }
 
@@ -147,6 +170,34 @@ struct weight_quarter {
     struct four {
         float at[4];
     };
+    /// The first 8 bits of two numbers, as bf16.
+    __device__ static std::uint32_t first_halves(float a, float b) {
+        return __byte_perm(__float_as_uint(a), __float_as_uint(b), 0x7632);
+    }
+    /// Takes the first 8 bits from two numbers.
+    __device__ static std::uint32_t take_halves(float& a, float& b) {
+        const std::uint32_t halves = first_halves(a, b);
+        a -= __uint_as_float(__float_as_uint(a) & 0xffff0000u);
+        b -= __uint_as_float(__float_as_uint(b) & 0xffff0000u);
+        return halves;
+    }
+    /// Tokens of 8 bits: twice as many columns a product, of weights in parts of 8 bits.
+    __device__ static void add_short(float (&sum)[4], float4 upper, float4 lower, std::uint32_t x,
+                                     std::uint32_t y) {
+        const auto take = [&](std::uint32_t(&part)[4]) {
+            part[0] = take_halves(upper.x, upper.y);
+            part[1] = take_halves(lower.x, lower.y);
+            part[2] = take_halves(upper.z, upper.w);
+            part[3] = take_halves(lower.z, lower.w);
+        };
+        std::uint32_t high[4], middle[4], low[4];
+        take(high);
+        take(middle);
+        take(low);
+        mma_16x8x16<bf16>(sum, low, x, y);
+        mma_16x8x16<bf16>(sum, middle, x, y);
+        mma_16x8x16<bf16>(sum, high, x, y);
+    }
     template <bool Exact>
     __device__ static void add(float (&sum)[4], const four& weight, float x, float y) {
         float high[4], middle[4], low[4];
@@ -190,6 +241,9 @@ __device__ void make_features(const float* y, const mlstm_rows& rows, std::int32
     const std::int32_t count = features / parts, job = warp * (32 / lanes) + lane_id() / lanes,
                        token = job / (2 * parts);
     const bool there = token < tokens, query = job / parts % 2 != 0, second = parts == 2 && job % 2 != 0;
+    if (warp * (32 / lanes) / (2 * parts) >= tokens) {
+        return;
+    }
     const int lane = lane_id() % lanes;
     const float* const from = y + (there ? token : 0) * rows.count() + (query ? rows.queries() : 0) + lane;
     float* const to = (query ? q : k) + (there ? token : 0) * padded + (second ? count : 0) + lane;
@@ -413,13 +467,40 @@ struct token_rows {
     }
 };
 
+/// Asks the L2 cache for what token_entry reads of `count` entries, which need not be what it will be then. By a warp.
+template <class View>
+__device__ void ask_for_entries(const View& cache, const Batch& batch, std::int32_t head, std::int32_t first,
+                                std::int32_t count) {
+    if (lane_id() == 0) {
+        ask_for_line(cache.rules + head);
+        ask_for_line(cache.length);
+        if constexpr (requires { cache.row_offset; }) {
+            ask_for_line(cache.row_offset + head);
+        }
+    } else if (batch.slots == nullptr && lane_id() <= count && first + lane_id() <= batch.count) {
+        ask_for_line(cache.taken + (first + lane_id() - 1) * std::int64_t{cache.kv_heads});
+    }
+}
+
+/// What there is to know of an entry, all of it asked for at once, since it comes from afar.
+template <class View>
+struct token_entry {
+    active_entry active;
+    position_t base;  // the slot's length
+    typename View::head_type rows;
+
+    __device__ token_entry(const View& cache, const Batch& batch, std::int32_t entry, std::int32_t most,
+                           std::int32_t head)
+        : active(cache, batch, entry, most), base(cache.length[active.slot]), rows(cache, active.slot, head) {
+        active = active.once(cache);
+    }
+};
+
 /// Where token j of an entry is, or the key that leaves when it comes: the key's numbers, or the value's. Null where there is none.
-template <class View, class Tokens>
-__device__ const typename View::value_type* token_source(const View& cache, const Tokens& tokens,
-                                                         std::int32_t entry, std::int32_t slot,
-                                                         std::int32_t head, position_t base, std::int32_t j,
-                                                         bool leaving, bool of_value) {
-    const typename View::head_type rows(cache, slot, head);
+template <class Head, class Tokens>
+__device__ auto token_source(const Head& rows, const Tokens& tokens, std::int32_t entry, std::int32_t head,
+                             position_t base, std::int32_t j, bool leaving, bool of_value)
+    -> decltype(tokens.key(rows, entry, head, j)) {
     std::int32_t of_chunk = j;
     if (leaving) {
         const position_t u = base + j - rows.rule.window;

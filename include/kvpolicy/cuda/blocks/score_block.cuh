@@ -34,6 +34,7 @@ struct score_launch {
     std::int32_t features = 0;
     std::int32_t width = 0;
     std::int32_t together = 1;  // sequences that blocks take at once
+    std::int32_t slots = 0;     // for states in a block's memory: see score_many.cuh
     bool beside = false;        // of a launch whose blocks run meanwhile
 };
 

@@ -3,10 +3,11 @@
 // A token is a chain of small products that wait for each other, so what counts is how soon each begins, and how few instructions
 // there are: a step's kernel comes with a cold instruction cache. The blocks of a cluster share the tiles of the weights, which they
 // ask for before they know any token, and the rows of the state, which stays in registers while tokens of a chunk follow each
-// other. They meet twice a token: when all projections are in every block's memory, and when everybody's share of q~^T C is where
-// it is read. A cluster takes several sequences at once, always of one head: a tensor core multiplies by eight as soon as by one.
+// other. They send each other the projections, and everybody's share of q~^T C to the block that reads it, whose barriers count what has
+// come. A cluster takes several sequences at once, always of one head: a tensor core multiplies by eight as soon as by one.
 //
-// A warp of its own finds out where tokens are, and has the gates.
+// The last warp also finds out where tokens are, and has the gates. There are no more than eight, two for every quarter of a
+// multiprocessor, so that a block of the step that runs meanwhile has its registers there, too.
 #pragma once
 
 #include <kvpolicy/cuda/blocks/cache_view.cuh>
@@ -22,9 +23,10 @@ inline namespace KVPOLICY_CUDA_NAMESPACE KVPOLICY_HIDDEN {
 namespace cuda_backend {
 
 inline constexpr int cluster_blocks = 8;
-inline constexpr int cluster_warps = 8;  // of a block, that compute
-inline constexpr int cluster_workers = 32 * cluster_warps;
-inline constexpr int cluster_threads = cluster_workers + 32;
+inline constexpr int cluster_warps = 8;  // of a block
+inline constexpr int cluster_threads = 32 * cluster_warps;
+/// Of a thread: beside two warps of so many a quarter of a multiprocessor has room for a warp of the step.
+inline constexpr int cluster_registers = 168;
 
 /// Sizes: the most sequences of a cluster at once, and folds of their states that a thread has.
 template <int Entries_, int Folds_>
@@ -41,8 +43,8 @@ struct cluster_sizes {
                                                   std::int32_t width) {
         return inputs <= most_mlstm_inputs && inputs % 4 == 0 && width <= most_mlstm_width &&
                features <= most_mlstm_features && width % 2 == 0 && features % 2 == 0 &&
-               Entries * folds_each(features) * (width / 2) <= Folds * cluster_workers &&
-               Entries * folds_each(features) * fold_rows <= cluster_workers;
+               Entries * folds_each(features) * (width / 2) <= Folds * cluster_threads &&
+               Entries * folds_each(features) * fold_rows <= cluster_threads;
     }
 };
 
@@ -58,6 +60,7 @@ struct cluster_memory {
         std::int64_t state[Entries], new_state[Entries];
         std::int32_t count[Entries], leaves[Entries];
         std::int32_t most;
+        std::uint64_t projected, summed;  // barriers
     };
 
     Tokens* tokens;
@@ -119,35 +122,66 @@ class score_cluster {
         folds_ = left < 0 ? 0 : left < each ? left : each;
     }
 
+    /// Asks the L2 cache for the block's weights, its rows of the states, and what says where tokens are. None of it need be what it
+    /// will be after the kernels before.
+    __device__ void ask_early() const {
+        const auto& cache = call_.cache;
+        const std::int32_t first =
+            static_cast<std::int32_t>(blockIdx.x) / cluster_blocks / cache.kv_heads * call_.together;
+        const bool in_order = call_.batch.slots == nullptr;
+        {
+            const std::int32_t row = weight_row(0) + lane_id() % 4 / 2 * 8;
+            const std::int32_t column = warp_ % 4 * 64 + lane_id() % 2 * 32;
+            if (column < inputs_) {
+                ask_for_line(rows_.weights(call_.scorer.weights, head_, row, inputs_) + column);
+            }
+            constexpr std::int32_t line = 32;  // numbers
+            const std::int32_t lines = (folds_ * fold_rows * call_.width + line - 1) / line;
+            const std::int32_t entry = first + thread() / (lines == 0 ? 1 : lines);
+            const std::int64_t at = std::int64_t{first_fold_} * fold_rows * call_.width +
+                                    thread() % (lines == 0 ? 1 : lines) * line;
+            if (in_order && thread() < lines * call_.together && entry < call_.batch.count &&
+                at < cache.state_size) {
+                ask_for_line(cache.state + (entry * std::int64_t{cache.kv_heads} + head_) * cache.state_size +
+                             at);
+            }
+        }
+        if (minds()) {
+            ask_for_entries(cache, call_.batch, head_, first, call_.together);
+        }
+    }
+
     __device__ void run() {
-        cluster_arrive();
+        if (thread() == 0) {
+            barrier_init(projected(), 1);
+            barrier_init(summed(), 1);
+            barrier_init_fence();
+            expect_projections();
+        }
+        cluster_arrive_relaxed();
         const auto number = static_cast<std::int32_t>(blockIdx.x);
         const std::int32_t first = number / cluster_blocks / call_.cache.kv_heads,
                            turns =
                                static_cast<std::int32_t>(gridDim.x) / cluster_blocks / call_.cache.kv_heads,
                            groups = (call_.batch.count + call_.together - 1) / call_.together;
-        if (works()) {
-            load_weights(0);
-            begin();
-            share_pieces();
-        }
+        load_weights(0);
+        begin();
+        share_pieces();
         bool alone = true;  // others may not have begun
         for (std::int32_t group = first; group < groups; group += turns) {
-            if (!works()) {
+            if (minds()) {
                 find(group);
             }
             __syncthreads();
             const std::int32_t most = memory_.tokens->most;
-            if (works()) {
-                fetch();
-                load_state();
-            }
+            fetch();
+            load_state();
             if (alone) {
                 cluster_wait();  // all blocks are there: from here on they write to each other
                 alone = false;
             }
             for (std::int32_t j = 0; j < most; ++j) {
-                take(group, j, j + 1 < most);
+                take(group, j, j + 1 < most, group + turns < groups);
             }
             __syncthreads();  // what tokens are is the next group's
         }
@@ -157,68 +191,89 @@ class score_cluster {
     }
 
   private:
-    [[nodiscard]] __device__ bool works() const { return warp_ < cluster_warps; }
+    /// Whether this is the warp that finds tokens and has the gates.
+    [[nodiscard]] __device__ bool minds() const { return warp_ == cluster_warps - 1; }
     [[nodiscard]] __device__ static std::int32_t thread() { return static_cast<std::int32_t>(threadIdx.x); }
     [[nodiscard]] __device__ std::int64_t state_numbers() const {
         return std::int64_t{call_.features} * call_.width;
     }
 
-    __device__ void take(std::int32_t group, std::int32_t j, bool more) {
-        if (works()) {
-            store_tokens();
-        }
+    [[nodiscard]] __device__ std::uint32_t projected() const {
+        return shared_address(&memory_.tokens->projected);
+    }
+    [[nodiscard]] __device__ std::uint32_t summed() const { return shared_address(&memory_.tokens->summed); }
+    /// By one thread.
+    __device__ void expect_projections() const {
+        barrier_expect(projected(), static_cast<std::uint32_t>(4 * call_.together * rows_.count()));
+    }
+
+    /// Token j of a group's entries. `more`: there are more of them, `others`: another group comes.
+    __device__ void take(std::int32_t group, std::int32_t j, bool more, bool others) {
+        store_tokens();
         __syncthreads();
+        if (minds() && more) {
+            point_again(group, j + 1);
+        }
         const bool skips = rows_.has_skip;
         project();
-        if (!works() && more) {
-            point(group, j + 1);
-        }
-        cluster_barrier();
-        if (works()) {
-            if (more) {
-                fetch();
+        const bool reads = block_ < call_.together && j < memory_.tokens->count[block_];
+        barrier_wait(projected(), projections_);
+        projections_ ^= 1;
+        if (thread() == 0) {
+            expect_projections();  // the next token's
+            if (reads) {
+                barrier_expect(summed(),
+                               static_cast<std::uint32_t>(4 * folds_of(call_.features) * (call_.width + 1)));
             }
-            make_features<Feature>(memory_.y, rows_, call_.together, call_.features, padded_, memory_.k,
-                                   memory_.q, warp_);
-        } else {
+        }
+        if (more) {
+            fetch();
+        }
+        if (minds()) {
             take_gates(j);
         }
+        make_features<Feature>(memory_.y, rows_, call_.together, call_.features, padded_, memory_.k,
+                               memory_.q, warp_);
         __syncthreads();
-        if (works()) {
-            update(j);
-            if (!more) {
-                store_state();
+        update(j);
+        if (!more) {
+            store_state();
+            if (minds()) {
+                store_stabiliser();
             }
-        } else if (!more) {
-            store_stabiliser();
         }
         float skip = 0.0f;
-        const bool reads = warp_ == 0 && block_ < call_.together && j < memory_.tokens->count[block_];
         if (reads && skips) {
             skip = memory_.y[block_ * rows_.count() + rows_.skip()];
         }
-        cluster_barrier();
+        if (more || others) {
+            cluster_barrier();  // projections of this token have been read everywhere
+        }
         if (reads) {
-            read(group, j, skip);
+            if (warp_ == 0) {
+                barrier_wait(summed(), sums_);
+                read(group, j, skip);
+            }
+            sums_ ^= 1;
         }
     }
 
     /// Once: what is the same for all tokens.
     __device__ void begin() {
         const auto& weights = call_.scorer.weights;
-        for (std::int32_t e = thread(); e < call_.width; e += cluster_workers) {
+        for (std::int32_t e = thread(); e < call_.width; e += cluster_threads) {
             const std::int64_t at = std::int64_t{head_} * call_.width + e;
             memory_.readout[e] = weights.readout[at];
             memory_.gain[e] = weights.norm_gain != nullptr ? weights.norm_gain[at] : 1.0f;
         }
         const std::int32_t stride = token_stride(inputs_);
-        for (std::int32_t i = thread(); i < 2 * Sizes::tokens * 16; i += cluster_workers) {
+        for (std::int32_t i = thread(); i < 2 * Sizes::tokens * 16; i += cluster_threads) {
             const std::int32_t column = inputs_ + i % 16;
             if (column < stride) {
                 memory_.x[i / 16 * stride + column] = 0.0f;
             }
         }
-        for (std::int32_t i = thread(); i < Entries * fold_rows; i += cluster_workers) {
+        for (std::int32_t i = thread(); i < Entries * fold_rows; i += cluster_threads) {
             const std::int32_t row = padded_ - fold_rows + i % fold_rows;
             if (row >= call_.features) {
                 memory_.k[i / fold_rows * padded_ + row] = memory_.q[i / fold_rows * padded_ + row] = 0.0f;
@@ -237,13 +292,15 @@ class score_cluster {
         slot_ = 0;
         base_ = 0;
         if (has_entry() && entry < call_.batch.count) {
-            const active_entry active =
-                active_entry(call_.cache, call_.batch, entry, call_.tokens.most).once(call_.cache);
-            tokens_ = active.tokens;
+            const token_entry<View> known(call_.cache, call_.batch, entry, call_.tokens.most, head_);
+            tokens_ = known.active.tokens;
             if (tokens_ != 0) {
-                slot_ = active.slot;
-                base_ = call_.cache.length[slot_];
+                slot_ = known.active.slot;
+                base_ = known.base;
             }
+            point(known.rows, entry, 0);
+        } else if (has_entry()) {
+            pointer() = nullptr;
         }
         const std::int32_t most = __reduce_max_sync(all_lanes, tokens_);
         auto& tokens = *memory_.tokens;
@@ -257,7 +314,6 @@ class score_cluster {
         if (lane_id() == 0) {
             tokens.most = most;
         }
-        point(group, 0);
         if (tokens_ != 0) {
             const float* const of_state =
                 call_.cache.state +
@@ -267,14 +323,22 @@ class score_cluster {
             gates_.second = of_state[1];
         }
     }
-    /// Where token j of every entry lies.
-    __device__ void point(std::int32_t group, std::int32_t j) const {
+    [[nodiscard]] __device__ bool of_leaving() const { return lane_id() % 4 >= 2; }
+    [[nodiscard]] __device__ bool of_value() const { return lane_id() % 2 != 0; }
+    /// What the lane has to say.
+    [[nodiscard]] __device__ const T*& pointer() const {
+        return memory_.tokens->from[my_entry()][of_leaving() ? 1 : 0][of_value() ? 1 : 0];
+    }
+    /// Where token j of the lane's entry lies.
+    __device__ void point(const typename View::head_type& rows, std::int32_t entry, std::int32_t j) const {
+        pointer() = j < tokens_
+                        ? token_source(rows, call_.tokens, entry, head_, base_, j, of_leaving(), of_value())
+                        : nullptr;
+    }
+    __device__ void point_again(std::int32_t group, std::int32_t j) const {
         if (has_entry()) {
-            const bool leaving = lane_id() % 4 >= 2, of_value = lane_id() % 2 != 0;
-            memory_.tokens->from[my_entry()][leaving ? 1 : 0][of_value ? 1 : 0] =
-                j < tokens_ ? token_source(call_.cache, call_.tokens, group * call_.together + my_entry(),
-                                           slot_, head_, base_, j, leaving, of_value)
-                            : nullptr;
+            point(typename View::head_type(call_.cache, slot_, head_), group * call_.together + my_entry(),
+                  j);
         }
     }
     __device__ void take_gates(std::int32_t j) {
@@ -301,11 +365,14 @@ class score_cluster {
         return call_.state == nullptr ? call_.cache.state : call_.state;
     }
 
-    // The others.
+    // All warps.
 
+    /// The first of the two rows of all weights that the lane has.
+    [[nodiscard]] __device__ std::int32_t weight_row(std::int32_t turn) const {
+        return ((turn * cluster_blocks + block_) * 2 + warp_ / 4) * mlstm_rows::tile + lane_id() / 4;
+    }
     __device__ void load_weights(std::int32_t turn) {
-        const std::int32_t tile = (turn * cluster_blocks + block_) * 2 + warp_ / 4,
-                           row = tile * mlstm_rows::tile + lane_id() / 4;
+        const std::int32_t row = weight_row(turn);
         const auto& weights = call_.scorer.weights;
         weight_.load(rows_.weights(weights, head_, row, inputs_),
                      rows_.weights(weights, head_, row + 8, inputs_), warp_ % 4, inputs_);
@@ -330,14 +397,14 @@ class score_cluster {
         const std::int32_t tiles = rows_.tiles(), turns = (tiles + of_turn - 1) / of_turn;
         for (std::int32_t turn = 0; turn < turns; ++turn) {
             const std::int32_t first = turn * of_turn + block_ * 2;
-            if (works()) {
-                if (turns > 1) {
-                    load_weights(turn);
-                }
+            if (turns > 1) {
+                load_weights(turn);
+            }
+            {
                 const std::int32_t tile = first + warp_ / 4;
                 const bool leaving = tile * mlstm_rows::tile >= rows_.queries();
                 float sum[4];
-                weight_.template multiply<sizeof(T) == 2>(
+                weight_.template multiply<T>(
                     memory_.x + (leaving ? Sizes::tokens * token_stride(inputs_) : 0), warp_ % 4, inputs_,
                     sum);
                 float* const to = memory_.sent + warp_ * Memory::tile_numbers +
@@ -351,15 +418,16 @@ class score_cluster {
             // A line of 32 rows at once, since the way between blocks is narrow.
             const int token = warp_, tile = lane_id() / mlstm_rows::tile;
             const std::int32_t row = first * mlstm_rows::tile + lane_id();
-            if (works() && token < call_.together && row < rows_.count()) {
+            if (token < call_.together && row < rows_.count()) {
                 const float* const from = memory_.sent + tile * 4 * Memory::tile_numbers +
                                           token * Memory::sent_stride + lane_id() % mlstm_rows::tile;
                 const float sum =
                     join_quarters(from[0], from[Memory::tile_numbers], from[2 * Memory::tile_numbers],
                                   from[3 * Memory::tile_numbers]);
+                const std::uint32_t to = shared_address(memory_.y + token * rows_.count() + row);
 #pragma unroll
                 for (int b = 0; b < cluster_blocks; ++b) {
-                    store_in_cluster(memory_.y + token * rows_.count() + row, b, sum);
+                    send_in_cluster(cluster_address(to, b), sum, cluster_address(projected(), b));
                 }
             }
             if (turn + 1 < turns) {
@@ -376,7 +444,7 @@ class score_cluster {
         const std::int32_t pairs = call_.width / 2;
 #pragma unroll
         for (int i = 0; i < Folds; ++i) {
-            const std::int32_t at = thread() + i * cluster_workers, line = at / pairs;
+            const std::int32_t at = thread() + i * cluster_threads, line = at / pairs;
             place_[i] = {-1, 0, (at - line * pairs) * 2};
             if (line < call_.together * folds_) {
                 place_[i].entry = line / folds_;
@@ -438,9 +506,9 @@ class score_cluster {
                 const float2 sum =
                     c_[i].take(memory_.gate[2 * at.entry], memory_.gate[2 * at.entry + 1], memory_.k + first,
                                memory_.q + first, make_float2(value[0], value[1]));
-                float* const to = memory_.h + at.fold * call_.width + at.column;
-                store_in_cluster(to, at.entry, sum.x);
-                store_in_cluster(to + 1, at.entry, sum.y);
+                const float* const to = memory_.h + at.fold * call_.width + at.column;
+                send_in_cluster(cluster_address(shared_address(to), at.entry), sum,
+                                cluster_address(summed(), at.entry));
             }
         }
         const bool mine = z_entry_ >= 0 && j < tokens.count[z_entry_];
@@ -452,7 +520,8 @@ class score_cluster {
         }
         sum = fold_total(sum);
         if (mine && z_row_ % fold_rows == 0) {
-            store_in_cluster(memory_.divisor + z_row_ / fold_rows, z_entry_, sum);
+            send_in_cluster(cluster_address(shared_address(memory_.divisor + z_row_ / fold_rows), z_entry_),
+                            sum, cluster_address(summed(), z_entry_));
         }
     }
 
@@ -485,6 +554,7 @@ class score_cluster {
     state_piece c_[Folds];
     std::int32_t z_entry_ = -1, z_row_ = 0;
     float z_ = 0.0f;
+    std::uint32_t projections_ = 0, sums_ = 0;  // phases of the barriers
     // Of the last warp.
     mlstm_gates gates_;
     std::int32_t slot_ = 0, tokens_ = 0;

@@ -16,6 +16,7 @@
 #include <kvpolicy/cuda/blocks/cluster.cuh>
 #include <kvpolicy/cuda/blocks/score_row.cuh>
 #include <kvpolicy/cuda/blocks/step_launch.cuh>
+#include <kvpolicy/cuda/blocks/step_output.cuh>
 #include <kvpolicy/cuda/blocks/step_rows.cuh>
 #include <kvpolicy/cuda/blocks/step_states.cuh>
 #include <kvpolicy/cuda/blocks/step_stream.cuh>
@@ -64,7 +65,7 @@ class step_block {
     }
 
     __device__ void run() {
-        // The launch of a scorer began when all before it had ended, so only its scores are waited for, and late.
+        // The launch of a scorer lets this one begin when all before it have ended, so only its scores are waited for, and late.
         if (!scored_before<Scorer> || !call_.writes) {
             wait_for_kernel_before();
         }
@@ -80,12 +81,6 @@ class step_block {
         // Counted by head: no other's block may say that the layer has taken the token while this one comes late.
         const bool again = call_.writes && call_.cache.taken[head.index] > 0;
         const std::int32_t used = head.layout.used(q, kept);
-        if (again) {
-            active_entry twice = active;
-            twice.refuse(status_taken_twice);
-            leave(twice);
-            return;
-        }
 
         const tile_share share = share_of(used);
         const stream_rows<T> rows{head.k, head.v,      call_.cache.dim_k, call_.cache.dim_v,
@@ -93,34 +88,43 @@ class step_block {
         unsigned char* const region = regions_ + warp_id() * region_bytes();
         typename stream_of<Rows>::type stream(region, rows);
         stream.start();
-
-        if constexpr (compiled_for_clusters && Rows::clusters) {
-            if (call_.clustered) {
-                if (decides() && threadIdx.x == 0) {
-                    const std::uint32_t barrier = shared_address(&memory_.all_states);
-                    barrier_init(barrier, 1);
-                    barrier_init_fence();
-                    barrier_expect(barrier, static_cast<std::uint32_t>(call_.blocks()) *
-                                                mixer_.merged_bytes(call_.cache.group));
-                }
-                cluster_arrive_relaxed();
-            }
-        }
         const std::int32_t first_head = part_ * Rows::heads;
         const std::int32_t heads_left = call_.cache.group - first_head;
         const stream_queries<T> queries{call_.q.row(entry_, head_ * call_.cache.group + first_head, 0),
                                         call_.q.head_stride,
                                         heads_left < Rows::heads ? heads_left : Rows::heads};
         stream.ask(queries);
+        if (again) {  // only here, since the count has a long way, too
+            copy_wait<0>();
+            active_entry twice = active;
+            twice.refuse(status_taken_twice);
+            leave(twice);
+            return;
+        }
+        if constexpr (compiled_for_clusters && Rows::clusters) {
+            if (call_.clustered) {
+                if (decides() && threadIdx.x == 0) {
+                    const std::uint32_t barrier = shared_address(&memory_.all_states);
+                    const std::int32_t senders = both_ways() ? call_.splits : call_.blocks();
+                    barrier_init(barrier, 1);
+                    barrier_init_fence();
+                    barrier_expect(barrier, static_cast<std::uint32_t>(senders) *
+                                                mixer_.merged_bytes(call_.cache.group));
+                }
+                cluster_arrive_relaxed();
+            }
+        }
+        candidates found;
+        stream_extra<T> extra;
         if (call_.writes) {
-            const candidates found = find_candidates(head, q, kept, victim);
+            found = find_candidates(head, q, kept, victim);
             const bool alone = decides() && call_.deciders != 0;  // a block without rows
-            stream_extra<T> extra;
             if (decides()) {
                 extra = extra_of(head, found);
-                if (alone && warp_id() == 0) {
+                if (alone && (warp_id() == 0 || (both_ways() && warp_id() == Rows::warps - 1))) {
                     stream.bring(extra);
                 }
+                rank_worst(head, q, found);
                 if (alone && part_ == 0 && warp_id() == 1 && found.hidden.b >= 0) {
                     if constexpr (finds_rivals) {  // there is time until the scores come
                         rivals_ = detail::rivals_of(warp_group{}, head.places(call_.cache.rebase_limit),
@@ -135,7 +139,14 @@ class step_block {
                 }
             }
             stream.finish(queries, found.hidden, call_.logits);
-            if (decides()) {
+            if (decides() && both_ways()) {
+                const bool first = warp_id() == 0;
+                if (first || warp_id() == Rows::warps - 1) {  // u stays, the worst stays
+                    extra.counts[1] = first && found.hidden.a >= 0;
+                    extra.counts[2] = !first && found.hidden.b >= 0;
+                    stream.add(extra, queries, call_.logits);
+                }
+            } else if (decides()) {
                 if constexpr (scored_before<Scorer>) {
                     wait_for_kernel_before();  // no other block needs the scores
                     decide(head, q, kept, victim, found, extra);
@@ -159,6 +170,12 @@ class step_block {
         const step_rows<Rows, Launch> moving(call_, entry_, head_, slot_);
         if constexpr (compiled_for_clusters && Rows::clusters) {
             if (call_.clustered) {
+                if constexpr (scored_before<Scorer>) {
+                    if (decides() && both_ways()) {
+                        end_either_way(head, q, kept, victim, found, moving, warps);
+                        return;
+                    }
+                }
                 const moved_rows moved = decides() ? moving.fetch(head, q, memory_.note) : moved_rows{};
                 cluster_wait();  // all have begun, and the decider's barrier is ready
                 const std::uint32_t barrier = shared_address(&memory_.all_states);
@@ -219,6 +236,11 @@ class step_block {
     [[nodiscard]] __device__ bool decides() const {
         return split_ == (call_.deciders != 0 ? call_.splits : 0);
     }
+    /// Whether the decider, in a block without rows, attends both to the keys that there are if u stays and to those that there are if
+    /// the worst stays, while it waits for scores: its first warp and its last. See end_either_way().
+    [[nodiscard]] __device__ bool both_ways() const {
+        return scored_before<Scorer> && call_.writes && call_.clustered;
+    }
     [[nodiscard]] __device__ int region_bytes() const { return Rows::shared_bytes(call_.cache.dim_v); }
     /// Where the decider of a cluster has the states of its blocks: behind the regions.
     [[nodiscard]] __device__ Compute* inbox() const {
@@ -234,8 +256,9 @@ class step_block {
 
     /// The keys that the step may drop, the same in every block and thread.
     struct candidates {
-        stream_hidden hidden;          // a: the row of u, b: the row of the worst place
-        detail::ranked_place worst{};  // where it had to be searched
+        stream_hidden hidden;           // a: the row of u, b: the row of the worst place
+        detail::ranked_place worst{};   // where it had to be searched
+        detail::ranked_place ranked{};  // the worst in any case, if there is one: see rank_worst()
     };
 
     __device__ candidates find_candidates(const head_view<T>& head, position_t q, std::int32_t kept,
@@ -271,6 +294,14 @@ class step_block {
         }
         found.hidden.b = head.layout.place(place);
         return found;
+    }
+
+    /// Sets out to read what decide() needs of the worst place.
+    __device__ void rank_worst(const head_view<T>& head, position_t q, candidates& found) const {
+        found.ranked = found.worst;
+        if (found.worst.place < 0 && found.hidden.b >= 0) {
+            found.ranked = head.places(call_.cache.rebase_limit).at(found.hidden.b - head.layout.place(0), q);
+        }
     }
 
     /// The newcomer, u and the worst.
@@ -326,10 +357,6 @@ class step_block {
             score = on_leaving ? call_.computed[pair_] : head.score[found.hidden.a];
         }
         const detail::head_places places = head.places(limit);
-        detail::ranked_place worst = found.worst;
-        if (worst.place < 0 && found.hidden.b >= 0) {
-            worst = places.at(found.hidden.b - head.layout.place(0), q);
-        }
         detail::step_decision step = detail::begin_step(head.rule, call_.gate, limit, q, kept, victim, score);
         const detail::ranked_place ranked = places.rank(score, u, -1, q);
         if (found.worst.place >= 0) {
@@ -337,7 +364,7 @@ class step_block {
                 found.worst.place;  // the search is for the next step, too, where a gate lets nobody in
         }
         if (step.full) {
-            detail::settle_step(step, head.rule, ranked, worst);
+            detail::settle_step(step, head.rule, ranked, found.ranked);
         }
         if (part_ == 0 && warp_id() == 1) {  // the first warp goes on to attention
             std::int32_t* const record = call_.cache.tile_victims + head.tile;
@@ -367,6 +394,49 @@ class step_block {
         // Of the hidden two at most one stays: u, where it is promoted, or else the worst.
         extra.counts[1] = step.promoted >= 0;
         extra.counts[2] = step.promoted < 0 && found.hidden.b >= 0;
+    }
+
+    /// The end of both_ways(): when the scores come, outputs are chosen, and the rows that move.
+    __device__ void end_either_way(const head_view<T>& head, position_t q, std::int32_t kept,
+                                   std::int32_t victim, const candidates& found,
+                                   const step_rows<Rows, Launch>& moving,
+                                   const states_of_warps<Compute>& warps) {
+        moved_rows moved = moving.fetch(head, q, {});
+        cluster_wait();
+        barrier_wait(shared_address(&memory_.all_states),
+                     0);  // all have read the cache, and left their states
+        const states_of_warps<Compute> blocks{inbox(), state_size()};
+        const std::int32_t heads = call_.cache.group, fours = call_.cache.dim_v / 4;
+        mixer_.weigh(blocks, call_.splits, heads);
+        constexpr int most_blocks = 8, turns = Rows::heads * Rows::Dim / 4 / Rows::threads;
+        output_columns<Compute> ways[2][turns];
+#pragma unroll
+        for (int t = 0; t < turns; ++t) {
+            const std::int32_t i = static_cast<std::int32_t>(threadIdx.x) + t * Rows::threads;
+            if (i < heads * fours) {
+                const std::int32_t of = i / fours, column = i % fours * 4;
+                const output_columns<Compute> all{
+                    mixer_.template mix<most_blocks>(blocks, call_.splits, of, column),
+                    memory_.weights.top[of], memory_.weights.sum[of]};
+                ways[0][t] = all.template with<Rows::heads>(warps.at(0), call_.width, of, column);
+                ways[1][t] =
+                    all.template with<Rows::heads>(warps.at(Rows::warps - 1), call_.width, of, column);
+            }
+        }
+        wait_for_kernel_before();
+        stream_extra<T> extra;
+        decide(head, q, kept, victim, found, extra);
+#pragma unroll
+        for (int t = 0; t < turns; ++t) {
+            const std::int32_t i = static_cast<std::int32_t>(threadIdx.x) + t * Rows::threads;
+            if (i < heads * fours) {
+                const auto& way = extra.counts[1] ? ways[0][t] : ways[1][t];
+                way.write(call_, entry_, std::int64_t{head_} * call_.cache.group + i / fours, i % fours * 4);
+            }
+        }
+        __syncthreads();  // the note is written
+        moved.note = memory_.note;
+        moving.write(head, q, moved);
     }
 
     [[nodiscard]] __device__ step_note& note_to_write() const {
@@ -425,24 +495,9 @@ class step_block {
                 const std::int32_t head = i / fours, column = i % fours * 4;
                 constexpr int batch = sizeof(Compute) == 4 ? 11 : 3;  // 33 states in three turns
                 const Four all = mixer_.template mix<batch>(states, count, head, column);
-                const Compute sum = memory_.weights.sum[head], top = memory_.weights.top[head];
-                const Compute scale = sum == Compute(0) ? Compute(0) : Compute(1) / sum;
-                const std::int64_t of_q = std::int64_t{head_} * call_.cache.group + first + head;
-                T* const to = call_.out.row(entry_, of_q, 0) + column;
-                if constexpr (sizeof(T) == 2) {
-                    *reinterpret_cast<uint2*>(to) = make_uint2(pack<T>(all.x[0] * scale, all.x[1] * scale),
-                                                               pack<T>(all.x[2] * scale, all.x[3] * scale));
-                } else {
-#pragma unroll
-                    for (int c = 0; c < 4; ++c) {
-                        to[c] = all.x[c] * scale;
-                    }
-                }
-                if (column == 0 && call_.lse) {
-                    constexpr Compute ln_2 = static_cast<Compute>(0.693147180559945309417);
-                    call_.lse.head(entry_, of_q)[0] =
-                        sum == Compute(0) ? minus_infinity() : static_cast<float>((top + log2(sum)) * ln_2);
-                }
+                const output_columns<Compute> output{all, memory_.weights.top[head],
+                                                     memory_.weights.sum[head]};
+                output.write(call_, entry_, std::int64_t{head_} * call_.cache.group + first + head, column);
             }
         }
     }

@@ -24,11 +24,14 @@ __global__ void __launch_bounds__(score_threads)
 
 /// cluster_blocks blocks a cluster, whose sequences score_cluster names.
 template <class Sizes, class View, std::int32_t D, class Feature, class Values>
-__global__ void __launch_bounds__(cluster_threads, 1) cache_score_cluster_kernel(
+__global__ void __maxnreg__(cluster_registers) cache_score_cluster_kernel(
     const __grid_constant__ score_launch<View, mLSTMScorer<D, Feature, Values>> call) {
     if constexpr (compiled_for_clusters) {
-        let_next_kernel_start();  // see cache_score_kernel
-        score_cluster<Sizes, View, D, Feature, Values>(call, dynamic_shared()).run();
+        score_cluster<Sizes, View, D, Feature, Values> score(call, dynamic_shared());
+        score.ask_early();
+        wait_for_kernel_before();
+        let_next_kernel_start();  // see cache_score_kernel; only now, since it does not wait for the kernels before
+        score.run();
     }
 }
 
@@ -39,8 +42,11 @@ template <class View, std::int32_t D, class Feature, class Values>
 __global__ void __launch_bounds__(many_threads, 1) cache_score_many_kernel(
     const __grid_constant__ score_launch<View, mLSTMScorer<D, Feature, Values>> call) {
     if constexpr (compiled_for_clusters) {  // for those that share its order of sums
+        score_many<View, D, Feature, Values> score(call, dynamic_shared());
+        score.ask_early();
+        wait_for_kernel_before();
         let_next_kernel_start();
-        score_many<View, D, Feature, Values>(call, dynamic_shared()).run();
+        score.run();
     }
 }
 
@@ -63,20 +69,28 @@ bool launch_many(const cuda& on, const device_scope& device,
                                                      1);
     // Alone it takes the whole card. Beside a step some of it are enough: the step's blocks need the rest meanwhile.
     const std::int64_t count = call.batch.count, least = call.beside ? many_beside : 1,
-                       together = std::max((count + room - 1) / room, std::min(count, least));
+                       together = std::min<std::int64_t>(
+                           std::max((count + room - 1) / room, std::min(count, least)), many_entries);
     if (call.tokens.most != 1 || !many_fit(inputs, call.features, call.width)) {
         return false;
     }
     constexpr auto kernel = cache_score_many_kernel<View, D, Feature, Values>;
-    const auto shared = static_cast<std::size_t>(
-        many_memory<typename View::value_type>::bytes(inputs, rows.count(), call.features, call.width));
-    if (!shared_fits(device, "cache_score_many_kernel", reinterpret_cast<const void*>(kernel), shared)) {
-        return false;
+    std::size_t shared = 0;
+    const auto fits = [&](std::int32_t slots) {
+        shared = static_cast<std::size_t>(
+            many_memory<typename View::value_type>::bytes(inputs, rows.count(), call.features, call.width,
+                                                          call.cache.state_size, slots, Values::projected));
+        return shared_fits(device, "cache_score_many_kernel", reinterpret_cast<const void*>(kernel), shared);
+    };
+    for (call.slots = many_slots; !fits(call.slots); --call.slots) {
+        if (call.slots == many_least_slots) {
+            return false;
+        }
     }
     call.together = static_cast<std::int32_t>(together);
     share_multiprocessors<kernel>(device);
-    launch("cache_score_many_kernel", kernel, (count + together - 1) / together * heads, many_threads, shared,
-           on, call);
+    launch_early<kernel>("cache_score_many_kernel", (count + together - 1) / together * heads, many_threads,
+                         shared, device, on, 1, call);
     return true;
 }
 
@@ -109,11 +123,10 @@ bool launch_cluster(const cuda& on, const device_scope& device,
     const std::int64_t room = each * device.attribute(cudaDevAttrMultiProcessorCount) / cluster_blocks;
     const std::int64_t turns = std::clamp<std::int64_t>(room / heads, 1, std::max<std::int64_t>(groups, 1));
     share_multiprocessors<kernel>(device);
-    launch_attributes attributes;
-    attributes.add_cluster(cluster_blocks);
-    launch_with(
-        attributes, "cache_score_cluster_kernel", kernel, heads * turns * cluster_blocks, cluster_threads,
-        static_cast<std::size_t>(Memory::bytes(inputs, rows.count(), call.features, call.width)), on, call);
+    launch_early<kernel>(
+        "cache_score_cluster_kernel", heads * turns * cluster_blocks, cluster_threads,
+        static_cast<std::size_t>(Memory::bytes(inputs, rows.count(), call.features, call.width)), device, on,
+        cluster_blocks, call);
     return true;
 }
 
