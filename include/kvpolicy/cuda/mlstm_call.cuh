@@ -143,8 +143,10 @@ struct mlstm_call {
     }
 
     /// Goes on from what an earlier call with the same arguments left in the workspace.
-    void resume(std::uint32_t* status) {
-        call.streams.status = status;
+    void resume(const cuda& on, std::uint32_t* status) {
+        if (status != nullptr) {
+            call.begin(on, status);  // what it reports of lengths; all else is there
+        }
         problem.streams = call.streams;
         problem.source = call.source;
     }
@@ -161,8 +163,9 @@ struct mlstm_call {
             const auto with = [&](auto slots_of_a_block, std::size_t shared) {
                 constexpr int Slots = slots_of_a_block;
                 const std::int64_t groups = (call.streams.slots + Slots - 1) / Slots;
-                launch("mlstm_project_kernel", mlstm_project_kernel<T, F, V, Hedgehog, Slots>,
-                       2 * planes() * groups, 128 * Slots, shared, on, problem, direct_values);
+                launch_next<mlstm_project_kernel<T, F, V, Hedgehog, Slots>>(
+                    "mlstm_project_kernel", 2 * planes() * groups, 128 * Slots, shared, on, problem,
+                    direct_values);
             };
             const auto shared = [&](auto slots_of_a_block) {
                 return mlstm_project_memory<T, slots_of_a_block>(nullptr, call.source.padded, P > V ? P : V)
@@ -178,7 +181,8 @@ struct mlstm_call {
     }
     /// States before each chunk.
     void states(const cuda& on) {
-        launch("mlstm_frames_kernel", mlstm_frames_kernel<T>, planes(), mlstm_frames_threads, 0, on, problem);
+        launch_next<mlstm_frames_kernel<T>>("mlstm_frames_kernel", planes(), mlstm_frames_threads, 0, on,
+                                            problem);
         walk<false>(on);
     }
     /// Scores.
@@ -195,8 +199,8 @@ struct mlstm_call {
                     return;
                 }
                 swept = true;
-                launch("mlstm_frames_kernel", mlstm_frames_kernel<T>, planes(), mlstm_frames_threads, 0, on,
-                       problem);
+                launch_next<mlstm_frames_kernel<T>>("mlstm_frames_kernel", planes(), mlstm_frames_threads, 0,
+                                                    on, problem);
                 cut(sweep_segments(F, V));
                 begin_segments<F, V, false>(on);
                 launch("mlstm_sweep_kernel", mlstm_sweep_kernel<T, F, V>, planes() * problem.segments,
@@ -215,9 +219,10 @@ struct mlstm_call {
             constexpr int F = features, V = values;
             if constexpr (!shared_tile<E>::plain) {
                 if (has_hopper_code(device_scope(on), mlstm_read_hopper_kernel<T, F, V>)) {
-                    launch("mlstm_read_hopper_kernel", mlstm_read_hopper_kernel<T, F, V>,
-                           std::min(call.chunks(), std::int64_t{problem.ahead} * mlstm_reads_blocks<V>),
-                           mlstm_warpgroup_threads, mlstm_read_tiles<E, F, V>::bytes(), on, problem);
+                    launch_next<mlstm_read_hopper_kernel<T, F, V>>(
+                        "mlstm_read_hopper_kernel",
+                        std::min(call.chunks(), std::int64_t{problem.ahead} * mlstm_reads_blocks<V>),
+                        mlstm_warpgroup_threads, mlstm_read_tiles<E, F, V>::bytes(), on, problem);
                     return;
                 }
             }
@@ -237,14 +242,15 @@ struct mlstm_call {
                     const device_scope device(on);
                     if (has_hopper_code(device, mlstm_reads_hopper_kernel<T, F, V>)) {
                         const std::int64_t at_once = std::int64_t{problem.ahead} * mlstm_reads_blocks<V>;
-                        launch("mlstm_reads_hopper_kernel", mlstm_reads_hopper_kernel<T, F, V>,
-                               std::min(call.chunks(), at_once), mlstm_warpgroup_threads,
-                               mlstm_reads_memory<E, F, V>::bytes(), on, problem);
+                        launch_next<mlstm_reads_hopper_kernel<T, F, V>>(
+                            "mlstm_reads_hopper_kernel", std::min(call.chunks(), at_once),
+                            mlstm_warpgroup_threads, mlstm_reads_memory<E, F, V>::bytes(), on, problem);
                         walk<true>(on);
-                        launch("mlstm_tokens_hopper_kernel", mlstm_tokens_hopper_kernel<T, F, V>,
-                               std::min(call.chunks(), std::int64_t{problem.ahead} * mlstm_tokens_blocks),
-                               mlstm_warpgroup_threads, mlstm_tokens_hopper_memory<E, F, V>(nullptr).bytes,
-                               on, problem);
+                        launch_next<mlstm_tokens_hopper_kernel<T, F, V>>(
+                            "mlstm_tokens_hopper_kernel",
+                            std::min(call.chunks(), std::int64_t{problem.ahead} * mlstm_tokens_blocks),
+                            mlstm_warpgroup_threads, mlstm_tokens_hopper_memory<E, F, V>(nullptr).bytes, on,
+                            problem);
                         return;
                     }
                 }
@@ -329,9 +335,9 @@ struct mlstm_call {
     void launch_walk(const cuda& on, std::int64_t blocks) {
         if constexpr (!shared_tile<E>::plain) {
             if (has_hopper_code(device_scope(on), mlstm_walk_hopper_kernel<T, F, V, Backward, Ends>)) {
-                launch("mlstm_walk_hopper_kernel", mlstm_walk_hopper_kernel<T, F, V, Backward, Ends>, blocks,
-                       mlstm_walk_threads<true>, mlstm_walk_memory<E, 64, 64, true>(nullptr).bytes, on,
-                       problem);
+                launch_next<mlstm_walk_hopper_kernel<T, F, V, Backward, Ends>>(
+                    "mlstm_walk_hopper_kernel", blocks, mlstm_walk_threads<true>,
+                    mlstm_walk_memory<E, 64, 64, true>(nullptr).bytes, on, problem);
                 return;
             }
         }
@@ -344,8 +350,9 @@ struct mlstm_call {
     void begin_segments(const cuda& on) {
         if (problem.segments > 1) {
             launch_walk<F, V, Backward, true>(on, planes() * (problem.segments - 1) * walk_parts(F, V));
-            launch("mlstm_carry_kernel", mlstm_carry_kernel<T, F, V>,
-                   (planes() * (F * (V + 1) / 4) + 255) / 256, 256, 0, on, problem, Backward);
+            launch_next<mlstm_carry_kernel<T, F, V>>("mlstm_carry_kernel",
+                                                     (planes() * (F * (V + 1) / 4) + 255) / 256, 256, 0, on,
+                                                     problem, Backward);
         }
     }
     /// The walk over the chunks that stores their states.

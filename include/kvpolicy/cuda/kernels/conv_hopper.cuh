@@ -494,10 +494,10 @@ __device__ inline void score_conv_tile(const conv_problem<T>& problem, std::int3
 }
 
 /// The whole of a block, for tiles of one head: barriers, the warp that brings weights, and the consumers. tiles.count of them;
-/// tiles(i, body) calls body(rows, first, low, high, follows, write) for one (score_conv_tile).
-template <int Inputs, class T, class Tiles>
+/// tiles(i, body) calls body(rows, first, low, high, follows, write) for one (score_conv_tile). Weights and frequencies are read after ready().
+template <int Inputs, class T, class Tiles, class Ready>
 __device__ inline void conv_hopper_block(const conv_problem<T>& problem, const T* weights, std::int32_t head,
-                                         const Tiles& tiles) {
+                                         const Tiles& tiles, const Ready& ready) {
     using shape = conv_hopper_shape<Inputs>;
     conv_hopper_memory memory{};
     memory.tile = dynamic_shared();
@@ -510,12 +510,14 @@ __device__ inline void conv_hopper_block(const conv_problem<T>& problem, const T
     begin_conv_ring(ring);
     conv_turn turn;
     if (threadIdx.x >= conv_consumers) {
+        ready();
         for (int i = 0; threadIdx.x == conv_consumers && i < tiles.count; ++i) {
             bring_conv_layers<shape>(weights + std::int64_t{head} * shape::weights_before(4), ring, turn);
         }
         return;
     }
     load_conv_constants<Inputs>(problem, head, memory.constants);
+    ready();
     for (int i = 0; i < tiles.count; ++i) {
         if (i > 0) {
             named_barrier(1, conv_consumers);  // nobody reads the last tile any more
@@ -565,6 +567,20 @@ struct conv_stream_tiles {
     }
 };
 
+/// Asks the L2 cache for the rows of a range's first tile.
+template <class T>
+__device__ inline void ask_for_conv_rows(const conv_problem<T>& problem, const scorer_span& s,
+                                         std::int32_t first) {
+    constexpr int threads = (conv_consumers + 32) / 2;
+    static_assert(threads >= conv_input_rows);
+    const auto thread = static_cast<std::int32_t>(threadIdx.x);
+    const std::int32_t row = thread % threads, t = first - conv_reach + row;
+    if (row < conv_input_rows && t >= s.begin && t < s.end) {
+        const rows_view<const T>& view = thread < threads ? problem.source.k : problem.source.v;
+        prefetch_to_l2(view.row(s.b, s.h, t), static_cast<std::uint32_t>(view.dim) * sizeof(T));
+    }
+}
+
 #endif
 
 /// Scores of the tokens that leave a window of streams.delay keys while those of a range of `tokens` come, of which streams.slots counts the
@@ -574,15 +590,18 @@ __global__ void __launch_bounds__(KVPOLICY_HOPPER_THREADS(conv_consumers + 32), 
     conv_hopper_kernel([[maybe_unused]] const __grid_constant__ conv_problem<T> problem,
                        [[maybe_unused]] const std::int32_t tokens, [[maybe_unused]] const T* const weights) {
 #if KVPOLICY_HOPPER_CODE
-    wait_for_kernel_before();
     const scorer_streams& streams = problem.streams;
     const scorer_span s = streams.span(static_cast<std::int32_t>(blockIdx.x) / streams.slots,
                                        static_cast<std::int32_t>(blockIdx.x) % streams.slots, tokens);
     const std::int32_t skipped = max(0, s.begin + streams.delay - s.first);
     if (skipped >= s.count) {
+        wait_for_kernel_before();
         return;
     }
-    conv_hopper_block<Inputs>(problem, weights, s.h, conv_stream_tiles<T>(problem, s, skipped));
+    ask_for_conv_rows(problem, s, s.first - streams.delay + skipped);
+    // The kernel before makes the weights, and the frequencies of a Rope that gives a base. All else was there when that one began.
+    conv_hopper_block<Inputs>(problem, weights, s.h, conv_stream_tiles<T>(problem, s, skipped),
+                              [] { wait_for_kernel_before(); });
 #endif
 }
 
