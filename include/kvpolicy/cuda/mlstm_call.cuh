@@ -241,6 +241,8 @@ struct mlstm_call {
                 if constexpr (!shared_tile<E>::plain) {
                     const device_scope device(on);
                     if (has_hopper_code(device, mlstm_reads_hopper_kernel<T, F, V>)) {
+                        cut(walk_segments(
+                            F, V));  // what the walks go by, or went by, if this goes on from kept states
                         const std::int64_t at_once = std::int64_t{problem.ahead} * mlstm_reads_blocks<V>;
                         launch_next<mlstm_reads_hopper_kernel<T, F, V>>(
                             "mlstm_reads_hopper_kernel", std::min(call.chunks(), at_once),

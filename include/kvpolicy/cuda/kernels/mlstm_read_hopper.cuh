@@ -105,10 +105,10 @@ struct mlstm_read_frame {
 
     /// Nothing where there is no such chunk.
     template <class T>
-    __device__ void load(const mlstm_problem<T>& problem, std::int32_t chunk, std::int32_t chunks) {
+    __device__ void load(const mlstm_problem<T>& problem, std::int32_t chunk) {
         reads = scorer_chunk;
         count = 0;
-        if (chunk < chunks) {
+        if (chunk >= 0) {
             const mlstm_frame& frame = problem.frames[chunk];
             m = frame.m;
             share = frame.share;
@@ -254,7 +254,7 @@ __global__ void __launch_bounds__(KVPOLICY_HOPPER_THREADS(mlstm_warpgroup_thread
     shared_parts parts(aligned_dynamic_shared());
     const mlstm_read_tiles<E, F, V> memory(parts);
     const scorer_streams& streams = problem.streams;
-    const std::int32_t chunks = streams.batch * streams.heads * streams.slots;
+    const std::int32_t turns = problem.turns();
     const auto step = static_cast<std::int32_t>(gridDim.x);
     const auto load_all = [&](std::int32_t chunk) {
         memory.load_state(problem, chunk);
@@ -263,19 +263,20 @@ __global__ void __launch_bounds__(KVPOLICY_HOPPER_THREADS(mlstm_warpgroup_thread
     };
     memory.clear_sums();
     __syncthreads();
-    auto chunk = static_cast<std::int32_t>(blockIdx.x);
+    auto turn = static_cast<std::int32_t>(blockIdx.x);
+    std::int32_t chunk = problem.chunk_in_turn(turn, false), next = problem.chunk_in_turn(turn + step, false);
     mlstm_read_frame frame, following;
     mlstm_read_numbers<E, F, V> numbers;
-    frame.load(problem, chunk, chunks);
-    following.load(problem, chunk + step, chunks);
+    frame.load(problem, chunk);
+    following.load(problem, next);
     if (frame.reads_any()) {
         load_all(chunk);
     }
     copy_commit();
     numbers.load(problem, chunk, frame);
-    for (; chunk < chunks; chunk += step) {
+    for (; turn < turns; turn += step) {
         const mlstm_read_frame own = frame;
-        const std::int32_t next = chunk + step;
+        const std::int32_t now = chunk;
         // The next chunk's rows and numbers, once this one's tiles are free.
         const auto load_next = [&] {
             if (following.reads_any()) {
@@ -284,14 +285,16 @@ __global__ void __launch_bounds__(KVPOLICY_HOPPER_THREADS(mlstm_warpgroup_thread
             copy_commit();
             numbers.load(problem, next, following);
             frame = following;
-            following.load(problem, next + step, chunks);
+            chunk = next;
+            next = problem.chunk_in_turn(turn + 2 * step, false);
+            following.load(problem, next);
         };
         if (!own.reads_any()) {
             load_next();
             continue;
         }
         memory.store_numbers(numbers);
-        const scorer_span s = streams.span(chunk / streams.slots, chunk % streams.slots);
+        const scorer_span s = streams.span(now / streams.slots, now % streams.slots);
         copy_wait<0>();
         fence_async_proxy();
         __syncthreads();

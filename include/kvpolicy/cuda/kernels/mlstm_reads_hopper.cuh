@@ -50,7 +50,7 @@ __global__ void __launch_bounds__(KVPOLICY_HOPPER_THREADS(mlstm_warpgroup_thread
     shared_parts parts(aligned_dynamic_shared());
     const memory_type memory(parts);
     const scorer_streams& streams = problem.streams;
-    const std::int32_t chunks = streams.batch * streams.heads * streams.slots, width = problem.width;
+    const std::int32_t turns = problem.turns(), width = problem.width;
     const auto thread = static_cast<int>(threadIdx.x);
     const int lane = lane_id(), l0 = 16 * warp_id() + lane / 4, c0 = lane % 4 * 2;
     const bool norm = problem.norm_gain != nullptr;
@@ -64,7 +64,9 @@ __global__ void __launch_bounds__(KVPOLICY_HOPPER_THREADS(mlstm_warpgroup_thread
     memory.clear_sums();
     __syncthreads();
     const auto step = static_cast<std::int32_t>(gridDim.x);
-    auto chunk = static_cast<std::int32_t>(blockIdx.x);
+    auto turn = static_cast<std::int32_t>(blockIdx.x);
+    std::int32_t following_chunk = problem.chunk_in_turn(turn, false),
+                 next = problem.chunk_in_turn(turn + step, false);
     mlstm_read_frame frame, following;
     mlstm_read_numbers<E, F, V> numbers;
     float slope = 0.0f;  // d of the score that row `thread` has
@@ -76,22 +78,29 @@ __global__ void __launch_bounds__(KVPOLICY_HOPPER_THREADS(mlstm_warpgroup_thread
             slope = problem.d_scores.head(s.b, s.h)[s.first + thread - streams.delay];
         }
     };
-    frame.load(problem, chunk, chunks);
-    following.load(problem, chunk + step, chunks);
+    frame.load(problem, following_chunk);
+    following.load(problem, next);
     if (frame.reads_any()) {
-        load_all(chunk);
+        load_all(following_chunk);
     }
     copy_commit();
-    load_numbers(chunk, frame);
-    for (; chunk < chunks; chunk += step) {
-        const std::int32_t next = chunk + step;
+    load_numbers(following_chunk, frame);
+    for (; turn < turns; turn += step) {
+        const std::int32_t chunk = following_chunk;
+        // What is known of the next chunk becomes what is known of this one.
+        const auto go_on = [&] {
+            frame = following;
+            following_chunk = next;
+            next = problem.chunk_in_turn(turn + 2 * step, false);
+            following.load(problem, next);
+        };
         const std::int32_t skipped = frame.reads, count = frame.count;
         const bool there = frame.reads_any(), follows = following.reads_any();
         const std::int64_t row = std::int64_t{chunk} * scorer_chunk;
         float* const sums = problem.d_readout + std::int64_t{chunk} * (2 * width + 1);
         T* const d_rows = problem.d_rows_q + row * problem.rows_q;
         if (!there) {
-            for (int i = thread; i <= 2 * width; i += threads) {
+            for (int i = thread; chunk >= 0 && i <= 2 * width; i += threads) {
                 sums[i] = 0.0f;
             }
             for (int i = thread; i < count * problem.rows_q / 8; i += threads) {
@@ -102,8 +111,7 @@ __global__ void __launch_bounds__(KVPOLICY_HOPPER_THREADS(mlstm_warpgroup_thread
                 load_all(next);
             }
             copy_commit();
-            frame = following;
-            following.load(problem, next + step, chunks);
+            go_on();
             continue;
         }
         if (thread < scorer_chunk) {
@@ -255,8 +263,8 @@ __global__ void __launch_bounds__(KVPOLICY_HOPPER_THREADS(mlstm_warpgroup_thread
         }
         copy_commit();
         load_numbers(next, following);
-        frame = following;
-        following.load(problem, next + step, chunks);
+        const std::int32_t then = next;
+        go_on();
         // d q~ = exp(m - M_l) (C d N + z d g) + sum_j w_lj G_lj k~_j
 #pragma unroll
         for (int j = 0; j < F / 8; ++j) {
@@ -315,9 +323,9 @@ __global__ void __launch_bounds__(KVPOLICY_HOPPER_THREADS(mlstm_warpgroup_thread
         store_rounded(to, d_q);
         __syncthreads();  // queries have been read, d q~ is there
         if (follows) {
-            memory.load_queries(problem, next);
+            memory.load_queries(problem, then);
             if (memory_type::apart) {
-                memory.load_keys(problem, next);
+                memory.load_keys(problem, then);
             }
         }
         copy_commit();
@@ -328,7 +336,7 @@ __global__ void __launch_bounds__(KVPOLICY_HOPPER_THREADS(mlstm_warpgroup_thread
                       });
         __syncthreads();  // the next chunk's numbers may come
         if (follows && !memory_type::apart) {
-            memory.load_keys(problem, next);
+            memory.load_keys(problem, then);
         }
         copy_commit();
     }

@@ -202,31 +202,35 @@ __global__ void __launch_bounds__(KVPOLICY_HOPPER_THREADS(mlstm_warpgroup_thread
     static_assert(!shared_tile<E>::plain);
     constexpr int threads = mlstm_warpgroup_threads;
     const scorer_streams& streams = problem.streams;
-    const std::int32_t chunks = streams.batch * streams.heads * streams.slots;
+    const std::int32_t turns = problem.turns();
     const auto steps = static_cast<std::int32_t>(gridDim.x);
     const auto thread = static_cast<int>(threadIdx.x);
     const mlstm_tokens_hopper_memory<E, F, V> memory(aligned_dynamic_shared());
     mlstm_read_frame following;
     mlstm_token_numbers<E, F, V> numbers;
-    following.load(problem, static_cast<std::int32_t>(blockIdx.x), chunks);
-    numbers.load(problem, static_cast<std::int32_t>(blockIdx.x), following);
-    following.load(problem, static_cast<std::int32_t>(blockIdx.x) + steps, chunks);
-    for (auto chunk = static_cast<std::int32_t>(blockIdx.x); chunk < chunks; chunk += steps) {
-        const std::int32_t next = chunk + steps;
+    auto turn = static_cast<std::int32_t>(blockIdx.x);
+    std::int32_t chunk = problem.chunk_in_turn(turn, true), next = problem.chunk_in_turn(turn + steps, true);
+    following.load(problem, chunk);
+    numbers.load(problem, chunk, following);
+    following.load(problem, next);
+    for (; turn < turns; turn += steps) {
+        const std::int32_t now = chunk, then = next;
         // The next chunk's numbers, which nobody needs before this one is done.
         const auto load_next = [&] {
-            numbers.load(problem, next, following);
-            following.load(problem, next + steps, chunks);
+            numbers.load(problem, then, following);
+            chunk = then;
+            next = problem.chunk_in_turn(turn + 2 * steps, true);
+            following.load(problem, next);
         };
         if (numbers.count == 0) {
-            if (thread < 2) {
-                problem.d_gates[std::int64_t{chunk} * 2 + thread] = 0.0f;
+            if (thread < 2 && now >= 0) {
+                problem.d_gates[std::int64_t{now} * 2 + thread] = 0.0f;
             }
             load_next();
             continue;
         }
-        const scorer_span s = streams.span(chunk / streams.slots, chunk % streams.slots);
-        const std::int64_t row = std::int64_t{chunk} * scorer_chunk;
+        const scorer_span s = streams.span(now / streams.slots, now % streams.slots);
+        const std::int64_t row = std::int64_t{now} * scorer_chunk;
         const bool reads = numbers.reads < scorer_chunk;
         const float keep = numbers.keep;
         copy_slice<scorer_chunk, F, threads>(memory.k, 0, static_cast<const E*>(problem.k) + row * F, F);
@@ -246,7 +250,7 @@ __global__ void __launch_bounds__(KVPOLICY_HOPPER_THREADS(mlstm_warpgroup_thread
         }
         copy_commit();
         copy_slice<F, V, threads>(memory.a, 0,
-                                  static_cast<const E*>(problem.d_memory) + std::int64_t{chunk} * (F * V), V);
+                                  static_cast<const E*>(problem.d_memory) + std::int64_t{now} * (F * V), V);
         copy_commit();
         numbers.store(memory);
         if (thread == 0 && numbers.bad < s.count) {
@@ -322,7 +326,7 @@ __global__ void __launch_bounds__(KVPOLICY_HOPPER_THREADS(mlstm_warpgroup_thread
         }
         __syncthreads();  // queries and d N have been read: the state before the chunk comes there
         copy_slice<F, V, threads>(memory.before, 0,
-                                  static_cast<const E*>(problem.memory) + std::int64_t{chunk} * (F * V), V);
+                                  static_cast<const E*>(problem.memory) + std::int64_t{now} * (F * V), V);
         copy_commit();
         // + o_j (A v~_j + a)
         float later[2] = {}, along[2][2] = {};
@@ -372,7 +376,7 @@ __global__ void __launch_bounds__(KVPOLICY_HOPPER_THREADS(mlstm_warpgroup_thread
             store_rows_of(of_v, k, to_v[k]);
         }
         // Not before: what all blocks ask for early would be gone from the L2 cache again when they load it.
-        mlstm_look_ahead<T> ahead(next, following.count > 0);
+        mlstm_look_ahead<T> ahead(then, following.count > 0);
         ahead.array(problem.q, scorer_chunk * F);
         ahead.array(problem.d_n, scorer_chunk * V);
         ahead.array(problem.k, scorer_chunk * F);
@@ -419,7 +423,7 @@ __global__ void __launch_bounds__(KVPOLICY_HOPPER_THREADS(mlstm_warpgroup_thread
         T* const rows = problem.d_rows_k + row * problem.rows_k;
         if (warp_id() == 0) {
             gate_gradients(
-                problem, s, std::int64_t{chunk}, memory,
+                problem, s, std::int64_t{now}, memory,
                 memory.across[0] + memory.across[1] + memory.across[2] + memory.across[3],
                 [&](int j) { return memory.inside[j]; }, [](int) { return 0.0f; });
         } else {  // meanwhile the other warps write what does not wait for the gates
