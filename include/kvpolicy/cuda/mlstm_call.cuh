@@ -230,8 +230,9 @@ struct mlstm_call {
                    mlstm_read_memory<E, F, V, false>(nullptr).bytes, on, problem);
         });
     }
-    /// From gradients of scores to those of the stacks' products, of the readout and of the gates.
-    void tokens_backward(const cuda& on) {
+    /// From gradients of scores to those of the stacks' products, of the readout and of the gates. `first`: nothing of the call was enqueued
+    /// before.
+    void tokens_backward(const cuda& on, bool first) {
         problem.ahead = device_scope(on).attribute(cudaDevAttrMultiProcessorCount);
         widths([&](auto features, auto values) {
             constexpr int F = features, V = values;
@@ -244,9 +245,16 @@ struct mlstm_call {
                         cut(walk_segments(
                             F, V));  // what the walks go by, or went by, if this goes on from kept states
                         const std::int64_t at_once = std::int64_t{problem.ahead} * mlstm_reads_blocks<V>;
-                        launch_next<mlstm_reads_hopper_kernel<T, F, V>>(
-                            "mlstm_reads_hopper_kernel", std::min(call.chunks(), at_once),
-                            mlstm_warpgroup_threads, mlstm_reads_memory<E, F, V>::bytes(), on, problem);
+                        const std::int64_t blocks = std::min(call.chunks(), at_once);
+                        const std::size_t shared = mlstm_reads_memory<E, F, V>::bytes();
+                        if (first) {  // whatever is before it in the caller's stream
+                            launch("mlstm_reads_hopper_kernel", mlstm_reads_hopper_kernel<T, F, V>, blocks,
+                                   mlstm_warpgroup_threads, shared, on, problem);
+                        } else {
+                            launch_next<mlstm_reads_hopper_kernel<T, F, V>>("mlstm_reads_hopper_kernel",
+                                                                            blocks, mlstm_warpgroup_threads,
+                                                                            shared, on, problem);
+                        }
                         walk<true>(on);
                         launch_next<mlstm_tokens_hopper_kernel<T, F, V>>(
                             "mlstm_tokens_hopper_kernel",

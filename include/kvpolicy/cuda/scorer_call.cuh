@@ -179,9 +179,9 @@ T* take_stack(workspace_parts& parts, const weight_stack& stack, std::int32_t he
 template <class T>
 void fill_stack(const cuda& on, const weight_stack& stack, const scorer_call<T>& call, T* to) {
     const std::int64_t count = std::int64_t{call.streams.heads} * stack.rows * call.source.padded;
-    launch_next<stack_weights_kernel<T>>("stack_weights_kernel",
-                                         std::min<std::int64_t>((count / 8 + 255) / 256, 1024), 256, 0, on,
-                                         stack, call.streams.heads, call.source.size, call.source.padded, to);
+    launch("stack_weights_kernel", stack_weights_kernel<T>,
+           std::min<std::int64_t>((count / 8 + 255) / 256, 1024), 256, 0, on, stack, call.streams.heads,
+           call.source.size, call.source.padded, to);
 }
 
 /// Parts of a head's chunks whose weight gradients are summed apart, so that there is work for a whole card, and all of it at once: an H100 has room
