@@ -175,6 +175,8 @@ struct mlstm_warpgroup_reads {
 
     __device__ static int row(int r) { return 16 * warp_id() + lane_id() / 4 + 8 * r; }
     __device__ static int column() { return lane_id() % 4 * 2; }
+    /// Whether columns 8 j to 8 j + 7 are tokens after all reads of the warp.
+    __device__ static bool none(int j) { return j > 2 * warp_id() + 1; }
     /// exp(s_j - M_l) of columns 8 j + column() and the next, 0 for a token after the read.
     template <class Memory>
     __device__ void weigh(const Memory& memory, int j, int r, float (&w)[2]) const {
@@ -204,6 +206,10 @@ struct mlstm_warpgroup_reads {
         pin(of_z);
 #pragma unroll
         for (int j = 0; j < 8; ++j) {
+            if (none(j)) {
+                held[j / 2][j % 2 * 2] = held[j / 2][j % 2 * 2 + 1] = 0u;
+                continue;
+            }
 #pragma unroll
             for (int r = 0; r < 2; ++r) {
                 float w[2];

@@ -145,7 +145,8 @@ __global__ void __launch_bounds__(KVPOLICY_HOPPER_THREADS(mlstm_warpgroup_thread
 #pragma unroll
         for (int r = 0; r < 2; ++r) {
             clamped[r] = reads.divisor[r] < mlstm_clamp;
-            inverse[r] = __fdividef(1.0f, clamped[r] ? mlstm_clamp : reads.divisor[r]);
+            // Nothing where no token is read: features of nothing and a finite state.
+            inverse[r] = in[r] ? __fdividef(1.0f, clamped[r] ? mlstm_clamp : reads.divisor[r]) : 0.0f;
         }
 
         // h_l, then d h of the readout
@@ -157,7 +158,7 @@ __global__ void __launch_bounds__(KVPOLICY_HOPPER_THREADS(mlstm_warpgroup_thread
 #pragma unroll
                 for (int e = 2 * r; e < 2 * r + 2; ++e) {
                     float& h = n[4 * j + e];
-                    h = in[r] ? h * inverse[r] : 0.0f;
+                    h *= inverse[r];
                     square = fmaf(h, h, square);
                 }
             }
@@ -246,6 +247,10 @@ __global__ void __launch_bounds__(KVPOLICY_HOPPER_THREADS(mlstm_warpgroup_thread
         // w_lj G_lj, with G_lj = d N_l . v~_j + d g_l
 #pragma unroll
         for (int j = 0; j < 8; ++j) {
+            if (reads.none(j)) {
+                held[j / 2][j % 2 * 2] = held[j / 2][j % 2 * 2 + 1] = 0u;
+                continue;
+            }
 #pragma unroll
             for (int r = 0; r < 2; ++r) {
                 float w[2];
