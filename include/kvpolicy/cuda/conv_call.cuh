@@ -151,7 +151,7 @@ struct conv_call {
         share_multiprocessors<kernel>(device);
         launch_early<kernel>("conv_hopper_kernel", planes * ranges.streams.slots, conv_consumers + 32,
                              conv_hopper_shape<Inputs>::shared_bytes, device, on, 1, ranges, tokens,
-                             static_cast<const T*>(packed));
+                             call.frequencies != nullptr ? call.base : 0.0f, static_cast<const T*>(packed));
         return true;
     }
 };
