@@ -334,7 +334,7 @@ __global__ void __launch_bounds__(KVPOLICY_HOPPER_THREADS(mlstm_warpgroup_thread
             }
         }
         copy_commit();
-        write_tile(d_rows, problem.rows_q, to, problem.at_skip, count, thread, threads);
+        write_tile<F>(d_rows, problem.rows_q, to, problem.at_skip, count, thread, threads);
         write_columns(d_rows, problem.rows_q, problem.at_skip, (problem.rows_q - problem.at_skip) / 8, count,
                       thread, threads, [&](int r, int c, float(&x)[8]) {
                           x[0] = c == problem.at_skip ? memory.d_score[r] : 0.0f;

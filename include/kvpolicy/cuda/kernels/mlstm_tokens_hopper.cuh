@@ -483,8 +483,8 @@ __global__ void __launch_bounds__(KVPOLICY_HOPPER_THREADS(mlstm_warpgroup_thread
                 [&](int j) { return memory.inside[j]; }, [&](int i, int) { return across_tokens[i]; },
                 [](int) { return 0.0f; });
         } else {  // meanwhile the other warps write what does not wait for the gates
-            write_tile(rows, problem.rows_k, to_k, problem.at_v, s.count, thread - 32, threads - 32);
-            write_tile(rows + problem.at_v, problem.rows_k, of_v, problem.at_i - problem.at_v, s.count,
+            write_tile<F>(rows, problem.rows_k, to_k, problem.at_v, s.count, thread - 32, threads - 32);
+            write_tile<V>(rows + problem.at_v, problem.rows_k, of_v, problem.at_i - problem.at_v, s.count,
                        thread - 32, threads - 32);
         }
         __syncthreads();
