@@ -99,24 +99,6 @@ struct mlstm_problem {
     float* d_readout = nullptr;                  // chunks x (2 width + 1): readout, norm_gain, readout_bias
     float* d_gates = nullptr;                    // chunks x 2: b_i, b_f
 
-    /// All that chunk_in_turn gives, and places that have none.
-    KVPOLICY_HOST_DEVICE std::int32_t turns() const {
-        return streams.batch * streams.heads * segments * segment_chunks;
-    }
-    /// The chunk that is taken as number i after a walk, backwards or not: first what the walk came by last, which is still in the L2
-    /// cache; -1: none.
-    [[nodiscard]] __device__ std::int32_t chunk_in_turn(std::int32_t i, bool backward) const {
-#ifdef KVP_PLAIN_ORDER
-        return i < streams.batch * streams.heads * streams.slots ? i : -1;
-#else
-        const std::int32_t walks = streams.batch * streams.heads * segments;
-        const std::int32_t at = i % walks % segments * segment_chunks + segment_chunks - 1 - i / walks;
-        if (i >= turns() || at >= streams.slots) {
-            return -1;
-        }
-        return i % walks / segments * streams.slots + (backward ? streams.slots - 1 - at : at);
-#endif
-    }
     [[nodiscard]] __device__ std::int64_t chunk(const scorer_span& s) const {
         return std::int64_t{s.plane} * streams.slots + s.slot;
     }

@@ -159,18 +159,6 @@ __device__ inline void write_tile(T* rows, std::int32_t width, const shared_tile
         }
     }
 }
-/// The same. Likely, or half as many: how many columns there mostly are, for which the compiler makes code of its own, without divisions.
-template <int Likely, class T>
-__device__ inline void write_tile(T* rows, std::int32_t width, const shared_tile<T>& tile, int columns,
-                                  int count, int thread, int threads) {
-    if (columns == Likely) {
-        write_tile(rows, width, tile, Likely, count, thread, threads);
-    } else if (columns == Likely / 2) {
-        write_tile(rows, width, tile, Likely / 2, count, thread, threads);
-    } else {
-        write_tile(rows, width, tile, columns, count, thread, threads);
-    }
-}
 #endif
 
 }  // namespace cuda_backend

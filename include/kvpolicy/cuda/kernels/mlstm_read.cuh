@@ -47,15 +47,13 @@ __device__ inline void sync_rows() {
     named_barrier(1 + warp_id() % 4, 32 * Parts);
 }
 
-/// 1 / (1 + exp(-x)); where results are rounded to 16 bits, by the special function unit's tanh, to 3e-4: a score is the sum of many.
+/// 1 / (1 + exp(-x)); where results are rounded to 16 bits, by the special function unit.
 template <class E>
 __device__ inline float sigmoid(float x) {
     if constexpr (shared_tile<E>::plain) {
         return __fdividef(1.0f, 1.0f + expf(-x));
     } else {
-        float tanh;
-        asm("tanh.approx.f32 %0, %1;" : "=f"(tanh) : "f"(0.5f * x));
-        return fmaf(0.5f, tanh, 0.5f);
+        return fast_reciprocal(1.0f + fast_exp2(-1.4426950408889634f * x));
     }
 }
 

@@ -105,10 +105,10 @@ struct mlstm_read_frame {
 
     /// Nothing where there is no such chunk.
     template <class T>
-    __device__ void load(const mlstm_problem<T>& problem, std::int32_t chunk) {
+    __device__ void load(const mlstm_problem<T>& problem, std::int32_t chunk, std::int32_t chunks) {
         reads = scorer_chunk;
         count = 0;
-        if (chunk >= 0) {
+        if (chunk < chunks) {
             const mlstm_frame& frame = problem.frames[chunk];
             m = frame.m;
             share = frame.share;
@@ -175,8 +175,6 @@ struct mlstm_warpgroup_reads {
 
     __device__ static int row(int r) { return 16 * warp_id() + lane_id() / 4 + 8 * r; }
     __device__ static int column() { return lane_id() % 4 * 2; }
-    /// Whether columns 8 j to 8 j + 7 are tokens after all reads of the warp.
-    __device__ static bool none(int j) { return j > 2 * warp_id() + 1; }
     /// exp(s_j - M_l) of columns 8 j + column() and the next, 0 for a token after the read.
     template <class Memory>
     __device__ void weigh(const Memory& memory, int j, int r, float (&w)[2]) const {
@@ -206,10 +204,6 @@ struct mlstm_warpgroup_reads {
         pin(of_z);
 #pragma unroll
         for (int j = 0; j < 8; ++j) {
-            if (none(j)) {
-                held[j / 2][j % 2 * 2] = held[j / 2][j % 2 * 2 + 1] = 0u;
-                continue;
-            }
 #pragma unroll
             for (int r = 0; r < 2; ++r) {
                 float w[2];
@@ -260,7 +254,7 @@ __global__ void __launch_bounds__(KVPOLICY_HOPPER_THREADS(mlstm_warpgroup_thread
     shared_parts parts(aligned_dynamic_shared());
     const mlstm_read_tiles<E, F, V> memory(parts);
     const scorer_streams& streams = problem.streams;
-    const std::int32_t turns = problem.turns();
+    const std::int32_t chunks = streams.batch * streams.heads * streams.slots;
     const auto step = static_cast<std::int32_t>(gridDim.x);
     const auto load_all = [&](std::int32_t chunk) {
         memory.load_state(problem, chunk);
@@ -269,20 +263,19 @@ __global__ void __launch_bounds__(KVPOLICY_HOPPER_THREADS(mlstm_warpgroup_thread
     };
     memory.clear_sums();
     __syncthreads();
-    auto turn = static_cast<std::int32_t>(blockIdx.x);
-    std::int32_t chunk = problem.chunk_in_turn(turn, false), next = problem.chunk_in_turn(turn + step, false);
+    auto chunk = static_cast<std::int32_t>(blockIdx.x);
     mlstm_read_frame frame, following;
     mlstm_read_numbers<E, F, V> numbers;
-    frame.load(problem, chunk);
-    following.load(problem, next);
+    frame.load(problem, chunk, chunks);
+    following.load(problem, chunk + step, chunks);
     if (frame.reads_any()) {
         load_all(chunk);
     }
     copy_commit();
     numbers.load(problem, chunk, frame);
-    for (; turn < turns; turn += step) {
+    for (; chunk < chunks; chunk += step) {
         const mlstm_read_frame own = frame;
-        const std::int32_t now = chunk;
+        const std::int32_t next = chunk + step;
         // The next chunk's rows and numbers, once this one's tiles are free.
         const auto load_next = [&] {
             if (following.reads_any()) {
@@ -291,16 +284,14 @@ __global__ void __launch_bounds__(KVPOLICY_HOPPER_THREADS(mlstm_warpgroup_thread
             copy_commit();
             numbers.load(problem, next, following);
             frame = following;
-            chunk = next;
-            next = problem.chunk_in_turn(turn + 2 * step, false);
-            following.load(problem, next);
+            following.load(problem, next + step, chunks);
         };
         if (!own.reads_any()) {
             load_next();
             continue;
         }
         memory.store_numbers(numbers);
-        const scorer_span s = streams.span(now / streams.slots, now % streams.slots);
+        const scorer_span s = streams.span(chunk / streams.slots, chunk % streams.slots);
         copy_wait<0>();
         fence_async_proxy();
         __syncthreads();

@@ -50,7 +50,7 @@ __global__ void __launch_bounds__(KVPOLICY_HOPPER_THREADS(mlstm_warpgroup_thread
     shared_parts parts(aligned_dynamic_shared());
     const memory_type memory(parts);
     const scorer_streams& streams = problem.streams;
-    const std::int32_t turns = problem.turns(), width = problem.width;
+    const std::int32_t chunks = streams.batch * streams.heads * streams.slots, width = problem.width;
     const auto thread = static_cast<int>(threadIdx.x);
     const int lane = lane_id(), l0 = 16 * warp_id() + lane / 4, c0 = lane % 4 * 2;
     const bool norm = problem.norm_gain != nullptr;
@@ -64,9 +64,7 @@ __global__ void __launch_bounds__(KVPOLICY_HOPPER_THREADS(mlstm_warpgroup_thread
     memory.clear_sums();
     __syncthreads();
     const auto step = static_cast<std::int32_t>(gridDim.x);
-    auto turn = static_cast<std::int32_t>(blockIdx.x);
-    std::int32_t following_chunk = problem.chunk_in_turn(turn, false),
-                 next = problem.chunk_in_turn(turn + step, false);
+    auto chunk = static_cast<std::int32_t>(blockIdx.x);
     mlstm_read_frame frame, following;
     mlstm_read_numbers<E, F, V> numbers;
     float slope = 0.0f;  // d of the score that row `thread` has
@@ -78,29 +76,22 @@ __global__ void __launch_bounds__(KVPOLICY_HOPPER_THREADS(mlstm_warpgroup_thread
             slope = problem.d_scores.head(s.b, s.h)[s.first + thread - streams.delay];
         }
     };
-    frame.load(problem, following_chunk);
-    following.load(problem, next);
+    frame.load(problem, chunk, chunks);
+    following.load(problem, chunk + step, chunks);
     if (frame.reads_any()) {
-        load_all(following_chunk);
+        load_all(chunk);
     }
     copy_commit();
-    load_numbers(following_chunk, frame);
-    for (; turn < turns; turn += step) {
-        const std::int32_t chunk = following_chunk;
-        // What is known of the next chunk becomes what is known of this one.
-        const auto go_on = [&] {
-            frame = following;
-            following_chunk = next;
-            next = problem.chunk_in_turn(turn + 2 * step, false);
-            following.load(problem, next);
-        };
+    load_numbers(chunk, frame);
+    for (; chunk < chunks; chunk += step) {
+        const std::int32_t next = chunk + step;
         const std::int32_t skipped = frame.reads, count = frame.count;
         const bool there = frame.reads_any(), follows = following.reads_any();
         const std::int64_t row = std::int64_t{chunk} * scorer_chunk;
         float* const sums = problem.d_readout + std::int64_t{chunk} * (2 * width + 1);
         T* const d_rows = problem.d_rows_q + row * problem.rows_q;
         if (!there) {
-            for (int i = thread; chunk >= 0 && i <= 2 * width; i += threads) {
+            for (int i = thread; i <= 2 * width; i += threads) {
                 sums[i] = 0.0f;
             }
             for (int i = thread; i < count * problem.rows_q / 8; i += threads) {
@@ -111,7 +102,8 @@ __global__ void __launch_bounds__(KVPOLICY_HOPPER_THREADS(mlstm_warpgroup_thread
                 load_all(next);
             }
             copy_commit();
-            go_on();
+            frame = following;
+            following.load(problem, next + step, chunks);
             continue;
         }
         if (thread < scorer_chunk) {
@@ -145,8 +137,7 @@ __global__ void __launch_bounds__(KVPOLICY_HOPPER_THREADS(mlstm_warpgroup_thread
 #pragma unroll
         for (int r = 0; r < 2; ++r) {
             clamped[r] = reads.divisor[r] < mlstm_clamp;
-            // Nothing where no token is read: features of nothing and a finite state.
-            inverse[r] = in[r] ? __fdividef(1.0f, clamped[r] ? mlstm_clamp : reads.divisor[r]) : 0.0f;
+            inverse[r] = __fdividef(1.0f, clamped[r] ? mlstm_clamp : reads.divisor[r]);
         }
 
         // h_l, then d h of the readout
@@ -158,7 +149,7 @@ __global__ void __launch_bounds__(KVPOLICY_HOPPER_THREADS(mlstm_warpgroup_thread
 #pragma unroll
                 for (int e = 2 * r; e < 2 * r + 2; ++e) {
                     float& h = n[4 * j + e];
-                    h *= inverse[r];
+                    h = in[r] ? h * inverse[r] : 0.0f;
                     square = fmaf(h, h, square);
                 }
             }
@@ -247,10 +238,6 @@ __global__ void __launch_bounds__(KVPOLICY_HOPPER_THREADS(mlstm_warpgroup_thread
         // w_lj G_lj, with G_lj = d N_l . v~_j + d g_l
 #pragma unroll
         for (int j = 0; j < 8; ++j) {
-            if (reads.none(j)) {
-                held[j / 2][j % 2 * 2] = held[j / 2][j % 2 * 2 + 1] = 0u;
-                continue;
-            }
 #pragma unroll
             for (int r = 0; r < 2; ++r) {
                 float w[2];
@@ -268,8 +255,8 @@ __global__ void __launch_bounds__(KVPOLICY_HOPPER_THREADS(mlstm_warpgroup_thread
         }
         copy_commit();
         load_numbers(next, following);
-        const std::int32_t then = next;
-        go_on();
+        frame = following;
+        following.load(problem, next + step, chunks);
         // d q~ = exp(m - M_l) (C d N + z d g) + sum_j w_lj G_lj k~_j
 #pragma unroll
         for (int j = 0; j < F / 8; ++j) {
@@ -328,20 +315,20 @@ __global__ void __launch_bounds__(KVPOLICY_HOPPER_THREADS(mlstm_warpgroup_thread
         store_rounded(to, d_q);
         __syncthreads();  // queries have been read, d q~ is there
         if (follows) {
-            memory.load_queries(problem, then);
+            memory.load_queries(problem, next);
             if (memory_type::apart) {
-                memory.load_keys(problem, then);
+                memory.load_keys(problem, next);
             }
         }
         copy_commit();
-        write_tile<F>(d_rows, problem.rows_q, to, problem.at_skip, count, thread, threads);
+        write_tile(d_rows, problem.rows_q, to, problem.at_skip, count, thread, threads);
         write_columns(d_rows, problem.rows_q, problem.at_skip, (problem.rows_q - problem.at_skip) / 8, count,
                       thread, threads, [&](int r, int c, float(&x)[8]) {
                           x[0] = c == problem.at_skip ? memory.d_score[r] : 0.0f;
                       });
         __syncthreads();  // the next chunk's numbers may come
         if (follows && !memory_type::apart) {
-            memory.load_keys(problem, then);
+            memory.load_keys(problem, next);
         }
         copy_commit();
     }

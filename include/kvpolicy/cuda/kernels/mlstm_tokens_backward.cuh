@@ -114,12 +114,11 @@ __device__ inline void pairs_of_chunk(const mlstm_tokens_memory<E, F, V>& memory
 }
 
 /// d of a chunk's gates from its pairs, by one warp, into memory.d_gates and the chunk's sums. `across`: pairs of a token before the chunk
-/// and a read after it; inside(j): token j's pairs with reads of the chunk; crossing(i, j): pairs of a token before j and a read from j on, both of
-/// the chunk, j being token i of the lane's two; over(j): those that crossing leaves out for tokens after j.
-template <class T, class Memory, class Inside, class Crossing, class Over>
+/// and a read after it; inside(j): token j's pairs with reads of the chunk; over(j): those that memory.columns leaves out for tokens after j.
+template <class T, class Memory, class Inside, class Over>
 __device__ inline void gate_gradients(const mlstm_problem<T>& problem, const scorer_span& s,
                                       std::int64_t chunk, const Memory& memory, float across,
-                                      const Inside& inside, const Crossing& crossing, const Over& over) {
+                                      const Inside& inside, const Over& over) {
     // d log f_t = pairs across the chunk + reads from t on of earlier tokens + tokens before t read later + those inside; two
     // tokens a lane.
     const int lane = lane_id(), at = 2 * lane;
@@ -151,7 +150,10 @@ __device__ inline void gate_gradients(const mlstm_problem<T>& problem, const sco
         float d_i = 0.0f, d_f = 0.0f;
         if (j < s.count) {
             float d_log_f = across + suffixes[i] + prefixes[i] + (j < scorer_chunk / 2 ? middles[i] : 0.0f);
-            d_log_f += crossing(i, j);
+#pragma unroll
+            for (int w = 0; w < 4; ++w) {
+                d_log_f += memory.columns[w * scorer_chunk + j];
+            }
             d_i = (inside(j) + later[i]) * memory.slopes[j];
             // Nothing is forgotten before a stream's first token.
             d_f = s.first + j == s.begin ? 0.0f : d_log_f * memory.slopes[scorer_chunk + j];
@@ -363,12 +365,7 @@ __global__ void __launch_bounds__(mlstm_threads, mlstm_blocks<T>)
             return j < scorer_chunk / 2 ? memory.inside.of[scorer_chunk + j] : 0.0f;
         };
         gate_gradients(
-            problem, s, chunk, memory, whole, [&](int j) { return memory.inside.get(j); },
-            [&](int, int j) {
-                return memory.columns[j] + memory.columns[scorer_chunk + j] +
-                       memory.columns[2 * scorer_chunk + j] + memory.columns[3 * scorer_chunk + j];
-            },
-            over);
+            problem, s, chunk, memory, whole, [&](int j) { return memory.inside.get(j); }, over);
     }
     // Meanwhile the other warps write what does not wait for the gates.
     T* const rows = problem.d_rows_k + row * problem.rows_k;

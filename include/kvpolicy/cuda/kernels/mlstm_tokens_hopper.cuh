@@ -23,13 +23,13 @@ struct mlstm_tokens_hopper_memory {
     shared_tile<E> q, d_n;  // then the state before the chunk
     shared_tile<E> k, v, a;
     shared_tile<E> before;
-    float *a_z, *z;                                 // [F]
-    float* rho;                                     // before the chunk
-    float *d_g, *carried, *later, *inside, *after;  // [64]
-    float* columns;                                 // [4][64]: sums down the columns, of 16 rows each
-    float* across;                                  // [4]
-    float* d_gates;                                 // [64][2]
-    float* slopes;                                  // [2][64]: of the input gates, of the forget gates
+    float *a_z, *z;                         // [F]
+    float* rho;                             // before the chunk
+    float *d_g, *carried, *later, *inside;  // [64]
+    float* columns;                         // [4][64]: sums down the columns, of 16 rows each
+    float* across;                          // [4]
+    float* d_gates;                         // [64][2]
+    float* slopes;                          // [2][64]: of the input gates, of the forget gates
     mlstm_exponents<E> exponents;
     std::size_t bytes;
 
@@ -45,7 +45,7 @@ struct mlstm_tokens_hopper_memory {
         a_z = parts.take<float>(F);
         z = parts.take<float>(F);
         rho = parts.take<float>(V);
-        for (float** one : {&d_g, &carried, &later, &inside, &after}) {
+        for (float** one : {&d_g, &carried, &later, &inside}) {
             *one = parts.take<float>(scorer_chunk);
         }
         columns = parts.take<float>(4 * scorer_chunk);
@@ -135,17 +135,17 @@ struct mlstm_token_numbers {
 
 #if KVPOLICY_HOPPER_CODE
 /// From q~_l . k~_j and d N_l . v~_j, tokens on rows and reads on columns: w_lj (q~_l . k~_j) and w_lj G_lj as they are rounded, a token's
-/// sums over its pairs, and those of a read down the columns, both without a token's pair with its own read.
+/// sums over its pairs, and sums of pairs across tokens down the columns (pairs_of_chunk, kernels/mlstm_tokens_backward.cuh).
 template <class E, class Memory>
 __device__ inline void weigh_pairs_of_tokens(const Memory& memory, const float (&products)[32],
                                              const float (&g)[32], std::uint32_t (&weights)[4][4],
                                              std::uint32_t (&gradients)[4][4]) {
     const int lane = lane_id(), pair = lane % 4, c0 = 2 * pair, j0 = 16 * warp_id() + lane / 4;
     const float source[2] = {memory.exponents.source[j0], memory.exponents.source[j0 + 8]};
-    float whole[2] = {}, after[2] = {};  // of a row's pairs, and of those without the token's own read
+    float behind[2] = {};  // of the row's pairs in later columns
     float down[2][8] = {};
 #pragma unroll
-    for (int i = 0; i < 8; ++i) {
+    for (int i = 7; i >= 0; --i) {
         if (i < 2 * warp_id()) {  // pairs of tokens after the reads
             weights[i / 2][i % 2 * 2] = weights[i / 2][i % 2 * 2 + 1] = 0u;
             gradients[i / 2][i % 2 * 2] = gradients[i / 2][i % 2 * 2 + 1] = 0u;
@@ -165,21 +165,24 @@ __device__ inline void weigh_pairs_of_tokens(const Memory& memory, const float (
             rounded_pair<E> weight;
             weight.set(w[0] * products[4 * i + 2 * r], w[1] * products[4 * i + 2 * r + 1]);
             weights[i / 2][i % 2 * 2 + r] = weight.both;
-            const float both[2] = {weight.first() * of_pair[0], weight.second() * of_pair[1]};
-            const float others[2] = {j == l ? 0.0f : both[0], j == l + 1 ? 0.0f : both[1]};
-            whole[r] += both[0] + both[1];
-            after[r] += others[0] + others[1];
-            down[i / 4][2 * (i % 4)] += others[0];
-            down[i / 4][2 * (i % 4) + 1] += others[1];
+            const float second = weight.second() * of_pair[1],
+                        both = fmaf(weight.first(), of_pair[0], second);
+            float from = both;  // of this lane's columns and the quad's later ones
+            float other = __shfl_down_sync(all_lanes, from, 1u);
+            from += pair < 3 ? other : 0.0f;
+            other = __shfl_down_sync(all_lanes, from, 2u);
+            from += pair < 2 ? other : 0.0f;
+            other = __shfl_down_sync(all_lanes, from, 1u);
+            const float after = behind[r] + (pair < 3 ? other : 0.0f);
+            down[i / 4][2 * (i % 4)] += j < l ? after + both : 0.0f;
+            down[i / 4][2 * (i % 4) + 1] += j < l + 1 ? after + second : 0.0f;
+            behind[r] += __shfl_sync(all_lanes, from, lane & ~3);
         }
     }
 #pragma unroll
     for (int r = 0; r < 2; ++r) {
-        whole[r] = row_sum(whole[r]);
-        after[r] = row_sum(after[r]);
         if (pair == 0) {
-            memory.inside[j0 + 8 * r] = whole[r];
-            memory.after[j0 + 8 * r] = after[r];
+            memory.inside[j0 + 8 * r] = behind[r];
         }
     }
 #pragma unroll
@@ -187,84 +190,6 @@ __device__ inline void weigh_pairs_of_tokens(const Memory& memory, const float (
         const float sum = sums_down(down[half]);
         memory.columns[warp_id() * scorer_chunk + 32 * half + lane / 8 * 8 + c0 + lane / 4 % 2] = sum;
     }
-}
-
-/// Pairs of a chunk that the forget gate of token 2 lane is between (of an earlier token and this or a later read), and those of the next
-/// token's, by one warp. They are those of the token before, and what begins at that one less what ends there: sums of
-/// the same fp32 numbers, whose rounding is far below that of 16-bit products.
-template <class Memory>
-__device__ inline void pairs_across_tokens(const Memory& memory, float (&of)[2]) {
-    const int lane = lane_id(), at = 2 * lane;
-    float change[2];
-#pragma unroll
-    for (int i = 0; i < 2; ++i) {
-        change[i] = memory.after[at + i];
-#pragma unroll
-        for (int w = 0; w < 4; ++w) {
-            change[i] -= memory.columns[w * scorer_chunk + at + i];
-        }
-    }
-    float sum = change[0] + change[1];
-#pragma unroll
-    for (int step = 1; step < 32; step *= 2) {
-        const float other = __shfl_up_sync(all_lanes, sum, static_cast<unsigned>(step));
-        sum += lane >= step ? other : 0.0f;
-    }
-    const float before = __shfl_up_sync(all_lanes, sum, 1u);
-    of[0] = lane > 0 ? before : 0.0f;
-    of[1] = of[0] + change[0];
-}
-
-/// The sum of all numbers of C + z rho^T times those of A, tiles [F][V], over the warp's F / 4 rows; every lane has a part of it. A row of C
-/// times the same row of A is a number on the diagonal of a product, so that half of what tensor cores do here is for nothing, but
-/// they do it while few others are busy.
-template <int F, int V, class E>
-__device__ inline float sum_of_state_products(const shared_tile<E>& c, const shared_tile<E>& a,
-                                              const float* z, const float* rho) {
-    constexpr int blocks = F / 64;  // of 16 rows
-    const int lane = lane_id(), first = F / 4 * warp_id();
-    // Sixteen columns of sixteen rows as the left side of a product, and as two right sides of eight rows.
-    const std::uint32_t of_c = shared_address(c.data) + swizzled(F, first + lane % 16, lane / 16);
-    const std::uint32_t of_a =
-        shared_address(a.data) + swizzled(F, first + lane % 8 + lane / 16 * 8, lane / 8 % 2);
-    float diagonal[blocks][2][4] = {}, along[blocks][2][4] = {};
-#pragma unroll
-    for (int k = 0; k < V / 16; ++k) {
-        std::uint32_t split[4] = {};  // rho rounded, in row 0, and what rounding takes away, in row 1
-#pragma unroll
-        for (int i = 0; i < 2; ++i) {
-            const float2 x = *reinterpret_cast<const float2*>(rho + 16 * k + 8 * i + lane % 4 * 2);
-            rounded_pair<E> pair;
-            pair.set(x.x, x.y);
-            const std::uint32_t rest = pack<E>(x.x - pair.first(), x.y - pair.second());
-            split[2 * i] = lane < 4 ? pair.both : lane < 8 ? rest : 0u;
-        }
-#pragma unroll
-        for (int b = 0; b < blocks; ++b) {
-            const auto further = static_cast<std::uint32_t>(b * 16 * 128);
-            std::uint32_t x[4], y[4];
-            load_matrices(x, own_columns(of_c + further, F, k));
-            load_matrices(y, own_columns(of_a + further, F, k));
-#pragma unroll
-            for (int h = 0; h < 2; ++h) {
-                mma_16x8x16<E>(diagonal[b][h], x, y[2 * h], y[2 * h + 1]);
-                mma_16x8x16<E>(along[b][h], split, y[2 * h], y[2 * h + 1]);
-            }
-        }
-    }
-    const int row = lane / 4, column = lane % 4 * 2;
-    float sum = 0.0f;
-#pragma unroll
-    for (int b = 0; b < blocks; ++b) {
-#pragma unroll
-        for (int h = 0; h < 2; ++h) {
-            const float(&of)[4] = diagonal[b][h];
-            sum += row == column ? of[2 * h] : row == column + 1 ? of[2 * h + 1] : 0.0f;
-            const float2 of_z = *reinterpret_cast<const float2*>(z + first + 16 * b + 8 * h + column);
-            sum += lane < 8 ? of_z.x * along[b][h][0] + of_z.y * along[b][h][1] : 0.0f;
-        }
-    }
-    return sum;
 }
 #endif
 
@@ -277,35 +202,31 @@ __global__ void __launch_bounds__(KVPOLICY_HOPPER_THREADS(mlstm_warpgroup_thread
     static_assert(!shared_tile<E>::plain);
     constexpr int threads = mlstm_warpgroup_threads;
     const scorer_streams& streams = problem.streams;
-    const std::int32_t turns = problem.turns();
+    const std::int32_t chunks = streams.batch * streams.heads * streams.slots;
     const auto steps = static_cast<std::int32_t>(gridDim.x);
     const auto thread = static_cast<int>(threadIdx.x);
     const mlstm_tokens_hopper_memory<E, F, V> memory(aligned_dynamic_shared());
     mlstm_read_frame following;
     mlstm_token_numbers<E, F, V> numbers;
-    auto turn = static_cast<std::int32_t>(blockIdx.x);
-    std::int32_t chunk = problem.chunk_in_turn(turn, true), next = problem.chunk_in_turn(turn + steps, true);
-    following.load(problem, chunk);
-    numbers.load(problem, chunk, following);
-    following.load(problem, next);
-    for (; turn < turns; turn += steps) {
-        const std::int32_t now = chunk, then = next;
+    following.load(problem, static_cast<std::int32_t>(blockIdx.x), chunks);
+    numbers.load(problem, static_cast<std::int32_t>(blockIdx.x), following);
+    following.load(problem, static_cast<std::int32_t>(blockIdx.x) + steps, chunks);
+    for (auto chunk = static_cast<std::int32_t>(blockIdx.x); chunk < chunks; chunk += steps) {
+        const std::int32_t next = chunk + steps;
         // The next chunk's numbers, which nobody needs before this one is done.
         const auto load_next = [&] {
-            numbers.load(problem, then, following);
-            chunk = then;
-            next = problem.chunk_in_turn(turn + 2 * steps, true);
-            following.load(problem, next);
+            numbers.load(problem, next, following);
+            following.load(problem, next + steps, chunks);
         };
         if (numbers.count == 0) {
-            if (thread < 2 && now >= 0) {
-                problem.d_gates[std::int64_t{now} * 2 + thread] = 0.0f;
+            if (thread < 2) {
+                problem.d_gates[std::int64_t{chunk} * 2 + thread] = 0.0f;
             }
             load_next();
             continue;
         }
-        const scorer_span s = streams.span(now / streams.slots, now % streams.slots);
-        const std::int64_t row = std::int64_t{now} * scorer_chunk;
+        const scorer_span s = streams.span(chunk / streams.slots, chunk % streams.slots);
+        const std::int64_t row = std::int64_t{chunk} * scorer_chunk;
         const bool reads = numbers.reads < scorer_chunk;
         const float keep = numbers.keep;
         copy_slice<scorer_chunk, F, threads>(memory.k, 0, static_cast<const E*>(problem.k) + row * F, F);
@@ -325,7 +246,7 @@ __global__ void __launch_bounds__(KVPOLICY_HOPPER_THREADS(mlstm_warpgroup_thread
         }
         copy_commit();
         copy_slice<F, V, threads>(memory.a, 0,
-                                  static_cast<const E*>(problem.d_memory) + std::int64_t{now} * (F * V), V);
+                                  static_cast<const E*>(problem.d_memory) + std::int64_t{chunk} * (F * V), V);
         copy_commit();
         numbers.store(memory);
         if (thread == 0 && numbers.bad < s.count) {
@@ -401,7 +322,7 @@ __global__ void __launch_bounds__(KVPOLICY_HOPPER_THREADS(mlstm_warpgroup_thread
         }
         __syncthreads();  // queries and d N have been read: the state before the chunk comes there
         copy_slice<F, V, threads>(memory.before, 0,
-                                  static_cast<const E*>(problem.memory) + std::int64_t{now} * (F * V), V);
+                                  static_cast<const E*>(problem.memory) + std::int64_t{chunk} * (F * V), V);
         copy_commit();
         // + o_j (A v~_j + a)
         float later[2] = {}, along[2][2] = {};
@@ -451,7 +372,7 @@ __global__ void __launch_bounds__(KVPOLICY_HOPPER_THREADS(mlstm_warpgroup_thread
             store_rows_of(of_v, k, to_v[k]);
         }
         // Not before: what all blocks ask for early would be gone from the L2 cache again when they load it.
-        mlstm_look_ahead<T> ahead(then, following.count > 0);
+        mlstm_look_ahead<T> ahead(next, following.count > 0);
         ahead.array(problem.q, scorer_chunk * F);
         ahead.array(problem.d_n, scorer_chunk * V);
         ahead.array(problem.k, scorer_chunk * F);
@@ -461,9 +382,31 @@ __global__ void __launch_bounds__(KVPOLICY_HOPPER_THREADS(mlstm_warpgroup_thread
         copy_wait<0>();
         __syncthreads();
         // Pairs across the whole chunk: a token before it, a read after it.
-        float across;
+        float across = 0.0f;
         {
-            across = sum_of_state_products<F, V>(memory.before, memory.a, memory.z, memory.rho);
+            constexpr int rows_at_once = threads / (V / 8);
+            const int column = thread % (V / 8) * 8, first = thread / (V / 8);
+            static_assert(rows_at_once % 8 ==
+                          0);  // the same 16 bytes of rows so far apart stand in the same places
+            const auto at_row = [](const shared_tile<E>& tile, int i) {
+                return shared_tile<E>{tile.data + i * 128, F};
+            };
+            float rho[8];
+#pragma unroll
+            for (int e = 0; e < 8; ++e) {
+                rho[e] = memory.rho[column + e];
+            }
+#pragma unroll 4
+            for (int i = 0; i < F; i += rows_at_once) {
+                float x[8], y[8];
+                at_row(memory.before, i).get_eight(first, column, x);
+                at_row(memory.a, i).get_eight(first, column, y);
+                const float z = memory.z[first + i];
+#pragma unroll
+                for (int e = 0; e < 8; ++e) {
+                    across = fmaf(fmaf(z, rho[e], x[e]), y[e], across);
+                }
+            }
             if (thread < F) {
                 across = fmaf(memory.z[thread], memory.a_z[thread], across);
             }
@@ -475,16 +418,13 @@ __global__ void __launch_bounds__(KVPOLICY_HOPPER_THREADS(mlstm_warpgroup_thread
         __syncthreads();
         T* const rows = problem.d_rows_k + row * problem.rows_k;
         if (warp_id() == 0) {
-            float across_tokens[2];
-            pairs_across_tokens(memory, across_tokens);
             gate_gradients(
-                problem, s, std::int64_t{now}, memory,
+                problem, s, std::int64_t{chunk}, memory,
                 memory.across[0] + memory.across[1] + memory.across[2] + memory.across[3],
-                [&](int j) { return memory.inside[j]; }, [&](int i, int) { return across_tokens[i]; },
-                [](int) { return 0.0f; });
+                [&](int j) { return memory.inside[j]; }, [](int) { return 0.0f; });
         } else {  // meanwhile the other warps write what does not wait for the gates
-            write_tile<F>(rows, problem.rows_k, to_k, problem.at_v, s.count, thread - 32, threads - 32);
-            write_tile<V>(rows + problem.at_v, problem.rows_k, of_v, problem.at_i - problem.at_v, s.count,
+            write_tile(rows, problem.rows_k, to_k, problem.at_v, s.count, thread - 32, threads - 32);
+            write_tile(rows + problem.at_v, problem.rows_k, of_v, problem.at_i - problem.at_v, s.count,
                        thread - 32, threads - 32);
         }
         __syncthreads();
