@@ -87,10 +87,14 @@ static __global__ void __launch_bounds__(threads)
     if (!isfinite(size) || (step.examples != nullptr && *step.examples == 0)) {
         return;
     }
-    const auto taken = static_cast<double>(state->steps_taken + 1);
     const double shrink = step.clip > 0.0 && size > step.clip ? step.clip / size : 1.0;
-    const double correct1 = 1.0 - pow(step.beta1, taken);
-    const double correct2 = 1.0 - pow(step.beta2, taken);
+    __shared__ double corrections[2];
+    if (threadIdx.x % 32 == 0 && threadIdx.x < 64) {
+        const double beta = threadIdx.x == 0 ? step.beta1 : step.beta2;
+        corrections[threadIdx.x / 32] = 1.0 - pow(beta, static_cast<double>(state->steps_taken + 1));
+    }
+    __syncthreads();
+    const double correct1 = corrections[0], correct2 = corrections[1];
     int array = 0;
     for (std::int64_t i = std::int64_t{blockIdx.x} * threads + threadIdx.x; i < count;
          i += std::int64_t{gridDim.x} * threads) {

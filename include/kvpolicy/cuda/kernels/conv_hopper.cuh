@@ -107,9 +107,17 @@ __device__ inline void pack_conv(const conv_weights& from, T* to, std::int64_t t
         if (n < from.width[l - 1]) {
             const float* const row =
                 from.layer[l - 1] + ((h * from.width[l - 1] + n) * 3 + tap) * std::int64_t{inputs};
+            if (inputs % 8 == 0 && reinterpret_cast<std::uintptr_t>(from.layer[l - 1]) % 16 == 0 &&
+                c < inputs) {
+                const float4 low = *reinterpret_cast<const float4*>(row + c),
+                             high = *reinterpret_cast<const float4*>(row + c + 4);
+                w[0] = low.x, w[1] = low.y, w[2] = low.z, w[3] = low.w;
+                w[4] = high.x, w[5] = high.y, w[6] = high.z, w[7] = high.w;
+            } else {
 #pragma unroll
-            for (int e = 0; e < 8; ++e) {
-                w[e] = c + e < inputs ? row[c + e] : 0.0f;
+                for (int e = 0; e < 8; ++e) {
+                    w[e] = c + e < inputs ? row[c + e] : 0.0f;
+                }
             }
         }
         reinterpret_cast<uint4*>(to)[i] =
