@@ -29,13 +29,15 @@ def lines(folder, name):
 
 
 def tests(folder, name):
-    """doctest's own counts from its closing lines, and ctest's."""
-    try:
-        suite = xml.etree.ElementTree.parse(os.path.join(folder, name)).getroot()
-    except (OSError, xml.etree.ElementTree.ParseError):
-        return None
+    """doctest's own counts from its closing lines, and ctest's; of all parts that ran at once."""
+    cases = []
+    for path in sorted(glob.glob(os.path.join(glob.escape(folder), f"{name}-*.xml"))):
+        try:
+            cases += xml.etree.ElementTree.parse(path).getroot().iter("testcase")
+        except (OSError, xml.etree.ElementTree.ParseError):
+            continue
     rows = []
-    for case in suite.iter("testcase"):
+    for case in cases:
         text = case.findtext("system-out") or ""
         closing = [line.strip() for line in text.splitlines() if line.startswith("[doctest] ")]
         rows.append({"name": case.get("name"), "result": case.get("status"), "seconds": float(case.get("time") or 0),
@@ -170,8 +172,8 @@ def main():
     report = {"date": time.strftime("%Y-%m-%d"), "card": (lines(folder, "card.txt") or [None])[0],
               "cards": len(lines(folder, "card.txt")),
               "stages": dict(line.split("\t") for line in lines(folder, "stages.txt")),
-              "tests": tests(folder, "tests.xml"), "portable_tests": tests(folder, "portable.xml"), "operations": {}}
-    for row in (report["tests"] or []) + (report["portable_tests"] or []):
+              "tests": tests(folder, "tests"), "portable_tests": tests(folder, "portable"), "operations": {}}
+    for row in report["tests"] + report["portable_tests"]:
         print(f"{row['result']:>10}  {row['name']}  {row['seconds']:.1f} s  {' '.join(row['closing'][:1])}")
     for path in sorted(glob.glob(os.path.join(folder, "targets-*.txt"))):
         operation = os.path.basename(path)[len("targets-"):-len(".txt")]
