@@ -21,8 +21,10 @@ COMPARED = ['streaming', 'keynorm', 'h2o', 'tova', 'snapkv',
             'kvpop-window-192-decay-1', 'kvpop-window-128-decay-2',
             'oracle-1', 'oracle-2', 'oracle-4', 'oracle-inf']
 PLOTTED = ['streaming', 'h2o', 'tova', 'snapkv', 'oracle-2',
-           'kvpop-mlp-beta1', 'kvpop-mlp', 'kvpop-mlp-betainf', 'kvpop',
-           'kvpop-betainf', 'kvpop-immediate', 'kvpop-decay-2']
+           'kvpop-mlp-beta1', 'kvpop-mlp', 'kvpop-mlp-beta4',
+           'kvpop-mlp-betainf', 'kvpop', 'kvpop-beta4', 'kvpop-betainf',
+           'kvpop-immediate', 'kvpop-decay-2', 'kvpop-window-128-decay-1',
+           'kvpop-window-128-decay-2']
 
 
 def cell(values, digits):
@@ -261,6 +263,10 @@ class Tables:
         there = {r['policy'] for r in whole['results']}
         return [p for p in PLOTTED if p in there]
 
+    def plotted(self):
+        """What the plot of quality shows, of what was measured."""
+        return [p for p in PLOTTED if p in self.measured]
+
     def publish(self, shipped, root, name):
         """Into docs/training.md between its marks, the numbers into
         benchmarks/results/NAME.json, the plots into docs/images."""
@@ -280,8 +286,9 @@ class Tables:
         page.write_text(content)
         shutil.copy(self.out / 'ablation.json',
                     root / 'benchmarks' / 'results' / f'{name}.json')
-        for plot in ('quality', 'oracle-recall'):
-            drawn = self.out / f'byte-llama-{plot}.png'
-            if pathlib.Path(drawn).exists():
-                shutil.copy(drawn, root / 'docs' / 'images' /
-                            f'ablation-{plot}.png')
+        for drawn, plot in (('ablation-quality', 'ablation-quality'),
+                            ('byte-llama-oracle-recall',
+                             'ablation-oracle-recall')):
+            file = self.out / f'{drawn}.png'
+            if file.exists():
+                shutil.copy(file, root / 'docs' / 'images' / f'{plot}.png')

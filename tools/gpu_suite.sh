@@ -31,6 +31,7 @@ profiled[masks]='mask/.*/(random|random, decay|jump)/'
 sanitized[masks]="
 gpu.masks.small    | $all_checks | *
 gpu.masks.log_bias | $all_checks | soft gates of*
+gpu.masks.extremes | memcheck | scores*
 "
 targets[masks]="
 mask/16k x 8/random*    | 0.2 | 0.12 | 16k x 8
@@ -97,6 +98,8 @@ gpu.caches.conv     | memcheck synccheck | *bf16*
 gpu.caches.scorers_mlstm | $all_checks | few calls
 gpu.caches.once         | memcheck synccheck racecheck | a FixedBudgetCache,a DualCache
 gpu.caches.stress       | $all_checks | few operations
+gpu.caches.stress_evict | $all_checks | few operations
+gpu.caches.extremes     | memcheck | calls*,keys and*
 gpu.caches.pools        | memcheck synccheck racecheck | steps of*
 gpu.caches.dual_steps   | $all_checks | few*,pages of*
 gpu.caches.dual_half    | $all_checks | few calls

@@ -3,6 +3,7 @@
 #pragma once
 
 #include <kvpolicy/core/types.hpp>
+#include <kvpolicy/policies/eviction.hpp>
 #include <kvpolicy/policies/parameters.hpp>
 
 #include <algorithm>
@@ -10,6 +11,7 @@
 #include <cstdint>
 #include <functional>
 #include <limits>
+#include <utility>
 #include <vector>
 
 namespace test {
@@ -63,6 +65,66 @@ class NaiveHead {
     kvpolicy::position_t rebase_limit = kvpolicy::rebase_limit;
     kvpolicy::position_t length = 0;
     std::vector<Row> rows;
+    std::vector<std::vector<std::vector<double>>> queries;  // by query head of the group and position
+
+    /// Query head g's query at the newest position, for evict.
+    void asked(std::int32_t g, std::vector<double> query) {
+        queries.resize(std::max(queries.size(), static_cast<std::size_t>(g) + 1));
+        queries[static_cast<std::size_t>(g)].push_back(std::move(query));
+    }
+
+    /// A round of SnapKV's rule (policies/eviction.hpp), for a policy without keep parts; returns how many rows were dropped.
+    std::int64_t evict(const kvpolicy::SnapKVEviction& part, double scale) {
+        std::sort(rows.begin(), rows.end(),
+                  [](const Row& a, const Row& b) { return a.position < b.position; });
+        const auto n = rows.size();
+        std::vector<double> mass(n, 0.0), weights(n);
+        for (auto t = std::max<kvpolicy::position_t>(0, length - part.observing); t < length; ++t) {
+            std::vector<double> of_group(n, 0.0);
+            for (const auto& head : queries) {
+                double sum = 0.0;
+                for (std::size_t j = 0; j < n; ++j) {
+                    double dot = 0.0;
+                    for (std::size_t d = 0; d < rows[j].k.size(); ++d) {
+                        dot += head[static_cast<std::size_t>(t)][d] * rows[j].k[d];
+                    }
+                    weights[j] = rows[j].position <= t ? std::exp(scale * dot) : 0.0;
+                    sum += weights[j];
+                }
+                for (std::size_t j = 0; j < n && sum > 0.0; ++j) {
+                    const double weight = weights[j] / sum;
+                    of_group[j] = part.aggregate == kvpolicy::group_aggregate::max
+                                      ? std::max(of_group[j], weight)
+                                      : of_group[j] + weight / static_cast<double>(queries.size());
+                }
+            }
+            for (std::size_t j = 0; j < n; ++j) {
+                mass[j] += of_group[j];
+            }
+        }
+        // The worst first: the lowest among neighbours, of equal ones the newer.
+        std::vector<std::pair<double, kvpolicy::position_t>> candidates;
+        const auto reach = static_cast<std::ptrdiff_t>(part.pool / 2),
+                   last = static_cast<std::ptrdiff_t>(n) - 1;
+        for (std::ptrdiff_t j = 0; j <= last; ++j) {
+            double pooled = 0.0;
+            for (std::ptrdiff_t i = std::max<std::ptrdiff_t>(0, j - reach); i <= std::min(last, j + reach);
+                 ++i) {
+                pooled = std::max(pooled, mass[static_cast<std::size_t>(i)]);
+            }
+            if (rows[static_cast<std::size_t>(j)].long_range) {
+                candidates.emplace_back(pooled, -rows[static_cast<std::size_t>(j)].position);
+            }
+        }
+        std::sort(candidates.begin(), candidates.end());
+        const auto share = static_cast<std::size_t>(static_cast<double>(part.share) * static_cast<double>(n));
+        candidates.resize(std::min(candidates.size(), std::max<std::size_t>(1, share)));
+        for (const auto& [score, position] : candidates) {
+            rows.erase(std::find_if(rows.begin(), rows.end(),
+                                    [at = -position](const Row& row) { return row.position == at; }));
+        }
+        return static_cast<std::int64_t>(candidates.size());
+    }
 
     /// One token. score_of(position) is asked when that key leaves the window, and only then.
     void append(std::vector<double> key, std::vector<double> value,

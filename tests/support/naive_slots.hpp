@@ -1,6 +1,7 @@
 // The slots of a cache's layer in which nothing is clever: for every slot and head a naive one (naive_cache.hpp), and what it was told.
 #pragma once
 
+#include <kvpolicy/caches/dual.hpp>
 #include <kvpolicy/core/types.hpp>
 
 #include "support/naive_cache.hpp"
@@ -52,7 +53,26 @@ struct NaiveSlots {
         }
     }
     [[nodiscard]] kvpolicy::position_t length(std::int32_t slot) const { return head[at(slot, 0)].length; }
-    void append(std::int32_t slot, std::int32_t h, const float* k, const float* v, float score) {
+    /// SnapKV's rule over the heads of a slot.
+    kvpolicy::EvictionReport evict(std::int32_t slot, const kvpolicy::SnapKVEviction& part, double scale) {
+        kvpolicy::EvictionReport report;
+        for (std::int64_t all = 1; all != 0; report.dropped += all) {
+            report.rows = all = 0;
+            for (std::int32_t h = 0; h < heads; ++h) {
+                report.rows += static_cast<std::int64_t>(head[at(slot, h)].rows.size());
+            }
+            if (report.rows <= part.average * heads) {
+                break;
+            }
+            for (std::int32_t h = 0; h < heads; ++h) {
+                all += head[at(slot, h)].evict(part, scale);
+            }
+            report.rounds += all != 0 ? 1 : 0;
+        }
+        return report;
+    }
+    template <class T>
+    void append(std::int32_t slot, std::int32_t h, const T* k, const T* v, float score) {
         std::vector<float>& known = scores[at(slot, h)];
         known.push_back(score);
         head[at(slot, h)].append({k, k + dim}, {v, v + dim},

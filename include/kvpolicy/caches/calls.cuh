@@ -36,8 +36,8 @@ inline namespace KVPOLICY_CUDA_NAMESPACE KVPOLICY_HIDDEN {
 // detected: slots named twice in a batch.
 // `status` [count], where given, is OR-ed into.
 //
-// A DualCache takes the same calls, for policies without keep and eviction parts. Where its pool has no pages for an entry, the entry is left as it is, its out is 0, its lse -inf, and status_pool_exhausted is set:
-// the same entries as on the host. Pages may have other ids.
+// A DualCache takes the same calls. Where its pool has no pages for an entry, the entry is left as it is, its out is 0, its lse -inf, and
+// status_pool_exhausted is set: the same entries as on the host. Pages may have other ids.
 //
 // Refused before anything is enqueued: shapes that disagree, a head_dim beyond Dims, rows that are not aligned, too little
 // workspace, cu_seqlens. Failing CUDA calls throw kvpolicy::cuda_error.

@@ -174,7 +174,11 @@ class DualCache : public CacheOwner<DualCache<P, T>, P, T> {
     /// Pages that nobody holds, and pages that were lent (without the spared ones).
     [[nodiscard]] std::int64_t free_pages() const;
     [[nodiscard]] std::int64_t lent_pages() const {
-        return slabs() == 0 ? 0 : std::int64_t{slabs()} * pool_.slab_pages - pool_.spared_pages;
+        std::int64_t pages = 0;
+        for (std::int32_t slab = 0; slab < slabs(); ++slab) {
+            pages += pool_.slab_pages - spared_of(slab);
+        }
+        return pages;
     }
 
     /// Gives the named slots the pages that batch.tokens(i) further tokens can need at most, in all layers, so that steps,
@@ -307,8 +311,13 @@ class DualCache : public CacheOwner<DualCache<P, T>, P, T> {
     void give_pages(const ref_type& cache, std::int32_t slot) const;
     /// Slabs that so many more pages take.
     [[nodiscard]] std::int64_t slabs_of(std::int64_t pages) const {
-        const std::int64_t wanted = pages + (slabs() == 0 ? pool_.spared_pages : 0);
-        return (wanted + pool_.slab_pages - 1) / pool_.slab_pages;
+        const std::int64_t first = pool_.slab_pages - spared_of(slabs()),
+                           later = pool_.slab_pages - spared_of(slabs() + 1);
+        return pages <= 0 ? 0 : 1 + (pages <= first ? 0 : (pages - first + later - 1) / later);
+    }
+    /// Pages of a slab that stay the caller's.
+    [[nodiscard]] std::int32_t spared_of(std::int32_t slab) const {
+        return slab == 0 || !own_layout() ? pool_.spared_pages : 0;
     }
     /// The arrays of a slab in memory that may be lent.
     [[nodiscard]] Slab<T> slab_in(void* buffer, std::size_t buffer_bytes) const;

@@ -25,7 +25,8 @@ struct PoolShape {
     /// Tokens of the longest sequence. It bounds the page tables (4 bytes a page), and lengths where a head has no limit
     /// of its own.
     position_t longest = 0;
-    /// Pages 0 .. spared_pages - 1 are never handed out and never written: an engine's own, as SGLang's slot 0 is.
+    /// Pages 0 .. spared_pages - 1 of the first slab are never handed out and never written: an engine's own, as SGLang's slot 0 is. Of every
+    /// slab where strides are given, since page p of each is then a head's part of the engine's page p.
     std::int32_t spared_pages = 0;
     /// Others than 0 for pages of an engine's own pool, which come by add_pages().
     PageStrides strides{};

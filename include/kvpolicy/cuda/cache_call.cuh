@@ -104,9 +104,11 @@ void check_cache_call(const Cache& cache, const Batch& batch, std::int32_t token
                     "null on CUDA: entries of different lengths have batch.q_len");
     host_backend::check_scores_wanted<P>(extras);
     if constexpr (scores_given<P>) {
-        detail::require(static_cast<bool>(extras.scores) || tokens == 0, "extras.scores", "null",
-                        "fp32 scores, since this policy's scores are given");
-        host_backend::check_plane("extras.scores", extras.scores, batch.count, cache.kv_heads, tokens);
+        if (batch.count != 0 && tokens != 0) {
+            detail::require(static_cast<bool>(extras.scores), "extras.scores", "null",
+                            "fp32 scores, since this policy's scores are given");
+            host_backend::check_plane("extras.scores", extras.scores, batch.count, cache.kv_heads, tokens);
+        }
     }
 }
 

@@ -9,6 +9,7 @@
 #include <kvpolicy/cuda/config.cuh>
 #include <kvpolicy/cuda/kernels/prepare.cuh>
 #include <kvpolicy/cuda/launch.cuh>
+#include <kvpolicy/host/check.hpp>
 #include <kvpolicy/policies/compose.hpp>
 
 #include <algorithm>
@@ -78,6 +79,7 @@ void check_plane(const char* name, const plane_view<T>& plane, std::int32_t batc
         [&] { return detail::text(batch, " x ", heads, " x at least ", length); });
     detail::require(plane.data != nullptr || batch == 0 || heads == 0 || length == 0, name, "null",
                     "device memory");
+    host_backend::check_strides(name, plane);
 }
 
 /// Rows of 16-bit elements are copied 16 bytes at a time.

@@ -75,7 +75,7 @@ void DualCache<P, T>::lend(const cuda& on, const Slab<T>& slab) {
     namespace cb = cuda_backend;
     const cb::device_scope device(on);
     cb::launch("lend_slab_kernel", cb::lend_slab_kernel<T>, 1, cb::admit_threads, 0, on, ref(0).pool,
-               this->template at<Slab<T>>(slabs_at_), slabs(), slabs() == 0 ? pool_.spared_pages : 0, slab);
+               this->template at<Slab<T>>(slabs_at_), slabs(), spared_of(slabs()), slab);
     cb::check(cudaStreamSynchronize(on.stream), "cudaStreamSynchronize");
     lent_.push_back(slab);
 }

@@ -91,8 +91,12 @@ class dual_step_call {
             std::clamp<std::int64_t>((tiles + dual_work::least - 1) / dual_work::least, 1, resident));
         if constexpr (P::has_selection) {
             choose_.most_pages = choose_.most_chosen = bound_pages_of(cache, most_rows_of(cache));
-            allow_shared("bound_pages_kernel", reinterpret_cast<const void*>(bound_pages_kernel<T>),
-                         bound_shared_bytes<T>(cache.group, cache.dim_k));
+            // Queries of large groups leave less shared memory for pages, so fewer warps.
+            const auto* const bounds = reinterpret_cast<const void*>(bound_pages_kernel<T>);
+            while (bound_warps_ > 1 && !shared_fits(device, "bound_pages_kernel", bounds, bound_bytes())) {
+                bound_warps_ /= 2;
+            }
+            allow_shared("bound_pages_kernel", bounds, bound_bytes());
             const float scale = cache.attention.scale;
             choose_.scale = scale != 0.0f ? scale : 1.0f / std::sqrt(static_cast<float>(cache.dim_k));
         }
@@ -212,14 +216,17 @@ class dual_step_call {
         choose_.batch = call_.batch;
         choose_.q = call_.q;
         choose_.added = call_.writes ? 1 : 0;
-        const std::int64_t pages = (choose_.most_pages + bound_threads - 1) / bound_threads,
+        const std::int64_t threads = 32 * bound_warps_, pages = (choose_.most_pages + threads - 1) / threads,
                            wanted = 8 * std::int64_t{device_.attribute(cudaDevAttrMultiProcessorCount)};
         const auto pieces =
             static_cast<std::int32_t>(std::clamp<std::int64_t>((wanted + heads() - 1) / heads(), 1, pages));
-        const std::size_t shared = bound_shared_bytes<T>(call_.cache.group, call_.cache.dim_k);
-        launch("bound_pages_kernel", bound_pages_kernel<T>, heads() * pieces, bound_threads, shared, on_,
-               choose_, pieces);
+        launch("bound_pages_kernel", bound_pages_kernel<T>, heads() * pieces, static_cast<int>(threads),
+               bound_bytes(), on_, choose_, pieces);
         launch("choose_pages_kernel", choose_pages_kernel<T>, heads(), choose_threads, 0, on_, choose_);
+    }
+
+    [[nodiscard]] std::size_t bound_bytes() const {
+        return bound_shared_bytes<T>(bound_warps_, call_.cache.group, call_.cache.dim_k);
     }
 
     struct nothing {};
@@ -237,6 +244,7 @@ class dual_step_call {
     Launch call_;
     std::optional<late_scores<dual_view<T>, Gate>> late_;
     Choose choose_;
+    int bound_warps_ = bound_threads / 32;
     float* computed_ = nullptr;
     float* advanced_ = nullptr;
     std::size_t shared_ = 0;

@@ -117,7 +117,8 @@ struct scorer_call {
         streams.lengths = sequences.lengths;
         streams.starts = sequences.starts;
         streams.slots = scorer_slots(sequences);
-        streams.delay = delay;
+        // Beyond every row nothing is scored, however late; sums with a position then fit 32 bits.
+        streams.delay = std::min(delay, std::max(streams.rows, scorer_chunk));
         edges = parts.take<std::int32_t>(edges_needed(sequences));
         if (sequences.cu_seqlens != nullptr) {
             streams.edges = edges;

@@ -30,6 +30,7 @@ void require_shape(const Name& name, const View& view, std::int32_t batch, std::
     if (view.data == nullptr && !empty) [[unlikely]] {
         detail::refuse(detail::text_of(name).c_str(), "null", "a view of memory");
     }
+    check_strides(name, view);
 }
 
 inline void require_head_dim(const char* name, std::int32_t dim) {

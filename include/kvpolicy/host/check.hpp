@@ -12,6 +12,7 @@
 #include <cstddef>
 #include <cstdint>
 #include <string>
+#include <type_traits>
 
 namespace kvpolicy::host_backend {
 
@@ -83,6 +84,28 @@ inline void check_workspace(workspace_view workspace, std::size_t needed) {
                     "memory of workspace.bytes");
 }
 
+/// Results need memory of their own: a stride of 0, which gives inputs to many at no cost, would have threads write to one place. What a
+/// call writes to is a view of a type that is not const.
+template <class Name, class View>
+void check_strides(const Name& name, const View& view) {
+    if constexpr (!std::is_const_v<std::remove_pointer_t<decltype(view.data)>>) {
+        if (view.data == nullptr || view.batch == 0 || view.heads == 0 || view.length == 0) {
+            return;
+        }
+        const auto check = [&](const char* which, std::int64_t stride, std::int32_t count) {
+            if (stride == 0 && count > 1) [[unlikely]] {
+                detail::refuse(detail::text_of(name).c_str(), detail::text("a ", which, " stride of 0"),
+                               "a view whose parts have memory of their own, since it is written to");
+            }
+        };
+        check("batch", view.batch_stride, view.batch);
+        check("head", view.head_stride, view.heads);
+        if constexpr (requires { view.row_stride; }) {
+            check("row", view.row_stride, view.length);
+        }
+    }
+}
+
 /// A tensor of a call: [batch, heads, at least length, dim].
 template <class T>
 void check_rows(const char* name, rows_view<T> view, std::int32_t batch, std::int32_t heads,
@@ -94,6 +117,7 @@ void check_rows(const char* name, rows_view<T> view, std::int32_t batch, std::in
     }
     detail::require(view.data != nullptr || batch == 0 || length == 0, name, "null",
                     "a pointer to its elements");
+    check_strides(name, view);
 }
 
 /// A plane of a call: [batch, heads, at least length].
@@ -107,6 +131,7 @@ void check_plane(const char* name, plane_view<T> view, std::int32_t batch, std::
     }
     detail::require(view.data != nullptr || batch == 0 || heads == 0 || length == 0, name, "null",
                     "a pointer to its numbers");
+    check_strides(name, view);
 }
 
 /// The first entry whose slot an entry before it names too, or `count`. All slots are in [0, slots). One pass over the

@@ -211,7 +211,7 @@ void DualCache<P, T>::lend(const Slab<T>& slab) {
     auto* ids = this->template at<std::int32_t>(free_at_);
     std::int32_t& count = *this->template at<std::int32_t>(count_at_);
     const std::int32_t first = slabs() * pool_.slab_pages;
-    for (std::int32_t page = pool_.slab_pages - 1; page >= (first == 0 ? pool_.spared_pages : 0); --page) {
+    for (std::int32_t page = pool_.slab_pages - 1; page >= spared_of(slabs()); --page) {
         ids[count++] = first + page;
     }
     lent_.push_back(slab);

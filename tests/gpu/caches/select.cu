@@ -60,6 +60,26 @@ TEST_CASE("16-bit rows") {
     both.same_rows("after 200 steps");
 }
 
+TEST_CASE("groups whose queries leave shared memory for fewer warps, or for none") {
+    // On a card whose blocks have 227 KB 4, 2 and 1 warps; on others with less, fewer or a refusal.
+    for (const std::int32_t group : {30, 90, 100}) {
+        CAPTURE(group);
+        std::mt19937 generator(3);
+        BothCaches<Budget, bf16, head_dims<256>> both(shape_of(group, 32, 256), policy_of(16));
+        for (std::int32_t t = 0; t < 150; ++t) {
+            const CallTensors<bf16> in(both.shape, 2, 1, Scores::random, generator);
+            both.call(Mode::step, {2, 0}, {1, t % 3 == 0 ? 1 : 0}, in);
+        }
+        both.same_rows("after 150 steps");
+    }
+    FixedBudgetCache<Budget, bf16> cache(shape_of(1000, 32, 256), policy_of(16));
+    const kvpolicy::cuda on{};
+    const Device<unsigned char> memory(cache.bytes().total());
+    cache.bind(on, memory.data(), memory.size());
+    CHECK_REFUSED(static_cast<void>(step_workspace_bytes<head_dims<256>>(on, cache.ref(0), 1)),
+                  "bound_pages_kernel");
+}
+
 TEST_CASE("pages of a selection that kernels cannot read are refused") {
     FixedBudgetCache<Budget, float> cache(shape_of(1, 16, 8), policy_of(8));
     const Device<unsigned char> memory(cache.bytes().total());

@@ -73,17 +73,21 @@ TEST_CASE("a failed call throws its name, CUDA's text, file and line, and leaves
             CHECK(text.find("has no code that runs on the present card") != std::string::npos);
         }
     }
-    // A failure that CUDA itself reports: more shared memory than any card has.
-    try {
+    // A failure that CUDA itself reports: more threads than a block can have. More shared memory than any card has is refused before.
+    const auto launched = [](int threads, std::size_t shared_bytes) {
         const cuda_backend::mask_problem<detail::no_gate, detail::keep_set<>> problem{};
         cuda_backend::launch("expire_kernel",
                              cuda_backend::expire_kernel<std::uint16_t, detail::no_gate, detail::keep_set<>>,
-                             1, 512, std::size_t{1} << 20, kvpolicy::cuda{}, problem,
+                             1, threads, shared_bytes, kvpolicy::cuda{}, problem,
                              cuda_backend::ranking<std::uint16_t>{}, cuda_backend::mask_output{});
+    };
+    try {
+        launched(2048, 0);
         FAIL("not thrown");
     } catch (const cuda_error& error) {
         CHECK(std::string(error.what()).find("expire_kernel failed") == 0);
     }
+    CHECK_REFUSED(launched(512, std::size_t{1} << 20), "expire_kernel: 1048576");
     CHECK(cudaGetLastError() == cudaSuccess);
 }
 

@@ -180,3 +180,22 @@ TEST_CASE("dropout drops what the host drops") {
     check<bf16>(c, "bf16", shaped(c, rope_layout::interleaved));
     check<float>(c, "float", shaped(c, rope_layout::interleaved));
 }
+
+TEST_CASE("a delay beyond every sequence: nothing is scored") {
+    for (const std::int32_t delay : {300, 1 << 20, std::numeric_limits<std::int32_t>::max()}) {
+        Case c = sized(300, delay, 64);
+        check<bf16>(c, "bf16", shaped(c, rope_layout::half_split));
+        c.batch = 2;
+        c.edges = {0, 100, 300};
+        c.lengths = {300, 120};
+        check<bf16>(c, "bf16, packed", shaped(c, rope_layout::half_split));
+    }
+}
+
+TEST_CASE("the keys that a tenth of the rows keeps") {
+    Case c = sized(1 << 14, 768, 128);
+    c.kept = 0.97;
+    c.name = "convolution, 16k";
+    check_scores<bf16>(c, Weights<ConvScorer<>>(shaped(c, rope_layout::half_split), drawn, c.seed),
+                       tolerance<bf16>());
+}

@@ -156,3 +156,13 @@ TEST_CASE("what is wrong is told: NaN, lengths, edges") {
                        workspace_view{workspace.data(), 8}),
         doctest::Contains("workspace.bytes: 8 is not allowed"), invalid_argument);
 }
+
+TEST_CASE("the keys that a tenth of the rows keeps") {
+    Case c;
+    c.length = 1 << 14;
+    c.dim_k = c.dim_v = 128;
+    c.kept = 0.97;
+    c.name = "MLP, 16k";
+    check_scores<bf16>(c, Weights<MlpScorer<>>(shaped<MlpScorer<>>(2, 128, 128, 128), drawn, c.seed),
+                       tolerance<bf16>());
+}

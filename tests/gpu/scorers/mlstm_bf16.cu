@@ -188,6 +188,17 @@ TEST_CASE("forget gates that are shut, or wide open") {
                        tolerance<bf16>());
 }
 
+TEST_CASE("a delay beyond every sequence: nothing is scored") {
+    for (const std::int32_t delay : {300, 1 << 20, std::numeric_limits<std::int32_t>::max()}) {
+        Case c = sized(300, delay, 64);
+        check<bf16>(c, "bf16", shaped<Plain>(c), drawing({}, true, true));
+        c.batch = 2;
+        c.edges = {0, 100, 300};
+        c.lengths = {300, 120};
+        check<bf16>(c, "bf16, packed", shaped<Plain>(c), drawing({}, true, true));
+    }
+}
+
 TEST_CASE("refusals") {
     Case c = sized(64, 4, 64);
     const Weights<Plain> weights(shaped<Plain>(c, 256, 64), drawing({}, false, false), 1);

@@ -14,8 +14,10 @@
 #include <cstdlib>
 #include <cstring>
 #include <functional>
+#include <iterator>
 #include <limits>
 #include <memory>
+#include <numeric>
 #include <random>
 #include <string>
 #include <type_traits>
@@ -48,6 +50,8 @@ struct Case {
     unsigned seed = 1;
     Dropout dropout;
     bool with_inputs = true;  // gradients of keys and values are wanted
+    double forgotten = 0.0;   // what d b_f may be off by besides, and each number of d w_f by a tenth of it
+    double kept = 0.0;  // above 0: how many of the best tenth of keys must be the host's; the share is told
     std::function<void(std::vector<double>& k, std::vector<double>& v)> edit;  // [B][H][S][D]
 
     [[nodiscard]] std::int32_t all_rows() const { return rows == 0 ? length : rows; }
@@ -247,6 +251,29 @@ inline void compare(const std::string& what, const std::vector<double>& got,
                   ": ", got.empty() ? 0.0 : got[worst], " for ", got.empty() ? 0.0 : wanted[worst]);
 }
 
+/// Of the tenth of every head's keys that have the largest scores, equal ones in their order: how many are the same.
+inline double kept_share(const std::vector<double>& got, const std::vector<double>& wanted,
+                         std::int32_t length) {
+    const auto n = static_cast<std::size_t>(length), best = n / 10;
+    std::size_t same = 0;
+    for (std::size_t plane = 0; plane < got.size(); plane += n) {
+        const auto chosen = [&](const std::vector<double>& scores) {
+            std::vector<std::size_t> order(n);
+            std::iota(order.begin(), order.end(), plane);
+            std::stable_sort(order.begin(), order.end(),
+                             [&](std::size_t a, std::size_t b) { return scores[a] > scores[b]; });
+            order.resize(best);
+            std::sort(order.begin(), order.end());
+            return order;
+        };
+        const std::vector<std::size_t> a = chosen(got), b = chosen(wanted);
+        std::vector<std::size_t> both;
+        std::set_intersection(a.begin(), a.end(), b.begin(), b.end(), std::back_inserter(both));
+        same += both.size();
+    }
+    return static_cast<double>(same) / static_cast<double>(got.size() / n * best);
+}
+
 template <class From>
 std::vector<double> widened(const std::vector<From>& from) {
     return {from.begin(), from.end()};
@@ -296,7 +323,13 @@ void check_scores(const Case& c, const Weights<S>& weights, Tolerance allowed,
     score_sequence(on, scorer, k.view, v.view, sequences, c.delay,
                    view_bhs(scores.data(), c.batch, c.heads, c.all_rows()), workspace, device_options,
                    status.data());
-    compare(c.name + ", scores", widened(scores.read()), wanted, allowed.scores, allowed.floor);
+    const std::vector<double> got = widened(scores.read());
+    compare(c.name + ", scores", got, wanted, allowed.scores, allowed.floor);
+    if (c.kept > 0.0) {
+        const double share = kept_share(got, wanted, c.all_rows());
+        MESSAGE(c.name, ": of the best tenth of keys ", share, " are the host's");
+        CHECK(share >= c.kept);
+    }
     for (const std::uint32_t word : status.read()) {
         CHECK_MESSAGE(word == 0u, c.name, ": status ", word);
     }
@@ -375,7 +408,10 @@ void check_gradients(const Case& c, const Weights<S>& weights, Tolerance allowed
             x -= before;
         }
         compare(c.name + ", d " + name, on_device, added, allowed.gradients,
-                name == "b_i" || name == "b_f" ? allowed.gradients * terms / c.spread + 2e-5 : 1e-6);
+                (name == "b_i" || name == "b_f" ? allowed.gradients * terms / c.spread + 2e-5 : 1e-6) +
+                    (name == "b_f"   ? c.forgotten
+                     : name == "w_f" ? c.forgotten / 10.0
+                                     : 0.0));
         terms = std::sqrt(square / static_cast<double>(std::max<std::size_t>(added.size(), 1)));
     }
     const std::vector<double> first_k = to_k.read(c), first_v = to_v.read(c);

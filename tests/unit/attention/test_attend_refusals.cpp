@@ -125,6 +125,28 @@ TEST_CASE("numbers, memory and null pointers") {
     refused("out: null", [](Call& c) { c.out.data = nullptr; });
 }
 
+TEST_CASE("results that many would write to; inputs that many read are fine") {
+    refused("out: a batch stride of 0", [](Call& c) { c.out.batch_stride = 0; });
+    refused("out: a head stride of 0", [](Call& c) { c.out.head_stride = 0; });
+    refused("out: a row stride of 0", [](Call& c) { c.out.row_stride = 0; });
+    refused("lse: a batch stride of 0", [](Call& c) { c.lse.batch_stride = 0; });
+    refused("lse: a head stride of 0", [](Call& c) { c.lse.head_stride = 0; });
+    // One KV head's keys for both, one sequence's queries for both: as if they were there twice.
+    Call wanted, call;
+    Problem<float>& p = wanted.problem;
+    for (std::vector<float>* rows : {&p.k, &p.v}) {
+        for (std::ptrdiff_t half = 0; half < 4; half += 2) {
+            std::copy_n(rows->begin() + half * 8 * 64, 8 * 64, rows->begin() + (half + 1) * 8 * 64);
+        }
+    }
+    std::copy_n(p.q.begin(), p.q.size() / 2, p.q.begin() + static_cast<std::ptrdiff_t>(p.q.size() / 2));
+    wanted.run();
+    call.all.k.head_stride = call.all.v.head_stride = call.q.batch_stride = 0;
+    call.run();
+    CHECK(call.result.out == wanted.result.out);
+    CHECK(call.result.lse == wanted.result.lse);
+}
+
 TEST_CASE("the two segments of a chunk") {
     const auto refused_self = [](const char* names, auto&& change) {
         Call call;

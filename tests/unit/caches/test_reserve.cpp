@@ -185,9 +185,15 @@ TEST_CASE("an engine's pool: FlashInfer's pages, NHD and HND, with a page that i
                                    policy);
         std::vector<unsigned char> memory(theirs.bytes().total(), test::poison), notes[2];
         theirs.bind(on, memory.data(), memory.size());
+        const std::int32_t ahead[] = {320, 320, 320};  // 120 pages, of slabs that have 59 for them
+        CHECK(theirs.reserve(on, {.count = 3, .q_len = ahead}) == 3);
+        const std::int32_t less[] = {320, 320, 304};
+        CHECK(theirs.reserve(on, {.count = 3, .q_len = less}) == 2);
         for (std::int32_t h = 0; h < 2; ++h) {
             notes[h].assign(theirs.notes_bytes(), test::poison);
             theirs.add_pages(on, engine.keys(h), engine.values(h), notes[h].data(), notes[h].size());
+            CHECK(theirs.lent_pages() == 59 * (h + 1));
+            CHECK(theirs.free_pages() == theirs.lent_pages());
         }
         std::mt19937 generator(5);
         for (std::int32_t turn = 0; turn < 40; ++turn) {
@@ -228,13 +234,13 @@ TEST_CASE("an engine's pool: FlashInfer's pages, NHD and HND, with a page that i
             const auto rows = ref.head_rows(0, h);
             for (std::int32_t r = 0; r < ref.used(0, h); ++r) {
                 const std::int32_t id = ref.pages(0, h)[r / 16];
-                CHECK(id != 0);
+                CHECK(id % 60 != 0);
                 CHECK(rows.k(r) == engine.row(id % 60, false, r % 16, id / 60));
                 CHECK(rows.v(r) == engine.row(id % 60, true, r % 16, id / 60));
             }
             for (std::int32_t r = 0; r < 16; ++r) {
-                CHECK(engine.row(0, false, r, 0)[3] == -7.0f);
-                CHECK(engine.row(0, true, r, 0)[3] == -7.0f);
+                CHECK(engine.row(0, false, r, h)[3] == -7.0f);
+                CHECK(engine.row(0, true, r, h)[3] == -7.0f);
             }
         }
         CHECK_REFUSED(own.cache.add_pages(on, nullptr, engine.values(0), notes[0].data(), notes[0].size()),

@@ -110,6 +110,21 @@ TEST_CASE("numbers that no policy can have, of the layer that is asked for") {
                   "tau of layer 0, head 0");
 }
 
+TEST_CASE("lifetimes that many would write to") {
+    const auto refused = [](const std::string& text, auto&& spoil) {
+        Call call;
+        spoil(call);
+        CHECK_REFUSED(call.build(), text);
+        CHECK(call.untouched());
+    };
+    refused("expiry: a head stride of 0 is not allowed", [](Call& c) { c.expiry.head_stride = 0; });
+    refused("expiry: a batch stride of 0 is not allowed", [](Call& c) { c.expiry.batch_stride = 0; });
+    Call shared;  // scores may be many heads'
+    shared.scores.head_stride = shared.scores.batch_stride = 0;
+    shared.build();
+    CHECK(shared.expiry_memory.at(1, 2, 5) == shared.expiry_memory.at(0, 0, 5));
+}
+
 TEST_CASE("shapes, lengths and packed edges") {
     check_both("sequences.batch: 1 is not allowed; it must be the views' batch, 2",
                [](Call& c) { c.sequences.batch = 1; });

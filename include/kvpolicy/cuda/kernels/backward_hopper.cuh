@@ -176,6 +176,41 @@ struct hopper_backward_block : hopper_backward_warpgroup<T, Dim, Bias, Softcap> 
         }
     }
 
+    /// What a warpgroup knows of an item, whose keys `key` and key + 8 a thread has.
+    struct item_view {
+        block_life life;
+        std::int32_t first, stop;  // tiles
+        packed_life sees[2];
+        std::int32_t from[2];
+        float bias[2];
+        std::int32_t first_from, last_from;
+
+        __device__ item_view(const item_type& item, int key) {
+            item.tiles(L::queries, life, first, stop);
+            first_from = 0x7fffffff;
+            last_from = 0;
+            if constexpr (Bias) {
+                for (int x = 0; x < L::keys / 32; ++x) {
+                    first_from = min(first_from, item.first_from[x]);
+                    last_from = max(last_from, item.last_from[x]);
+                }
+            }
+#pragma unroll
+            for (int r = 0; r < 2; ++r) {
+                const std::int32_t born = item.born[key + 8 * r], dies = item.dies[key + 8 * r];
+                sees[r] = {born, static_cast<std::uint32_t>(born < dies ? dies - born : 0)};
+                from[r] = Bias ? item.from[key + 8 * r] : 0;
+                bias[r] = Bias ? item.bias[key + 8 * r] : 0.0f;
+            }
+        }
+        __device__ bool whole(std::int32_t m) const { return life.whole(m, m + L::queries); }
+        /// Whether biases count for every query of a tile; mixed: for some.
+        __device__ bool biased(std::int32_t m) const { return Bias && m >= last_from; }
+        __device__ bool mixed(std::int32_t m) const {
+            return Bias && !biased(m) && m + L::queries > first_from;
+        }
+    };
+
     __device__ void consume(int group) const {
         const int lane = thread % 32;
         const int key = group * 64 + thread / 32 * 16 + lane / 4;  // and key + 8
@@ -190,26 +225,8 @@ struct hopper_backward_block : hopper_backward_warpgroup<T, Dim, Bias, Softcap> 
                 }
                 return;
             }
-            block_life life;
-            std::int32_t first, stop;
-            item.tiles(L::queries, life, first, stop);
-            packed_life sees[2];
-            std::int32_t from[2];
-            float bias[2], sum_bias[2] = {};
-            std::int32_t first_from = 0x7fffffff, last_from = 0;
-            if constexpr (Bias) {
-                for (int x = 0; x < L::keys / 32; ++x) {
-                    first_from = min(first_from, item.first_from[x]);
-                    last_from = max(last_from, item.last_from[x]);
-                }
-            }
-#pragma unroll
-            for (int r = 0; r < 2; ++r) {
-                const std::int32_t born = item.born[key + 8 * r], dies = item.dies[key + 8 * r];
-                sees[r] = {born, static_cast<std::uint32_t>(born < dies ? dies - born : 0)};
-                from[r] = Bias ? item.from[key + 8 * r] : 0;
-                bias[r] = Bias ? item.bias[key + 8 * r] : 0.0f;
-            }
+            const item_view view(item, key);
+            float sum_bias[2] = {};
             float* const sum_q = p.sum_q == nullptr
                                      ? nullptr
                                      : p.sum_q +
@@ -225,7 +242,7 @@ struct hopper_backward_block : hopper_backward_warpgroup<T, Dim, Bias, Softcap> 
             barrier_wait(full_v(), n & 1);
             fence_async_proxy();  // keys were written by cp.async
 
-            if (first >= stop) {  // nobody is there to see these keys
+            if (view.first >= view.stop) {  // nobody is there to see these keys
                 warp_arrive(empty_keys(), lane);
                 continue;
             }
@@ -236,7 +253,7 @@ struct hopper_backward_block : hopper_backward_warpgroup<T, Dim, Bias, Softcap> 
                                   base + L::q + static_cast<int>(tile_number % L::stages) * L::query_bytes);
             wgmma_wait<0>();
             pin(s);
-            for (std::int32_t i = first; i < stop; ++i, ++tile_number) {
+            for (std::int32_t i = view.first; i < view.stop; ++i, ++tile_number) {
                 const int stage = static_cast<int>(tile_number % L::stages);
                 const std::uint32_t q = base + L::q + stage * L::query_bytes;
                 const std::uint32_t d_out = base + L::d_out + stage * L::query_bytes;
@@ -252,21 +269,20 @@ struct hopper_backward_block : hopper_backward_warpgroup<T, Dim, Bias, Softcap> 
                 const std::int32_t m = i * L::queries;
                 std::uint32_t weights[score_values / 8][4], gradients[score_values / 8][4];
                 std::uint32_t slopes[Softcap ? score_values / 2 : 1];
-                const bool whole = life.whole(m, m + L::queries);
+                const bool whole = view.whole(m);
                 if (Softcap && !whole) {
-                    this->hide(s, m, sees);  // the slope of a product with a hidden key may be anything
+                    this->hide(s, m, view.sees);  // the slope of a product with a hidden key may be anything
                 }
                 // Most tiles lie before or after the rows from which on biases count.
-                const bool biased = Bias && m >= last_from;
-                const bool mixed = Bias && !biased && m + L::queries > first_from;
+                const bool biased = view.biased(m), mixed = view.mixed(m);
                 if (mixed) {
-                    this->template to_weights<true>(s, slopes, lse2, m, from, bias);
+                    this->template to_weights<true>(s, slopes, lse2, m, view.from, view.bias);
                 } else {
-                    const float whole_bias[2] = {biased ? bias[0] : 0.0f, biased ? bias[1] : 0.0f};
-                    this->template to_weights<false>(s, slopes, lse2, m, from, whole_bias);
+                    const float whole_bias[2] = {biased ? view.bias[0] : 0.0f, biased ? view.bias[1] : 0.0f};
+                    this->template to_weights<false>(s, slopes, lse2, m, view.from, whole_bias);
                 }
                 if (!whole) {
-                    this->hide(s, m, sees);
+                    this->hide(s, m, view.sees);
                 }
                 this->pack_rows(s, weights);
                 pin(weights);
@@ -275,7 +291,7 @@ struct hopper_backward_block : hopper_backward_warpgroup<T, Dim, Bias, Softcap> 
                 this->multiply_sums(d_v, weights, d_out);
                 wgmma_wait<1>();
                 pin(d);
-                this->to_gradients(s, d, delta, m, whole, sees, mixed, biased, from, sum_bias);
+                this->to_gradients(s, d, delta, m, whole, view.sees, mixed, biased, view.from, sum_bias);
                 if constexpr (Softcap) {
                     this->multiply_slopes(s, slopes);
                 }
@@ -299,7 +315,7 @@ struct hopper_backward_block : hopper_backward_warpgroup<T, Dim, Bias, Softcap> 
                     this->multiply_queries(
                         d, turn, Dim == 64 ? 0 : group);  // in dP's registers: there are none to spare
                 }
-                const bool more = i + 1 < stop;
+                const bool more = i + 1 < view.stop;
                 const int after = more ? static_cast<int>((tile_number + 1) % L::stages) : stage;
                 if (more) {
                     barrier_wait(full_q(after), (tile_number + 1) / L::stages & 1);

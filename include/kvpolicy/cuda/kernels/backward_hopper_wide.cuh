@@ -31,6 +31,7 @@ struct hopper_backward_wide : hopper_backward_block<T, 256, Bias, Softcap> {
     using L = hopper_backward<256>;
     using block::base, block::p, block::score_values, block::shared, block::thread;
     using typename block::item_type;
+    using typename block::item_view;
 
     // Named barriers of the consumers.
     static constexpr int weights_ready =
@@ -51,41 +52,6 @@ struct hopper_backward_wide : hopper_backward_block<T, 256, Bias, Softcap> {
     }
     __device__ static int stage_of(std::uint32_t number) { return static_cast<int>(number % L::stages); }
     __device__ static std::uint32_t parity_of(std::uint32_t number) { return number / L::stages & 1; }
-
-    /// What a warpgroup knows of an item.
-    struct item_view {
-        block_life life;
-        std::int32_t first, stop;  // tiles
-        packed_life sees[2];
-        std::int32_t from[2];
-        float bias[2];
-        std::int32_t first_from, last_from;
-
-        __device__ item_view(const item_type& item, int key) {
-            item.tiles(L::queries, life, first, stop);
-            first_from = 0x7fffffff;
-            last_from = 0;
-            if constexpr (Bias) {
-                for (int x = 0; x < L::keys / 32; ++x) {
-                    first_from = min(first_from, item.first_from[x]);
-                    last_from = max(last_from, item.last_from[x]);
-                }
-            }
-#pragma unroll
-            for (int r = 0; r < 2; ++r) {
-                const std::int32_t born = item.born[key + 8 * r], dies = item.dies[key + 8 * r];
-                sees[r] = {born, static_cast<std::uint32_t>(born < dies ? dies - born : 0)};
-                from[r] = Bias ? item.from[key + 8 * r] : 0;
-                bias[r] = Bias ? item.bias[key + 8 * r] : 0.0f;
-            }
-        }
-        __device__ bool whole(std::int32_t m) const { return life.whole(m, m + L::queries); }
-        /// Whether biases count for every query of a tile; mixed: for some.
-        __device__ bool biased(std::int32_t m) const { return Bias && m >= last_from; }
-        __device__ bool mixed(std::int32_t m) const {
-            return Bias && !biased(m) && m + L::queries > first_from;
-        }
-    };
 
     /// sums += a b over all columns.
     __device__ void multiply_wide(half_sums& sums, const operand& a, std::uint32_t b) const {

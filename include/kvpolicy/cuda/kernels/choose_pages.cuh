@@ -72,18 +72,19 @@ struct page_keys {
     }
 };
 
-/// Shared memory of the blocks that find bounds.
+/// Shared memory of the blocks that find bounds, of so many warps.
 template <class T>
-__host__ __device__ constexpr std::size_t bound_shared_bytes(std::int32_t group, std::int32_t dim) {
+__host__ __device__ constexpr std::size_t bound_shared_bytes(int warps, std::int32_t group,
+                                                             std::int32_t dim) {
     if constexpr (sizeof(T) == 2) {
-        return bound_threads / 32 * std::size_t{bound_stages::warp_bytes} +
+        return static_cast<std::size_t>(warps) * std::size_t{bound_stages::warp_bytes} +
                static_cast<std::size_t>(bound_stream<T>::query_numbers(group, dim)) * sizeof(float);
     } else {
         return static_cast<std::size_t>(group) * static_cast<std::size_t>(dim) * sizeof(compute_t<T>);
     }
 }
 
-/// Bounds of all pages of the heads that have more than they read: `pieces` blocks a head.
+/// Bounds of all pages of the heads that have more than they read: `pieces` blocks a head, of up to bound_threads threads.
 template <class T>
 __global__ void __launch_bounds__(bound_threads)
     bound_pages_kernel(const __grid_constant__ choose_launch<T> call, const std::int32_t pieces) {
@@ -97,17 +98,18 @@ __global__ void __launch_bounds__(bound_threads)
     if (at.pages <= at.read) {
         return;
     }
-    const std::int32_t dim = call.cache.dim_k, group = call.cache.group;
+    const std::int32_t dim = call.cache.dim_k, group = call.cache.group,
+                       threads = static_cast<std::int32_t>(blockDim.x);
     const page_keys<T> keys(call, at);
     const auto scaled = [&](std::int32_t g, std::int32_t d) {
         return call.scale * static_cast<Real>(call.q.row(at.entry, at.head * group + g, 0)[d]);
     };
     if constexpr (sizeof(T) == 2) {
-        constexpr std::int32_t warps = bound_threads / 32;
+        const std::int32_t warps = threads / 32;
         unsigned char* const stages = dynamic_shared();
         auto* const query = reinterpret_cast<float*>(stages + warps * bound_stages::warp_bytes);
         const std::int32_t numbers = bound_stream<T>::query_numbers(group, dim);
-        for (auto i = static_cast<std::int32_t>(threadIdx.x); i < numbers; i += bound_threads) {
+        for (auto i = static_cast<std::int32_t>(threadIdx.x); i < numbers; i += threads) {
             query[i] = bound_stream<T>::query_number(i, group, dim, scaled);
         }
         __syncthreads();
@@ -116,12 +118,12 @@ __global__ void __launch_bounds__(bound_threads)
                  keys);
     } else {  // types to check others with: a thread a page
         auto* const query = reinterpret_cast<Real*>(dynamic_shared());  // [group, dim]
-        for (auto i = static_cast<std::int32_t>(threadIdx.x); i < group * dim; i += bound_threads) {
+        for (auto i = static_cast<std::int32_t>(threadIdx.x); i < group * dim; i += threads) {
             query[i] = scaled(i / dim, i % dim);
         }
         __syncthreads();
-        for (std::int32_t page = piece * bound_threads + static_cast<std::int32_t>(threadIdx.x);
-             page < at.pages; page += pieces * bound_threads) {
+        for (std::int32_t page = piece * threads + static_cast<std::int32_t>(threadIdx.x); page < at.pages;
+             page += pieces * threads) {
             Real joined = Real(0);
             for (std::int32_t g = 0; g < group; ++g) {
                 const Real bound = bound_of_page<Real>([&](std::int32_t d) { return query[g * dim + d]; },

@@ -355,6 +355,7 @@ void check_score_call(const S& scorer, rows_view<const T> k, rows_view<const T> 
         require(k.data != nullptr, "k.data", "null", "the keys");
         require(v.data != nullptr, "v.data", "null", "the values");
         require(scores.data != nullptr, "scores.data", "null", "memory for the scores");
+        check_strides("scores", scores);
     }
     require(delay >= 0, "delay", delay, "0 or more");
     if constexpr (S::when == score_time::in_window) {
