@@ -124,10 +124,8 @@ struct mlstm_call {
         problem.stack_q = stack_q;
         problem.stack_k = stack_k;
         if (gradients != nullptr) {
-            problem.width_q = of_queries.width();
-            problem.width_k = of_tokens.width();
-            problem.d_rows_q = parts.take<T>(call.rows() * problem.width_q);
-            problem.d_rows_k = parts.take<T>(call.rows() * problem.width_k);
+            problem.d_rows_q = parts.take<T>(call.rows() * of_queries.rows);
+            problem.d_rows_k = parts.take<T>(call.rows() * of_tokens.rows);
             // One stack after the other has its partial sums there.
             const std::int64_t padded = call.source.padded;
             partial = parts.take<float>(std::max(gradient_splits(call, of_queries) * of_queries.rows,
@@ -275,10 +273,9 @@ struct mlstm_call {
         });
     }
     void weights_backward(const cuda& on, const mLSTMParameters<float>& to) {
-        add_weight_gradients(on, call, of_queries, static_cast<const T*>(problem.d_rows_q), problem.width_q,
+        add_weight_gradients(on, call, of_queries, static_cast<const T*>(problem.d_rows_q),
                              call.streams.delay, partial);
-        add_weight_gradients(on, call, of_tokens, static_cast<const T*>(problem.d_rows_k), problem.width_k, 0,
-                             partial);
+        add_weight_gradients(on, call, of_tokens, static_cast<const T*>(problem.d_rows_k), 0, partial);
         const std::int32_t width = problem.width, all = 2 * width + 1;
         chunk_sums sums;
         sums.add(problem.d_readout, all, 0, width, to.readout);
@@ -292,9 +289,8 @@ struct mlstm_call {
     }
     void inputs_backward(const cuda& on, const ScoreBackward<T>& to) {
         launch_input_gradients(
-            on, call, gradient_rows<T>{problem.d_rows_k, stack_k, of_tokens.rows, problem.width_k, 0},
-            gradient_rows<T>{problem.d_rows_q, stack_q, of_queries.rows, problem.width_q, call.streams.delay},
-            to);
+            on, call, gradient_rows<T>{problem.d_rows_k, stack_k, of_tokens.rows, 0},
+            gradient_rows<T>{problem.d_rows_q, stack_q, of_queries.rows, call.streams.delay}, to);
     }
 
   private:

@@ -79,8 +79,7 @@ void mlp_backward(const cuda& on, const S& scorer, const ScoreBackward<T>& call,
     launch("mlp_backward_kernel", mlp_backward_kernel<T>, mlp.call.chunks(), 128, mlp.shared(), on,
            mlp.problem, call.d_scores, d_rows, sums);
     if (gradients.w1 != nullptr) {
-        add_weight_gradients(on, mlp.call, mlp.stack, static_cast<const T*>(d_rows), mlp.stack.rows, 0,
-                             partial);
+        add_weight_gradients(on, mlp.call, mlp.stack, static_cast<const T*>(d_rows), 0, partial);
     }
     chunk_sums all_sums;
     all_sums.add(sums, width, 0, hidden, gradients.b1);
@@ -88,8 +87,7 @@ void mlp_backward(const cuda& on, const S& scorer, const ScoreBackward<T>& call,
     all_sums.add(sums, width, 2 * hidden, 1, gradients.b2);
     add_sums(on, mlp.call.streams, all_sums);
     if (call.d_k.data != nullptr) {
-        launch_input_gradients(on, mlp.call,
-                               gradient_rows<T>{d_rows, mlp.w1, mlp.stack.rows, mlp.stack.rows, 0},
+        launch_input_gradients(on, mlp.call, gradient_rows<T>{d_rows, mlp.w1, mlp.stack.rows, 0},
                                gradient_rows<T>{}, call);
     }
 }

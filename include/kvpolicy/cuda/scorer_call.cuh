@@ -200,10 +200,10 @@ float* take_gradient_parts(workspace_parts& parts, const scorer_call<T>& call, c
     return parts.take<float>(std::int64_t{gradient_splits(call, stack)} * call.streams.heads * stack.rows *
                              call.source.padded);
 }
-/// Gradients of a stack's arrays from rows d y of `stride` numbers; inputs stand `shift` tokens before their rows.
+/// Gradients of a stack's arrays from rows d y; inputs stand `shift` tokens before their rows.
 template <class T>
 void add_weight_gradients(const cuda& on, const scorer_call<T>& call, const weight_stack& stack,
-                          const T* d_rows, std::int32_t stride, std::int32_t shift, float* partial) {
+                          const T* d_rows, std::int32_t shift, float* partial) {
     const std::int32_t splits = gradient_splits(call, stack);
     shared_parts shared(nullptr);
     shared.tile<T>(scorer_chunk, weight_gradient_stages<T> * (64 + 128));
@@ -211,7 +211,7 @@ void add_weight_gradients(const cuda& on, const scorer_call<T>& call, const weig
     launch_next<weight_gradient_kernel<T>>(
         "weight_gradient_kernel",
         std::int64_t{splits} * call.streams.heads * (stack.rows / 64) * ((call.source.padded + 127) / 128),
-        128, shared.bytes(), on, call.streams, call.source, stack, d_rows, stride, shift, splits, partial);
+        128, shared.bytes(), on, call.streams, call.source, stack, d_rows, shift, splits, partial);
     const std::int64_t count = std::int64_t{call.streams.heads} * stack.rows * call.source.size;
     launch_next<add_weight_gradients_kernel<weight_stack>>(
         "add_weight_gradients_kernel", std::min<std::int64_t>((count + 255) / 256, 4096), 256, 0, on, stack,

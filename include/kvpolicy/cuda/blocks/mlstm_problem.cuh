@@ -95,8 +95,7 @@ struct mlstm_problem {
     E* d_memory = nullptr;       // chunks x F V: what later reads say of the state after them (A)
     float* d_sums = nullptr;     // chunks x sum_parts x F: parts of a + (A - A rounded) rho
     std::int32_t sum_parts = 1;  // whose sum it is
-    std::int32_t width_q = 0, width_k = 0;
-    T *d_rows_q = nullptr, *d_rows_k = nullptr;  // rows x width_q, width_k: gradients of the stacks' products
+    T *d_rows_q = nullptr, *d_rows_k = nullptr;  // rows x rows_q, rows_k: gradients of the stacks' products
     float* d_readout = nullptr;                  // chunks x (2 width + 1): readout, norm_gain, readout_bias
     float* d_gates = nullptr;                    // chunks x 2: b_i, b_f
 

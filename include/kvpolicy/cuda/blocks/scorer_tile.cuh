@@ -330,18 +330,17 @@ __device__ inline float sums_down(float (&x)[8]) {
 }
 
 /// Rows [0, count) of `columns` (a multiple of 8) elements, `stride` apart in global memory, into a tile; the tile's other rows up
-/// to tile.rows become 0, as do columns from `there` on, which memory does not have. Rows begin at multiples of 16 bytes. The caller commits, waits
-/// and synchronises.
+/// to tile.rows become 0. Rows begin at multiples of 16 bytes. The caller commits, waits and synchronises.
 template <class T>
 __device__ inline void copy_rows(const shared_tile<T>& tile, const T* from, std::int64_t stride, int columns,
-                                 int count, int threads, int there = 0x7fffffff) {
+                                 int count, int threads) {
     constexpr int each = 16 / sizeof(T);
     const int across = columns / each;
     for (int i = static_cast<int>(threadIdx.x); i < tile.rows * across; i += threads) {
         const int row = i / across, column = i % across * each;
-        const bool in = row < count && column < there;
-        copy_16(shared_address(tile.data) + tile.offset(row, column),
-                in ? from + row * stride + column : from, in ? 16 : 0);
+        const bool in = row < count;
+        copy_16(shared_address(tile.data) + tile.offset(row, column), from + (in ? row : 0) * stride + column,
+                in ? 16 : 0);
     }
 }
 

@@ -151,14 +151,14 @@ __global__ void __launch_bounds__(mlstm_threads, mlstm_blocks<T>)
     const std::int32_t width = problem.width;
     const std::int64_t row = s.row(streams.slots), chunk = problem.chunk(s);
     float* const sums = problem.d_readout + chunk * (2 * width + 1);
-    T* const d_rows = problem.d_rows_q + row * problem.width_q;
+    T* const d_rows = problem.d_rows_q + row * problem.rows_q;
     const auto thread = static_cast<int>(threadIdx.x);
     const std::int32_t skipped = max(0, s.begin + streams.delay - s.first);
     if (skipped >= s.count) {
         for (int i = thread; i <= 2 * width; i += mlstm_threads) {
             sums[i] = 0.0f;
         }
-        write_rows(d_rows, problem.width_q, s.count, [](int, int, float(&)[8]) {});
+        write_rows(d_rows, problem.rows_q, s.count, [](int, int, float(&)[8]) {});
         return;
     }
     const mlstm_read_memory<E, F, V, true> memory(aligned_dynamic_shared());
@@ -341,7 +341,7 @@ __global__ void __launch_bounds__(mlstm_threads, mlstm_blocks<T>)
     const shared_tile<T> to{memory.k.data, scorer_chunk};
     d_q.store(to, m0);
     __syncthreads();
-    write_rows(d_rows, problem.width_q, s.count, [&](int r, int c, float(&x)[8]) {
+    write_rows(d_rows, problem.rows_q, s.count, [&](int r, int c, float(&x)[8]) {
         if (c < problem.at_skip) {
             to.get_eight(r, c, x);
         } else if (c == problem.at_skip) {

@@ -89,12 +89,12 @@ __global__ void __launch_bounds__(KVPOLICY_HOPPER_THREADS(mlstm_warpgroup_thread
         const bool there = frame.reads_any(), follows = following.reads_any();
         const std::int64_t row = std::int64_t{chunk} * scorer_chunk;
         float* const sums = problem.d_readout + std::int64_t{chunk} * (2 * width + 1);
-        T* const d_rows = problem.d_rows_q + row * problem.width_q;
+        T* const d_rows = problem.d_rows_q + row * problem.rows_q;
         if (!there) {
             for (int i = thread; i <= 2 * width; i += threads) {
                 sums[i] = 0.0f;
             }
-            for (int i = thread; i < count * problem.width_q / 8; i += threads) {
+            for (int i = thread; i < count * problem.rows_q / 8; i += threads) {
                 *reinterpret_cast<uint4*>(d_rows + std::int64_t{i} * 8) = make_uint4(0, 0, 0, 0);
             }
             load_numbers(next, following);
@@ -321,9 +321,9 @@ __global__ void __launch_bounds__(KVPOLICY_HOPPER_THREADS(mlstm_warpgroup_thread
             }
         }
         copy_commit();
-        write_tile(d_rows, problem.width_q, to, problem.at_skip, count, thread, threads);
-        write_columns(d_rows, problem.width_q, problem.at_skip, (problem.width_q - problem.at_skip) / 8,
-                      count, thread, threads, [&](int r, int c, float(&x)[8]) {
+        write_tile(d_rows, problem.rows_q, to, problem.at_skip, count, thread, threads);
+        write_columns(d_rows, problem.rows_q, problem.at_skip, (problem.rows_q - problem.at_skip) / 8, count,
+                      thread, threads, [&](int r, int c, float(&x)[8]) {
                           x[0] = c == problem.at_skip ? memory.d_score[r] : 0.0f;
                       });
         __syncthreads();  // the next chunk's numbers may come

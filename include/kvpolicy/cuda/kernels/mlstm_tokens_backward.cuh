@@ -368,17 +368,17 @@ __global__ void __launch_bounds__(mlstm_threads, mlstm_blocks<T>)
             problem, s, chunk, memory, whole, [&](int j) { return memory.inside.get(j); }, over);
     }
     // Meanwhile the other warps write what does not wait for the gates.
-    T* const rows = problem.d_rows_k + row * problem.width_k;
+    T* const rows = problem.d_rows_k + row * problem.rows_k;
     if (warp_id() != 0) {
         constexpr int others = mlstm_threads - 32;
         const std::int32_t across_k = problem.at_v / 8, across_v = (problem.at_i - problem.at_v) / 8;
-        write_columns(rows, problem.width_k, 0, across_k, s.count, thread - 32, others,
+        write_columns(rows, problem.rows_k, 0, across_k, s.count, thread - 32, others,
                       [&](int r, int c, float(&x)[8]) { to_k.get_eight(r, c, x); });
-        write_columns(rows, problem.width_k, problem.at_v, across_v, s.count, thread - 32, others,
+        write_columns(rows, problem.rows_k, problem.at_v, across_v, s.count, thread - 32, others,
                       [&](int r, int c, float(&x)[8]) { to_v.get_eight(r, c - problem.at_v, x); });
     }
     __syncthreads();
-    write_columns(rows, problem.width_k, problem.at_i, (problem.width_k - problem.at_i) / 8, s.count, thread,
+    write_columns(rows, problem.rows_k, problem.at_i, (problem.rows_k - problem.at_i) / 8, s.count, thread,
                   mlstm_threads, [&](int r, int c, float(&x)[8]) {
                       if (c == problem.at_i) {
                           x[0] = memory.d_gates[2 * r];

@@ -416,19 +416,19 @@ __global__ void __launch_bounds__(KVPOLICY_HOPPER_THREADS(mlstm_warpgroup_thread
             }
         }
         __syncthreads();
-        T* const rows = problem.d_rows_k + row * problem.width_k;
+        T* const rows = problem.d_rows_k + row * problem.rows_k;
         if (warp_id() == 0) {
             gate_gradients(
                 problem, s, std::int64_t{chunk}, memory,
                 memory.across[0] + memory.across[1] + memory.across[2] + memory.across[3],
                 [&](int j) { return memory.inside[j]; }, [](int) { return 0.0f; });
         } else {  // meanwhile the other warps write what does not wait for the gates
-            write_tile(rows, problem.width_k, to_k, problem.at_v, s.count, thread - 32, threads - 32);
-            write_tile(rows + problem.at_v, problem.width_k, of_v, problem.at_i - problem.at_v, s.count,
+            write_tile(rows, problem.rows_k, to_k, problem.at_v, s.count, thread - 32, threads - 32);
+            write_tile(rows + problem.at_v, problem.rows_k, of_v, problem.at_i - problem.at_v, s.count,
                        thread - 32, threads - 32);
         }
         __syncthreads();
-        write_columns(rows, problem.width_k, problem.at_i, (problem.width_k - problem.at_i) / 8, s.count,
+        write_columns(rows, problem.rows_k, problem.at_i, (problem.rows_k - problem.at_i) / 8, s.count,
                       thread, threads, [&](int r, int c, float(&x)[8]) {
                           if (c == problem.at_i) {
                               x[0] = memory.d_gates[2 * r];

@@ -49,10 +49,6 @@ struct weight_stack {
         }
         return false;
     }
-    /// What gradients of the products have of a row: all parts, without the room behind the last.
-    [[nodiscard]] std::int32_t width() const {
-        return parts == 0 ? 0 : (part[parts - 1].at + part[parts - 1].count + 7) / 8 * 8;
-    }
     /// Makes room for so many rows, since products are computed for whole tiles of them.
     void hold(std::int32_t count) { rows = rows > count ? rows : (count + 63) / 64 * 64; }
 };
@@ -131,14 +127,14 @@ __device__ inline void project(float (&acc)[1][NI][4], const shared_tile<T>& x, 
 template <class T>
 inline constexpr int weight_gradient_stages = shared_tile<T>::plain ? 1 : 3;
 
-/// Partial sums over chunks of d y^T x, d y in rows of `stride` numbers. A block has 64 rows and 128 columns of one head's matrix and one of `splits` parts of its
+/// Partial sums over chunks of d y^T x. A block has 64 rows and 128 columns of one head's matrix and one of `splits` parts of its
 /// chunks; partial [splits, heads, stack.rows, padded] is overwritten where the stack has gradients. The input of row r of a chunk is token
 /// first + r - shift.
 template <class T>
 __global__ void __launch_bounds__(128)
     weight_gradient_kernel(const scorer_streams streams, const scorer_source<T> source,
-                           const weight_stack stack, const T* const d_rows, const std::int32_t stride,
-                           const std::int32_t shift, const std::int32_t splits, float* const partial) {
+                           const weight_stack stack, const T* const d_rows, const std::int32_t shift,
+                           const std::int32_t splits, float* const partial) {
     take_turn();
     const std::int32_t width = stack.rows;
     shared_parts parts(aligned_dynamic_shared());
@@ -185,19 +181,17 @@ __global__ void __launch_bounds__(128)
         return false;
     };
     const auto load = [&](int stage) {
-        const T* const rows = d_rows + s.row(streams.slots) * stride + row;
+        const T* const rows = d_rows + s.row(streams.slots) * width + row;
         if constexpr (shared_tile<T>::plain) {
-            copy_rows(d_y(stage), rows, stride, 64, s.count, 128, stride - row);
+            copy_rows(d_y(stage), rows, width, 64, s.count, 128);
         } else {
             const int r = static_cast<int>(threadIdx.x) / 8, c = static_cast<int>(threadIdx.x) % 8 * 8;
             const std::uint32_t to = shared_address(d_y(stage).data) + d_y(stage).offset(r, c);
-            const bool there = row + c < stride;
-            const T* const own = rows + r * stride + c;
+            const T* const own = rows + r * width + c;
 #pragma unroll
             for (int i = 0; i < 4; ++i) {
-                const bool in = there && r + 16 * i < s.count;
-                copy_16(to + static_cast<std::uint32_t>(i * 16 * 128), in ? own + i * 16 * stride : d_rows,
-                        in ? 16 : 0);
+                copy_16(to + static_cast<std::uint32_t>(i * 16 * 128), own + i * 16 * width,
+                        r + 16 * i < s.count ? 16 : 0);
             }
         }
         source.load(s, s.first - shift, max(0, s.begin + shift - s.first), s.count, scale_k, scale_v,
@@ -363,9 +357,9 @@ __global__ void __launch_bounds__(128) add_sums_kernel(const Sums sums, const st
 /// Rows d y whose weights lead back to the inputs: token t's row stands `shift` rows later, where its stream has that.
 template <class T>
 struct gradient_rows {
-    const T* rows = nullptr;     // [planes, slots * 64, stride]
+    const T* rows = nullptr;     // [planes, slots * 64, width]
     const T* weights = nullptr;  // [heads, width, padded]
-    std::int32_t width = 0, stride = 0;
+    std::int32_t width = 0;
     std::int32_t shift = 0;
 };
 
@@ -407,8 +401,8 @@ __global__ void __launch_bounds__(128)
             const gradient_rows<T>& group = g == 0 ? first : second;
             const std::int32_t there = min(s.count, s.end - group.shift - s.first);
             for (std::int32_t n = 0; n < group.width && there > 0; n += 64) {
-                copy_rows(d_y, group.rows + (s.row(streams.slots) + group.shift) * group.stride + n,
-                          group.stride, 64, there, 128, group.stride - n);
+                copy_rows(d_y, group.rows + (s.row(streams.slots) + group.shift) * group.width + n,
+                          group.width, 64, there, 128);
                 copy_rows(w, group.weights + (std::int64_t{s.h} * group.width + n) * source.padded + column,
                           source.padded, min(128, source.padded - column), 64, 128);
                 copy_commit();
