@@ -212,7 +212,7 @@ void without_projections(benchmark::State& state, const shape& of) {
                 call.states(on);
             }
             if (Which != passes::scores) {
-                call.tokens_backward(on, false);
+                call.tokens_backward(on);
             }
         },
         measured.bytes());

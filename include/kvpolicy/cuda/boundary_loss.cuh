@@ -136,10 +136,10 @@ void boundary_loss(const cuda& on, const BoundaryLoss& loss, const P& policy, pl
         wait_for_scores();  // before this nobody reads them
         cb::launch("boundary_gradient_kernel", cb::boundary_gradient_kernel<Gate, Keep>, blocks,
                    cb::boundary_threads, 0, on, problem);
-        cb::launch_next<cb::boundary_carry_kernel<cb::boundary_tile>>(
-            "boundary_carry_kernel", planes, 32, 0, on, memory.planes, memory.sums, memory.tiles);
-        cb::launch_next<cb::boundary_finish_kernel<Gate, Keep>>("boundary_finish_kernel", blocks,
-                                                                cb::boundary_threads, 0, on, problem);
+        cb::launch("boundary_carry_kernel", cb::boundary_carry_kernel<cb::boundary_tile>, planes, 32, 0, on,
+                   memory.planes, memory.sums, memory.tiles);
+        cb::launch("boundary_finish_kernel", cb::boundary_finish_kernel<Gate, Keep>, blocks,
+                   cb::boundary_threads, 0, on, problem);
     } else {
         wait_for_scores();
     }

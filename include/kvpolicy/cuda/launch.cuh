@@ -300,24 +300,6 @@ __device__ inline void wait_for_kernel_before() {
 #endif
 }
 
-/// The first thing of a kernel in a row of launch_early(): all its blocks wait for the kernel before, so that whoever waits for this one has
-/// waited for all, and once all have room, blocks of the next may take what is left.
-__device__ inline void take_turn() {
-    wait_for_kernel_before();
-    let_next_kernel_start();
-}
-
-/// Enqueues a kernel that begins with take_turn(), so that it is there when the one before it in the stream ends.
-template <auto Kernel, class... Arguments>
-void launch_next(const char* name, std::int64_t blocks, int threads, std::size_t shared_bytes, const cuda& on,
-                 Arguments... arguments) {
-    const device_scope device(on);
-    if (runs_as_hopper<Kernel>(device)) {
-        share_multiprocessors<Kernel>(device);
-    }
-    launch_early<Kernel>(name, blocks, threads, shared_bytes, device, on, 1, arguments...);
-}
-
 /// Enqueues a kernel whose blocks wait for each other: up to `most` of them on every multiprocessor, all at once.
 template <class... Parameters, class... Arguments>
 void launch_cooperative(const char* name, void (*kernel)(Parameters...), int most, const device_scope& device,

@@ -163,9 +163,8 @@ struct mlstm_call {
             const auto with = [&](auto slots_of_a_block, std::size_t shared) {
                 constexpr int Slots = slots_of_a_block;
                 const std::int64_t groups = (call.streams.slots + Slots - 1) / Slots;
-                launch_next<mlstm_project_kernel<T, F, V, Hedgehog, Slots>>(
-                    "mlstm_project_kernel", 2 * planes() * groups, 128 * Slots, shared, on, problem,
-                    direct_values);
+                launch("mlstm_project_kernel", mlstm_project_kernel<T, F, V, Hedgehog, Slots>,
+                       2 * planes() * groups, 128 * Slots, shared, on, problem, direct_values);
             };
             const auto shared = [&](auto slots_of_a_block) {
                 return mlstm_project_memory<T, slots_of_a_block>(nullptr, call.source.padded, P > V ? P : V)
@@ -181,8 +180,7 @@ struct mlstm_call {
     }
     /// States before each chunk.
     void states(const cuda& on) {
-        launch_next<mlstm_frames_kernel<T>>("mlstm_frames_kernel", planes(), mlstm_frames_threads, 0, on,
-                                            problem);
+        launch("mlstm_frames_kernel", mlstm_frames_kernel<T>, planes(), mlstm_frames_threads, 0, on, problem);
         walk<false>(on);
     }
     /// Scores.
@@ -199,8 +197,8 @@ struct mlstm_call {
                     return;
                 }
                 swept = true;
-                launch_next<mlstm_frames_kernel<T>>("mlstm_frames_kernel", planes(), mlstm_frames_threads, 0,
-                                                    on, problem);
+                launch("mlstm_frames_kernel", mlstm_frames_kernel<T>, planes(), mlstm_frames_threads, 0, on,
+                       problem);
                 cut(sweep_segments(F, V));
                 begin_segments<F, V, false>(on);
                 launch("mlstm_sweep_kernel", mlstm_sweep_kernel<T, F, V>, planes() * problem.segments,
@@ -219,10 +217,9 @@ struct mlstm_call {
             constexpr int F = features, V = values;
             if constexpr (!shared_tile<E>::plain) {
                 if (has_hopper_code(device_scope(on), mlstm_read_hopper_kernel<T, F, V>)) {
-                    launch_next<mlstm_read_hopper_kernel<T, F, V>>(
-                        "mlstm_read_hopper_kernel",
-                        std::min(call.chunks(), std::int64_t{problem.ahead} * mlstm_reads_blocks<V>),
-                        mlstm_warpgroup_threads, mlstm_read_tiles<E, F, V>::bytes(), on, problem);
+                    launch("mlstm_read_hopper_kernel", mlstm_read_hopper_kernel<T, F, V>,
+                           std::min(call.chunks(), std::int64_t{problem.ahead} * mlstm_reads_blocks<V>),
+                           mlstm_warpgroup_threads, mlstm_read_tiles<E, F, V>::bytes(), on, problem);
                     return;
                 }
             }
@@ -230,9 +227,8 @@ struct mlstm_call {
                    mlstm_read_memory<E, F, V, false>(nullptr).bytes, on, problem);
         });
     }
-    /// From gradients of scores to those of the stacks' products, of the readout and of the gates. `first`: nothing of the call was enqueued
-    /// before.
-    void tokens_backward(const cuda& on, bool first) {
+    /// From gradients of scores to those of the stacks' products, of the readout and of the gates.
+    void tokens_backward(const cuda& on) {
         problem.ahead = device_scope(on).attribute(cudaDevAttrMultiProcessorCount);
         widths([&](auto features, auto values) {
             constexpr int F = features, V = values;
@@ -242,25 +238,15 @@ struct mlstm_call {
                 if constexpr (!shared_tile<E>::plain) {
                     const device_scope device(on);
                     if (has_hopper_code(device, mlstm_reads_hopper_kernel<T, F, V>)) {
-                        cut(walk_segments(
-                            F, V));  // what the walks go by, or went by, if this goes on from kept states
                         const std::int64_t at_once = std::int64_t{problem.ahead} * mlstm_reads_blocks<V>;
-                        const std::int64_t blocks = std::min(call.chunks(), at_once);
-                        const std::size_t shared = mlstm_reads_memory<E, F, V>::bytes();
-                        if (first) {  // whatever is before it in the caller's stream
-                            launch("mlstm_reads_hopper_kernel", mlstm_reads_hopper_kernel<T, F, V>, blocks,
-                                   mlstm_warpgroup_threads, shared, on, problem);
-                        } else {
-                            launch_next<mlstm_reads_hopper_kernel<T, F, V>>("mlstm_reads_hopper_kernel",
-                                                                            blocks, mlstm_warpgroup_threads,
-                                                                            shared, on, problem);
-                        }
+                        launch("mlstm_reads_hopper_kernel", mlstm_reads_hopper_kernel<T, F, V>,
+                               std::min(call.chunks(), at_once), mlstm_warpgroup_threads,
+                               mlstm_reads_memory<E, F, V>::bytes(), on, problem);
                         walk<true>(on);
-                        launch_next<mlstm_tokens_hopper_kernel<T, F, V>>(
-                            "mlstm_tokens_hopper_kernel",
-                            std::min(call.chunks(), std::int64_t{problem.ahead} * mlstm_tokens_blocks),
-                            mlstm_warpgroup_threads, mlstm_tokens_hopper_memory<E, F, V>(nullptr).bytes, on,
-                            problem);
+                        launch("mlstm_tokens_hopper_kernel", mlstm_tokens_hopper_kernel<T, F, V>,
+                               std::min(call.chunks(), std::int64_t{problem.ahead} * mlstm_tokens_blocks),
+                               mlstm_warpgroup_threads, mlstm_tokens_hopper_memory<E, F, V>(nullptr).bytes,
+                               on, problem);
                         return;
                     }
                 }
@@ -345,9 +331,9 @@ struct mlstm_call {
     void launch_walk(const cuda& on, std::int64_t blocks) {
         if constexpr (!shared_tile<E>::plain) {
             if (has_hopper_code(device_scope(on), mlstm_walk_hopper_kernel<T, F, V, Backward, Ends>)) {
-                launch_next<mlstm_walk_hopper_kernel<T, F, V, Backward, Ends>>(
-                    "mlstm_walk_hopper_kernel", blocks, mlstm_walk_threads<true>,
-                    mlstm_walk_memory<E, 64, 64, true>(nullptr).bytes, on, problem);
+                launch("mlstm_walk_hopper_kernel", mlstm_walk_hopper_kernel<T, F, V, Backward, Ends>, blocks,
+                       mlstm_walk_threads<true>, mlstm_walk_memory<E, 64, 64, true>(nullptr).bytes, on,
+                       problem);
                 return;
             }
         }
@@ -360,9 +346,8 @@ struct mlstm_call {
     void begin_segments(const cuda& on) {
         if (problem.segments > 1) {
             launch_walk<F, V, Backward, true>(on, planes() * (problem.segments - 1) * walk_parts(F, V));
-            launch_next<mlstm_carry_kernel<T, F, V>>("mlstm_carry_kernel",
-                                                     (planes() * (F * (V + 1) / 4) + 255) / 256, 256, 0, on,
-                                                     problem, Backward);
+            launch("mlstm_carry_kernel", mlstm_carry_kernel<T, F, V>,
+                   (planes() * (F * (V + 1) / 4) + 255) / 256, 256, 0, on, problem, Backward);
         }
     }
     /// The walk over the chunks that stores their states.

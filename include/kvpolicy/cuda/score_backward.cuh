@@ -111,7 +111,7 @@ void mlstm_backward(const cuda& on, const S& scorer, const ScoreBackward<T>& cal
         mlstm.project(on, status);
         mlstm.states(on);
     }
-    mlstm.tokens_backward(on, call.kept);
+    mlstm.tokens_backward(on);
     mlstm.weights_backward(on, gradients);
     if (call.d_k.data != nullptr) {
         mlstm.inputs_backward(on, call);

@@ -208,14 +208,14 @@ void add_weight_gradients(const cuda& on, const scorer_call<T>& call, const weig
     shared_parts shared(nullptr);
     shared.tile<T>(scorer_chunk, weight_gradient_stages<T> * (64 + 128));
     shared.take<float>(2 * scorer_chunk);
-    launch_next<weight_gradient_kernel<T>>(
-        "weight_gradient_kernel",
-        std::int64_t{splits} * call.streams.heads * (stack.rows / 64) * ((call.source.padded + 127) / 128),
-        128, shared.bytes(), on, call.streams, call.source, stack, d_rows, shift, splits, partial);
+    launch("weight_gradient_kernel", weight_gradient_kernel<T>,
+           std::int64_t{splits} * call.streams.heads * (stack.rows / 64) * ((call.source.padded + 127) / 128),
+           128, shared.bytes(), on, call.streams, call.source, stack, d_rows, shift, splits, partial);
     const std::int64_t count = std::int64_t{call.streams.heads} * stack.rows * call.source.size;
-    launch_next<add_weight_gradients_kernel<weight_stack>>(
-        "add_weight_gradients_kernel", std::min<std::int64_t>((count + 255) / 256, 4096), 256, 0, on, stack,
-        static_cast<const float*>(partial), splits, call.streams.heads, call.source.size, call.source.padded);
+    launch("add_weight_gradients_kernel", add_weight_gradients_kernel<weight_stack>,
+           std::min<std::int64_t>((count + 255) / 256, 4096), 256, 0, on, stack,
+           static_cast<const float*>(partial), splits, call.streams.heads, call.source.size,
+           call.source.padded);
 }
 
 /// Adds up the chunks' sums, all of them in one launch.
@@ -223,16 +223,16 @@ inline void add_sums(const cuda& on, const scorer_streams& streams, const chunk_
     if (sums.count() == 0) {
         return;  // nobody wants any
     }
-    launch_next<add_sums_kernel<chunk_sums>>("add_sums_kernel", (streams.heads * sums.count() + 3) / 4, 128,
-                                             0, on, sums, streams.batch, streams.heads, streams.slots);
+    launch("add_sums_kernel", add_sums_kernel<chunk_sums>, (streams.heads * sums.count() + 3) / 4, 128, 0, on,
+           sums, streams.batch, streams.heads, streams.slots);
 }
 
 template <class T>
 void launch_input_gradients(const cuda& on, const scorer_call<T>& call, const gradient_rows<T>& first,
                             const gradient_rows<T>& second, const ScoreBackward<T>& to) {
-    launch_next<input_gradient_kernel<T>>("input_gradient_kernel", call.chunks(), 128,
-                                          input_gradient_shared<T>(call.source.padded), on, call.streams,
-                                          call.source, first, second, to.d_k, to.d_v);
+    launch("input_gradient_kernel", input_gradient_kernel<T>, call.chunks(), 128,
+           input_gradient_shared<T>(call.source.padded), on, call.streams, call.source, first, second, to.d_k,
+           to.d_v);
 }
 
 }  // namespace cuda_backend

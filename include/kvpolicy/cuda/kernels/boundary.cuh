@@ -308,7 +308,6 @@ __global__ void __launch_bounds__(boundary_threads)
 template <class Tile>
 __global__ void __launch_bounds__(32)
     boundary_carry_kernel(boundary_plane* const planes, Tile* const all, const std::int32_t tiles) {
-    take_turn();
     Tile* const sums = all + std::int64_t{blockIdx.x} * tiles;
     double carried = 0.0, value = 0.0, of_gamma = 0.0;
     long long agreed = 0;
@@ -351,7 +350,6 @@ __global__ void __launch_bounds__(32)
 template <class Gate, class Keep>
 __global__ void __launch_bounds__(boundary_threads)
     boundary_finish_kernel(const boundary_problem<Gate, Keep> problem) {
-    take_turn();
     const boundary_row<Gate, Keep> of(problem, problem.tiles);
     const std::int32_t t = of.token();
     if (t < of.length) {

@@ -17,7 +17,6 @@ inline constexpr int mlstm_frames_threads = 256;
 /// m' = forgotten + max(m, top) is max(m + a, b), and such maps compose. Continued sequences take up and leave the caller's m.
 template <class T>
 __global__ void __launch_bounds__(mlstm_frames_threads) mlstm_frames_kernel(const mlstm_problem<T> problem) {
-    take_turn();
     const scorer_streams& streams = problem.streams;
     const auto plane = static_cast<std::int32_t>(blockIdx.x);
     constexpr int threads = mlstm_frames_threads, warps = threads / 32;

@@ -453,7 +453,6 @@ __device__ inline void scan_gates(const mlstm_problem<T>& problem, const scorer_
 template <class T, int F, int V, bool Hedgehog, int Slots>
 __global__ void __launch_bounds__(128 * Slots, shared_tile<T>::plain || Slots == 1 ? 1 : 2)
     mlstm_project_kernel(const mlstm_problem<T> problem, const bool direct_values) {
-    take_turn();
     constexpr int slab_rows = (Hedgehog ? F / 2 : F) > V ? (Hedgehog ? F / 2 : F) : V;
     const scorer_streams& streams = problem.streams;
     const std::int32_t groups = (streams.slots + Slots - 1) / Slots;

@@ -197,7 +197,6 @@ template <class T, int F, int V>
 __global__ void __launch_bounds__(KVPOLICY_HOPPER_THREADS(mlstm_warpgroup_threads), mlstm_tokens_blocks)
     mlstm_tokens_hopper_kernel([[maybe_unused]] const mlstm_problem<T> problem) {
 #if KVPOLICY_HOPPER_CODE
-    take_turn();
     using E = mlstm_element<T>;
     static_assert(!shared_tile<E>::plain);
     constexpr int threads = mlstm_warpgroup_threads;

@@ -73,7 +73,6 @@ struct mlstm_walk_memory {
 template <class T, int F, int V>
 __global__ void __launch_bounds__(256)
     mlstm_carry_kernel(const mlstm_problem<T> problem, const bool backward) {
-    take_turn();
     constexpr int size = F * (V + 1) / 4;
     const std::int64_t i = std::int64_t{blockIdx.x} * 256 + threadIdx.x;
     const auto plane = static_cast<std::int32_t>(i / size);
@@ -463,7 +462,6 @@ template <class T, int F, int V, bool Backward, bool Ends>
 __global__ void __launch_bounds__(KVPOLICY_HOPPER_THREADS(mlstm_walk_threads<true>))
     mlstm_walk_hopper_kernel([[maybe_unused]] const mlstm_problem<T> problem) {
 #if KVPOLICY_HOPPER_CODE
-    take_turn();
     walk_chunks<T, F, V, 64, 64, Backward, Ends, true>(problem);
 #endif
 }

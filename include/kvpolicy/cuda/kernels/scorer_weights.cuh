@@ -58,7 +58,6 @@ template <class T>
 __global__ void __launch_bounds__(256)
     stack_weights_kernel(const weight_stack stack, const std::int32_t heads, const std::int32_t size,
                          const std::int32_t padded, T* const to) {
-    take_turn();
     const std::int32_t across = padded / 8, lines = heads * stack.rows;  // eight neighbours a thread
     for (std::int64_t i = std::int64_t{blockIdx.x} * 256 + threadIdx.x; i < std::int64_t{lines} * across;
          i += std::int64_t{gridDim.x} * 256) {
@@ -135,7 +134,6 @@ __global__ void __launch_bounds__(128)
     weight_gradient_kernel(const scorer_streams streams, const scorer_source<T> source,
                            const weight_stack stack, const T* const d_rows, const std::int32_t shift,
                            const std::int32_t splits, float* const partial) {
-    take_turn();
     const std::int32_t width = stack.rows;
     shared_parts parts(aligned_dynamic_shared());
     constexpr int stages = weight_gradient_stages<T>;
@@ -280,7 +278,6 @@ __global__ void __launch_bounds__(256)
     add_weight_gradients_kernel(const Stack stack, const float* const partial, const std::int32_t splits,
                                 const std::int32_t heads, const std::int32_t size,
                                 const std::int32_t padded) {
-    take_turn();
     const std::int64_t count = std::int64_t{heads} * stack.rows * size;
     for (std::int64_t i = std::int64_t{blockIdx.x} * 256 + threadIdx.x; i < count;
          i += std::int64_t{gridDim.x} * 256) {
@@ -332,7 +329,6 @@ struct chunk_sums {
 template <class Sums>
 __global__ void __launch_bounds__(128) add_sums_kernel(const Sums sums, const std::int32_t batch,
                                                        const std::int32_t heads, const std::int32_t slots) {
-    take_turn();
     std::int64_t item = std::int64_t{blockIdx.x} * 4 + warp_id();
     for (int p = 0; p < sums.parts; ++p) {
         const chunk_sum& all = sums.part[p];
@@ -380,7 +376,6 @@ __global__ void __launch_bounds__(128)
     input_gradient_kernel(const scorer_streams streams, const scorer_source<T> source,
                           const gradient_rows<T> first, const gradient_rows<T> second,
                           const rows_view<float> d_k, const rows_view<float> d_v) {
-    take_turn();
     const scorer_span s = streams.span(static_cast<std::int32_t>(blockIdx.x) / streams.slots,
                                        static_cast<std::int32_t>(blockIdx.x) % streams.slots);
     if (s.count == 0) {
