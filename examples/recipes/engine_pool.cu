@@ -156,4 +156,4 @@ int main() {
 // entry 1, head 1: 0 pages, 0 rows
 // entry 2, head 0: 7 pages, 99 rows
 // entry 2, head 1: 3 pages, 48 rows
-// the same outputs, the first page as it was, 39 of 39 pages free
+// the same outputs, the first page as it was, 38 of 38 pages free
