@@ -25,6 +25,7 @@ namespace adamw {
 
 inline constexpr int threads = 256;
 inline constexpr int most_blocks = 256;
+inline constexpr int most_updaters = 1024;
 inline constexpr int most_arrays = 24;
 
 /// Which elements decay: array i ends at ends[i].
@@ -73,23 +74,27 @@ static __global__ void __launch_bounds__(threads)
     }
 }
 
-/// Every block adds the squares up for itself; state->steps_taken is that before the step.
+/// Every block adds the `parts` sums of squares up for itself; state->steps_taken is that before the step.
 static __global__ void __launch_bounds__(threads)
-    update_kernel(const Arrays arrays, const Step step, const std::int64_t count, const double* const partial,
-                  const AdamWState* const state, float* const parameters, const float* const gradients,
-                  float* const first, float* const second) {
+    update_kernel(const Arrays arrays, const Step step, const std::int64_t count, const int parts,
+                  const double* const partial, const AdamWState* const state, float* const parameters,
+                  const float* const gradients, float* const first, float* const second) {
     double sum = 0.0;
-    for (int i = static_cast<int>(threadIdx.x); i < static_cast<int>(gridDim.x); i += threads) {
+    for (int i = static_cast<int>(threadIdx.x); i < parts; i += threads) {
         sum += partial[i];
     }
     const double size = sqrt(block_sum(sum));
     if (!isfinite(size) || (step.examples != nullptr && *step.examples == 0)) {
         return;
     }
-    const auto taken = static_cast<double>(state->steps_taken + 1);
     const double shrink = step.clip > 0.0 && size > step.clip ? step.clip / size : 1.0;
-    const double correct1 = 1.0 - pow(step.beta1, taken);
-    const double correct2 = 1.0 - pow(step.beta2, taken);
+    __shared__ double corrections[2];
+    if (threadIdx.x % 32 == 0 && threadIdx.x < 64) {
+        const double beta = threadIdx.x == 0 ? step.beta1 : step.beta2;
+        corrections[threadIdx.x / 32] = 1.0 - pow(beta, static_cast<double>(state->steps_taken + 1));
+    }
+    __syncthreads();
+    const double correct1 = corrections[0], correct2 = corrections[1];
     int array = 0;
     for (std::int64_t i = std::int64_t{blockIdx.x} * threads + threadIdx.x; i < count;
          i += std::int64_t{gridDim.x} * threads) {
@@ -189,8 +194,11 @@ class DeviceAdamW {
                                rate,           number,         examples};
         adamw::squares_kernel<<<blocks, adamw::threads, 0, stream>>>(gradients.data(), count,
                                                                      partial_.data());
-        adamw::update_kernel<<<blocks, adamw::threads, 0, stream>>>(
-            arrays_, step, count, partial_.data(), state.data(), parameters.data(), gradients.data(),
+        // An element a thread, up to what a card has at once: its divisions and roots take longer than its bytes.
+        const auto updaters = static_cast<int>(
+            std::min<std::int64_t>((count + adamw::threads - 1) / adamw::threads, adamw::most_updaters));
+        adamw::update_kernel<<<updaters, adamw::threads, 0, stream>>>(
+            arrays_, step, count, blocks, partial_.data(), state.data(), parameters.data(), gradients.data(),
             first.data(), second.data());
         adamw::count_kernel<<<1, adamw::threads, 0, stream>>>(step, blocks, partial_.data(), state.data());
         cuda_ok(cudaGetLastError(), "AdamW");

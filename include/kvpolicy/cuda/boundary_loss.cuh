@@ -86,9 +86,11 @@ void boundary_loss(const cuda& on, const BoundaryLoss& loss, const P& policy, pl
     cb::cutoffs_of<ParallelCutoff>(on, policy, options.log_gamma, target, sequences, plane(memory.rank),
                                    plane(memory.cutoff), {memory.ranking, memory.ranking_bytes}, loss.layer,
                                    status);
-    if (options.scores_ready != nullptr) {
-        cb::check(cudaStreamWaitEvent(on.stream, options.scores_ready, 0), "cudaStreamWaitEvent");
-    }
+    const auto wait_for_scores = [&] {
+        if (options.scores_ready != nullptr) {
+            cb::check(cudaStreamWaitEvent(on.stream, options.scores_ready, 0), "cudaStreamWaitEvent");
+        }
+    };
     const std::int64_t planes = std::int64_t{sequences.batch} * heads;
     if (planes > 0 && sequences.length > 0) {
         auto mask = cb::make_problem(on, policy, target, sequences, heads, loss.layer, memory.small, status);
@@ -131,12 +133,15 @@ void boundary_loss(const cuda& on, const BoundaryLoss& loss, const P& policy, pl
         }
         cb::launch("boundary_examples_kernel", cb::boundary_examples_kernel<Gate, Keep>, blocks,
                    cb::boundary_threads, 0, on, problem);
+        wait_for_scores();  // before this nobody reads them
         cb::launch("boundary_gradient_kernel", cb::boundary_gradient_kernel<Gate, Keep>, blocks,
                    cb::boundary_threads, 0, on, problem);
         cb::launch("boundary_carry_kernel", cb::boundary_carry_kernel<cb::boundary_tile>, planes, 32, 0, on,
                    memory.planes, memory.sums, memory.tiles);
         cb::launch("boundary_finish_kernel", cb::boundary_finish_kernel<Gate, Keep>, blocks,
                    cb::boundary_threads, 0, on, problem);
+    } else {
+        wait_for_scores();
     }
     cb::launch("boundary_value_kernel", cb::boundary_value_kernel<BoundaryValue>, 1, cb::boundary_threads, 0,
                on, static_cast<const cb::boundary_plane*>(memory.planes), sequences.length > 0 ? planes : 0,

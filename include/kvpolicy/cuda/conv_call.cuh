@@ -6,6 +6,7 @@
 #include <kvpolicy/cuda/kernels/conv_backward.cuh>
 #include <kvpolicy/cuda/kernels/conv_backward_hopper.cuh>
 #include <kvpolicy/cuda/kernels/conv_hopper.cuh>
+#include <kvpolicy/cuda/kernels/conv_inputs_hopper.cuh>
 #include <kvpolicy/cuda/kernels/conv_scorer.cuh>
 #include <kvpolicy/cuda/launch.cuh>
 #include <kvpolicy/cuda/scorer_call.cuh>
@@ -151,7 +152,7 @@ struct conv_call {
         share_multiprocessors<kernel>(device);
         launch_early<kernel>("conv_hopper_kernel", planes * ranges.streams.slots, conv_consumers + 32,
                              conv_hopper_shape<Inputs>::shared_bytes, device, on, 1, ranges, tokens,
-                             static_cast<const T*>(packed));
+                             call.frequencies != nullptr ? call.base : 0.0f, static_cast<const T*>(packed));
         return true;
     }
 };
@@ -162,7 +163,7 @@ struct conv_backward_call {
     conv_call<T> conv;
     conv_backward_problem<T> problem{};
     conv_back_problem<T> tiles{};  // on Hopper, in place of it
-    T* back = nullptr;
+    T *back = nullptr, *back_inputs = nullptr;
     std::int32_t hopper = 0;  // numbers a token that its kernels are compiled for
     std::int32_t splits[3] = {};
     float* partial = nullptr;  // of one layer after the other
@@ -174,8 +175,8 @@ struct conv_backward_call {
         detail::require(scorer.channels(3) <= 64, "ConvScorer.dim_k + dim_v", scorer.channels(0),
                         "below 520 for gradients on CUDA");
         if constexpr (is_half<T>) {
-            // The kernels for Hopper give gradients of weights, without dropout.
-            if (from.d_k.data == nullptr && from.dropout.rate == 0.0f) {
+            // The kernels for Hopper have no dropout.
+            if ((from.d_k.data == nullptr || from.k.dim <= conv_input_width) && from.dropout.rate == 0.0f) {
                 if (conv.hopper_inputs() == 128) {
                     take_tiles<128>(device, from, parts);
                 } else if (conv.hopper_inputs() == 256) {
@@ -217,10 +218,10 @@ struct conv_backward_call {
         conv.begin(on, status, hopper != 0);
         if constexpr (is_half<T>) {
             if (hopper == 128) {
-                return run_tiles<128>(on, to);
+                return run_tiles<128>(on, to, call);
             }
             if (hopper == 256) {
-                return run_tiles<256>(on, to);
+                return run_tiles<256>(on, to, call);
             }
         }
         conv.stack_weights(on);
@@ -280,6 +281,9 @@ struct conv_backward_call {
         const std::int64_t count = tile_count(),
                            multiprocessors = device.attribute(cudaDevAttrMultiProcessorCount);
         back = parts.take<T>(std::int64_t{streams.heads} * shape::weights);
+        if (from.d_k.data != nullptr) {
+            back_inputs = parts.take<T>(std::int64_t{streams.heads} * conv_input_shape<Inputs>::weights);
+        }
         tiles.sums_width = 1;
         std::int64_t most = 0;
         for (int l = 0; l < 3; ++l) {
@@ -299,7 +303,7 @@ struct conv_backward_call {
         tiles.d_scores = from.d_scores;
     }
     template <int Inputs>
-    void run_tiles(const cuda& on, const ConvParameters<float>& to) {
+    void run_tiles(const cuda& on, const ConvParameters<float>& to, const ScoreBackward<T>& call) {
         using shape = conv_back_shape<Inputs>;
         const std::int32_t slots = tiles.forward.streams.slots;
         tiles.forward = conv.problem;
@@ -312,6 +316,9 @@ struct conv_backward_call {
         launch("conv_backward_hopper_kernel", conv_backward_hopper_kernel<T, Inputs>, tile_count(),
                conv_consumers + 32, shape::shared_bytes, on, tiles, static_cast<const T*>(conv.packed),
                static_cast<const T*>(back));
+        if (call.d_k.data != nullptr) {
+            add_inputs<Inputs>(on, call);
+        }
         add_gradient<shape::channels(1)>(on, 0, shape::channels(0), 0, to.w1);
         add_gradient<shape::channels(2)>(on, 1, shape::channels(1), 4, to.w2);
         add_gradient<shape::channels(3)>(on, 2, shape::channels(2), 0, to.w3);
@@ -326,6 +333,19 @@ struct conv_backward_call {
         sums.add(tiles.sums, tiles.sums_width, at, last, to.readout);
         sums.add(tiles.sums, tiles.sums_width, at + last, 1, to.readout_bias);
         add_sums(on, streams, sums);
+    }
+    template <int Inputs>
+    void add_inputs(const cuda& on, const ScoreBackward<T>& call) {
+        using shape = conv_input_shape<Inputs>;
+        scorer_streams parts = tiles.forward.streams;
+        parts.slots = conv_tiles(call.sequences, conv_tile_rows);
+        const std::int64_t eights = std::int64_t{parts.heads} * shape::weights / 8;
+        launch("pack_conv_inputs_kernel", pack_conv_inputs_kernel<T, Inputs>,
+               std::min<std::int64_t>((eights + 255) / 256, 4096), 256, 0, on, conv.to_pack(), back_inputs);
+        launch("conv_inputs_hopper_kernel", conv_inputs_hopper_kernel<T, Inputs>,
+               std::int64_t{parts.batch} * parts.heads * parts.slots, conv_consumers + 32,
+               shape::shared_bytes, on, parts, tiles.forward.streams, tiles.forward.source,
+               static_cast<const T*>(tiles.d[0]), static_cast<const T*>(back_inputs), call.d_k, call.d_v);
     }
     /// into += d W of layer l + 1, whose inputs stand `shift` rows after its gradients.
     template <int Width>

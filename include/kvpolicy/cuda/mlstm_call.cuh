@@ -143,8 +143,10 @@ struct mlstm_call {
     }
 
     /// Goes on from what an earlier call with the same arguments left in the workspace.
-    void resume(std::uint32_t* status) {
-        call.streams.status = status;
+    void resume(const cuda& on, std::uint32_t* status) {
+        if (status != nullptr) {
+            call.begin(on, status);  // what it reports of lengths; all else is there
+        }
         problem.streams = call.streams;
         problem.source = call.source;
     }

@@ -106,7 +106,7 @@ void mlstm_backward(const cuda& on, const S& scorer, const ScoreBackward<T>& cal
     mlstm.call.streams.rows = std::min(mlstm.call.streams.rows, call.d_scores.length);
     mlstm.problem.d_scores = call.d_scores;
     if (call.kept) {
-        mlstm.resume(status);
+        mlstm.resume(on, status);
     } else {
         mlstm.project(on, status);
         mlstm.states(on);

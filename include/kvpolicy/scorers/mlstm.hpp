@@ -80,6 +80,8 @@ struct mLSTMScorer {
     using value_path = Values;
     static constexpr double clamp = 1e-6;         ///< the least divisor of a read, in the stabilised frame
     static constexpr double norm_epsilon = 1e-6;  ///< added to the mean square
+    /// log f is at least this, whose exponential is 0: so a gate that is shut, a bias of -infinity, is a number that chunks can add up.
+    static constexpr double least_log_forget = -1000.0;
 
     std::int32_t heads = 0;
     std::int32_t dim_k = D == dynamic ? 0 : D;

@@ -171,8 +171,21 @@ TEST_CASE("a backward pass goes on from what the scores left") {
     c.edges = {0, 1, 65, 65, 500, 1099, 1100};
     c.lengths = {1100, 530};
     check_kept<bf16>(c, shaped<Plain>(c), drawing({}, true, true));
+    c.name = "lengths that cannot be";
+    c.edges = {};
+    c.lengths = {1101, -1};
+    check_kept<bf16>(c, shaped<Plain>(c), drawing({}, true, true));
     const Case wide = sized(300, 20, 128);
     check_kept<bf16>(wide, shaped<SoftmaxDirect>(wide), drawing({}, false, false));
+}
+
+TEST_CASE("forget gates that are shut, or wide open") {
+    const Case c = sized(200, 20, 64);
+    check<bf16>(c, "bf16, open", shaped<Plain>(c), drawing({0.0, 0.1, INFINITY, 0.05}, true, true));
+    // A read sees one token, so that gradients of gates are 0, or what rounding leaves.
+    check_scores<bf16>(c,
+                       Weights<Plain>(shaped<Plain>(c), drawing({0.0, 0.1, -INFINITY, 0.05}, true, true), 3),
+                       tolerance<bf16>());
 }
 
 TEST_CASE("a delay beyond every sequence: nothing is scored") {

@@ -99,6 +99,11 @@ void check_kept(const Case& c, const S& shape, const Drawing& how) {
     const Inputs<T> in(c);
     const Rows<T> k(c, in.k, c.dim_k), v(c, in.v, c.dim_v);
     const Device<std::int32_t> lengths(c.lengths), starts(c.starts), edges(c.edges);
+    const std::vector<std::uint32_t> none(static_cast<std::size_t>(c.batch), 0u);
+    std::vector<std::uint32_t> bad = none;  // what the backward pass says of lengths
+    for (std::size_t b = 0; b < c.lengths.size(); ++b) {
+        bad[b] = c.lengths[b] < 0 || c.lengths[b] > c.length ? status_bad_length : 0u;
+    }
     const Device<float> d_scores(std::vector<float>(in.d_scores.begin(), in.d_scores.end()));
     const Sequences sequences = c.sequences(lengths.data(), starts.data(), edges.data());
     const kvpolicy::cuda on{};
@@ -133,7 +138,9 @@ void check_kept(const Case& c, const S& shape, const Drawing& how) {
             arrays.push_back(std::make_unique<Device<float>>(std::vector<float>(array.values.size(), 0.25f)));
             pointer = array.values.empty() ? nullptr : arrays.back()->data();
         });
-        score_sequence_backward(on, scorer, call, gradients, workspace);
+        const Device<std::uint32_t> status(none);
+        score_sequence_backward(on, scorer, call, gradients, workspace, status.data());
+        CHECK(status.read() == bad);
         results[kept ? 1 : 0].push_back(to_k.memory.read());
         results[kept ? 1 : 0].push_back(to_v.memory.read());
         for (const auto& array : arrays) {

@@ -21,7 +21,11 @@ TEST_CASE("128k tokens, forget gates near 0") {
 
 TEST_CASE("128k tokens, forget gates near 1") {
     Case c = of_128k(256);
+    // d b_f is a sum over reads, whose d score have either sign. With this seed eighths of the reads have 0.39 in the root of the sum of squares and
+    // add up to 0.017, so 2% is of the former: what rounding leaves of states does not cancel as the sum does.
+    c.parts = 8;
     check<bf16>(c, "forgets nothing", shaped<Plain>(c), drawing({0.0, 0.1, 14.0, 0.05}, true, false));
+    c.parts = 0;
     c.delay = 1;
     check<bf16>(c, "forgets little", shaped<SoftmaxDirect>(c), drawing({0.0, 0.3, 8.0, 0.3}, false, true));
 }

@@ -50,6 +50,9 @@ struct Case {
     unsigned seed = 1;
     Dropout dropout;
     bool with_inputs = true;  // gradients of keys and values are wanted
+    // Above 0: gradients of forget gates may be off by as much of what so many parts of the reads have in the root of the sum of squares, where that
+    // is more than what they add up to.
+    std::int32_t parts = 0;
     double kept = 0.0;  // above 0: how many of the best tenth of keys must be the host's; the share is told
     std::function<void(std::vector<double>& k, std::vector<double>& v)> edit;  // [B][H][S][D]
 
@@ -373,6 +376,38 @@ void check_gradients(const Case& c, const Weights<S>& weights, Tolerance allowed
     std::vector<std::byte> memory(backward_workspace_bytes(oracle(), host_scorer, call));
     score_sequence_backward(oracle(), host_scorer, call, host_gradients, {memory.data(), memory.size()});
 
+    // Of each array, in the root mean square of its numbers.
+    std::vector<double> of_parts(wanted.size(), 0.0);
+    for (std::int32_t part = 0; part < c.parts; ++part) {
+        std::vector<double> own(in.d_scores.size(), 0.0);
+        for (std::size_t i = 0; i < own.size(); ++i) {
+            const auto t = static_cast<std::int64_t>(i) % c.all_rows();
+            own[i] = t * c.parts / c.all_rows() == part ? in.d_scores[i] : 0.0;
+        }
+        call.d_scores = view_bhs(static_cast<const double*>(own.data()), c.batch, c.heads, c.all_rows());
+        std::vector<std::vector<double>> gradients;
+        gradients.reserve(wanted.size());
+        HostParameters into;
+        for_each_parameter(weights.scorer, into, [&](const char*, double*& pointer, std::size_t, bool) {
+            gradients.emplace_back(wanted[gradients.size()].size(), 0.0);
+            pointer = gradients.back().empty() ? nullptr : gradients.back().data();
+        });
+        std::vector<double> unread_k(d_k.size()), unread_v(d_v.size());
+        if (c.with_inputs) {
+            call.d_k = view_bhsd(unread_k.data(), c.batch, c.heads, c.all_rows(), c.dim_k);
+            call.d_v = view_bhsd(unread_v.data(), c.batch, c.heads, c.all_rows(), c.dim_v);
+        }
+        score_sequence_backward(oracle(), host_scorer, call, into, {memory.data(), memory.size()});
+        for (std::size_t i = 0; i < gradients.size(); ++i) {
+            for (const double x : gradients[i]) {
+                of_parts[i] += x * x / static_cast<double>(gradients[i].size());
+            }
+        }
+    }
+    for (double& x : of_parts) {
+        x = std::sqrt(x);
+    }
+
     const Rows<T> k(c, in.k, c.dim_k), v(c, in.v, c.dim_v);
     const Rows<float> to_k(c, std::vector<double>(in.k.size(), untouched), c.dim_k);
     const Rows<float> to_v(c, std::vector<double>(in.v.size(), untouched), c.dim_v);
@@ -407,7 +442,8 @@ void check_gradients(const Case& c, const Weights<S>& weights, Tolerance allowed
             x -= before;
         }
         compare(c.name + ", d " + name, on_device, added, allowed.gradients,
-                name == "b_i" || name == "b_f" ? allowed.gradients * terms / c.spread + 2e-5 : 1e-6);
+                (name == "b_i" || name == "b_f" ? allowed.gradients * terms / c.spread + 2e-5 : 1e-6) +
+                    (name == "b_f" || name == "w_f" ? allowed.gradients * of_parts[i] : 0.0));
         terms = std::sqrt(square / static_cast<double>(std::max<std::size_t>(added.size(), 1)));
     }
     const std::vector<double> first_k = to_k.read(c), first_v = to_v.read(c);

@@ -69,7 +69,8 @@ TEST_CASE(
     "the chunkwise form agrees with the recurrent one, and with itself on any threads and instruction set") {
     for (const std::int32_t length : {1, 63, 64, 65, 200, 700}) {
         for (const std::int32_t delay : {0, 1, 63, 64, 65, 150}) {
-            for (const float forget_bias : {-20.0f, 0.0f, 3.0f, 18.0f}) {
+            constexpr float infinite = std::numeric_limits<float>::infinity();
+            for (const float forget_bias : {-infinite, -20.0f, 0.0f, 3.0f, 18.0f, infinite}) {
                 mlstm_case c;
                 c.length = length;
                 c.delay = delay;

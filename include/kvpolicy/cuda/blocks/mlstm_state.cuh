@@ -78,57 +78,68 @@ __device__ inline void add_outer(float (&acc)[NI][4], float (&sums)[4], const sh
 }
 
 #if KVPOLICY_HOPPER_CODE
-/// The same for a warpgroup, 64 columns of a tile and 64 from column b on, with row r of the first times scale[r] * add, rounded, on
-/// its way.
+/// The same for a warpgroup, 64 columns of a tile and 64 from another column on, with row r of the first times scale[r] * add, rounded. In
+/// steps, so that a block has other work while the tensor cores multiply: the left side, in registers,
 template <class E>
-__device__ inline void add_scaled_outer_product(float (&acc)[8][4], float (&sums)[4],
-                                                const shared_tile<E>& tile, int b, const float* scale,
-                                                float add, const E* split) {
-    const int lane = lane_id(), half = lane / 16, eighth = lane / 8 % 2, line = lane % 8;
-    const std::uint32_t of_a =
-        shared_address(tile.data) + swizzled(scorer_chunk, half * 8 + line, 2 * warp_id() + eighth);
-    const std::uint64_t of_b = describe_mn_major(shared_address(tile.from(b).data), scorer_chunk * 128);
-    std::uint32_t a[scorer_chunk / 16][4];
+struct mlstm_outer_product {
+    static constexpr int steps = scorer_chunk / 16;
+    std::uint32_t a[steps][4];
+
+    __device__ void load(const shared_tile<E>& tile, const float* scale, float add) {
+        const int lane = lane_id(), half = lane / 16, eighth = lane / 8 % 2, line = lane % 8;
+        const std::uint32_t from =
+            shared_address(tile.data) + swizzled(scorer_chunk, half * 8 + line, 2 * warp_id() + eighth);
 #pragma unroll
-    for (int k = 0; k < scorer_chunk / 16; ++k) {
-        load_matrices_transposed(a[k], of_a + static_cast<std::uint32_t>(16 * k * 128));
+        for (int k = 0; k < steps; ++k) {
+            load_matrices_transposed(a[k], from + static_cast<std::uint32_t>(16 * k * 128));
 #pragma unroll
-        for (int i = 0; i < 2; ++i) {
-            const float2 by = *reinterpret_cast<const float2*>(scale + 16 * k + 8 * i + lane % 4 * 2);
+            for (int i = 0; i < 2; ++i) {
+                const float2 by = *reinterpret_cast<const float2*>(scale + 16 * k + 8 * i + lane % 4 * 2);
 #pragma unroll
-            for (int e = 2 * i; e < 2 * i + 2; ++e) {
-                rounded_pair<E> pair;
-                pair.both = a[k][e];
-                pair.set(pair.first() * (by.x * add), pair.second() * (by.y * add));
-                a[k][e] = pair.both;
+                for (int e = 2 * i; e < 2 * i + 2; ++e) {
+                    rounded_pair<E> pair;
+                    pair.both = a[k][e];
+                    pair.set(pair.first() * (by.x * add), pair.second() * (by.y * add));
+                    a[k][e] = pair.both;
+                }
             }
         }
     }
-    auto& flat = reinterpret_cast<float(&)[32]>(acc);
-    pin(flat);
-    pin(a);
-    wgmma_fence();
+    /// the sums,
+    __device__ void add_sums(float (&sums)[4], const E* split) const {
+        const int lane = lane_id();
 #pragma unroll
-    for (int k = 0; k < scorer_chunk / 16; ++k) {
-        wgmma<E, 1>(flat, a[k], of_b + static_cast<std::uint64_t>(k) * (2048 / 16), 1);
-    }
-    wgmma_commit();
+        for (int k = 0; k < steps; ++k) {
+            std::uint32_t ratio[2];
 #pragma unroll
-    for (int k = 0; k < scorer_chunk / 16; ++k) {
-        std::uint32_t ratio[2];
-#pragma unroll
-        for (int i = 0; i < 2; ++i) {
-            ratio[i] = split == nullptr ? (lane < 4 ? 0x3f803f80u : 0u)
-                       : lane < 8 ? *reinterpret_cast<const std::uint32_t*>(split + lane / 4 * scorer_chunk +
-                                                                            16 * k + 8 * i + lane % 4 * 2)
-                                  : 0u;
+            for (int i = 0; i < 2; ++i) {
+                ratio[i] = split == nullptr ? (lane < 4 ? 0x3f803f80u : 0u)
+                           : lane < 8       ? *reinterpret_cast<const std::uint32_t*>(
+                                            split + lane / 4 * scorer_chunk + 16 * k + 8 * i + lane % 4 * 2)
+                                      : 0u;
+            }
+            mma_16x8x16<E>(sums, a[k], ratio[0], ratio[1]);
         }
-        mma_16x8x16<E>(sums, a[k], ratio[0], ratio[1]);
     }
-    wgmma_wait<0>();
-    pin(flat);
-    pin(a);
-}
+    /// and the product with columns from b on, which must end (wgmma_wait) before acc and a are touched again.
+    __device__ void start(float (&acc)[8][4], const shared_tile<E>& tile, int b) {
+        const std::uint64_t of_b = describe_mn_major(shared_address(tile.from(b).data), scorer_chunk * 128);
+        auto& flat = reinterpret_cast<float(&)[32]>(acc);
+        pin(flat);
+        pin(a);
+        wgmma_fence();
+#pragma unroll
+        for (int k = 0; k < steps; ++k) {
+            wgmma<E, 1>(flat, a[k], of_b + static_cast<std::uint64_t>(k) * (2048 / 16), 1);
+        }
+        wgmma_commit();
+    }
+    __device__ void wait(float (&acc)[8][4]) {
+        wgmma_wait<0>();
+        pin(reinterpret_cast<float(&)[32]>(acc));
+        pin(a);
+    }
+};
 #endif
 
 /// As add_outer, of k~ and v~ in tiles of their own, with row r of k~ times by scale[r] * add and rounded as it is

@@ -268,7 +268,7 @@ __global__ void __launch_bounds__(KVPOLICY_HOPPER_THREADS(conv_consumers + 32), 
         return;
     }
     conv_hopper_block<Inputs>(call.problem, weights, head.at.head,
-                              late_tiles<View, Gate>{head, gate, first, stride, tiles});
+                              late_tiles<View, Gate>{head, gate, first, stride, tiles}, 0.0f, [] {});
 #endif
 }
 

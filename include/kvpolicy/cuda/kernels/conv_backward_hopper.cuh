@@ -43,7 +43,8 @@ struct conv_back_shape : conv_hopper_shape<Inputs> {
         return most < base::channels(layer) ? most : base::channels(layer);
     }
     static constexpr std::size_t shared_bytes =
-        base::shared_bytes - base::kept_bytes + (8 * base::channels(1) + conv_tile_rows) * sizeof(float);
+        base::shared_bytes - base::kept_bytes +
+        (8 * base::channels(1) + conv_tile_rows - base::frequencies) * sizeof(float);
     static_assert(2 * base::tile_bytes(1) <= base::tile_bytes(0) &&
                   2 * base::tile_bytes(2) <= base::tile_bytes(1));
 };
@@ -248,8 +249,9 @@ __device__ inline void conv_backward_tile(const conv_back_problem<T>& problem, c
         }
         d_score[i] = d;
     }
-    load_conv_rows<Inputs>(forward.source, scorer_rows<T>{forward.source.k, forward.source.v, span.s}, a - 10,
-                           0, tile, thread);
+    load_conv_rows<Inputs>(forward.source, forward.source.frequencies,
+                           scorer_rows<T>{forward.source.k, forward.source.v, span.s}, a - 10, 0, tile,
+                           thread);
     fence_async_proxy();
     named_barrier(1, conv_consumers);
     {

@@ -69,8 +69,9 @@ struct conv_hopper_shape {
     /// Four rows of x, y_1 and y_2.
     static constexpr std::size_t kept_bytes =
         static_cast<std::size_t>(4 * 2 * (channels(0) + channels(1) + channels(2)));
+    static constexpr int frequencies = Inputs / 2;
     static constexpr std::size_t shared_bytes = tile_bytes(0) + conv_ring * conv_stage +
-                                                constants * sizeof(float) +
+                                                (constants + frequencies) * sizeof(float) +
                                                 2 * conv_ring * sizeof(std::uint64_t) + kept_bytes;
 
     static_assert(tile_bytes(1) + tile_bytes(2) <= tile_bytes(0));
@@ -106,9 +107,17 @@ __device__ inline void pack_conv(const conv_weights& from, T* to, std::int64_t t
         if (n < from.width[l - 1]) {
             const float* const row =
                 from.layer[l - 1] + ((h * from.width[l - 1] + n) * 3 + tap) * std::int64_t{inputs};
+            if (inputs % 8 == 0 && reinterpret_cast<std::uintptr_t>(from.layer[l - 1]) % 16 == 0 &&
+                c < inputs) {
+                const float4 low = *reinterpret_cast<const float4*>(row + c),
+                             high = *reinterpret_cast<const float4*>(row + c + 4);
+                w[0] = low.x, w[1] = low.y, w[2] = low.z, w[3] = low.w;
+                w[4] = high.x, w[5] = high.y, w[6] = high.z, w[7] = high.w;
+            } else {
 #pragma unroll
-            for (int e = 0; e < 8; ++e) {
-                w[e] = c + e < inputs ? row[c + e] : 0.0f;
+                for (int e = 0; e < 8; ++e) {
+                    w[e] = c + e < inputs ? row[c + e] : 0.0f;
+                }
             }
         }
         reinterpret_cast<uint4*>(to)[i] =
@@ -291,9 +300,11 @@ __device__ inline void turn_conv_eight(uint4& low, uint4& high, float position, 
 }
 
 /// x of a tile, whose row 0 is token t0, from row `begin` on: what the rows lack (tokens before the stream's begin, and behind its end) is 0.
+/// `frequencies` are source.frequencies, wherever they are, where it turns_eight().
 template <int Inputs, class T, class Rows>
-__device__ inline void load_conv_rows(const scorer_source<T>& source, const Rows& rows, std::int32_t t0,
-                                      int begin, unsigned char* to, int thread) {
+__device__ inline void load_conv_rows(const scorer_source<T>& source, const float* frequencies,
+                                      const Rows& rows, std::int32_t t0, int begin, unsigned char* to,
+                                      int thread) {
     const auto in = [&](int row) { return rows.in(t0 + row); };
     if (!source.turns_eight()) {
         for (int i = thread + begin * (Inputs / 8); i < conv_input_rows * (Inputs / 8); i += conv_consumers) {
@@ -344,7 +355,7 @@ __device__ inline void load_conv_rows(const scorer_source<T>& source, const Rows
             float frequency[8], largest = 0.0f;
 #pragma unroll
             for (int e = 0; e < 8; ++e) {
-                frequency[e] = source.frequencies[c + e];
+                frequency[e] = frequencies[c + e];
                 largest = fmaxf(largest, fabsf(frequency[e]));
             }
             for (int from = begin + thread / pairs; from < conv_input_rows; from += together * step) {
@@ -413,7 +424,7 @@ __device__ inline void take_conv_rows(unsigned char* tile, const uint4* kept, in
 /// What a block has in shared memory besides the ring.
 struct conv_hopper_memory {
     unsigned char* tile;
-    float* constants;
+    float *constants, *frequencies;
     uint4* kept;
 };
 
@@ -438,7 +449,8 @@ __device__ inline void score_conv_tile(const conv_problem<T>& problem, std::int3
     if (follows) {
         take_conv_rows<c0>(tile, kept_x, thread);
     }
-    load_conv_rows<Inputs>(problem.source, rows, first + (follows ? 2 : -conv_reach), shift, tile, thread);
+    load_conv_rows<Inputs>(problem.source, memory.frequencies, rows, first + (follows ? 2 : -conv_reach),
+                           shift, tile, thread);
     fence_async_proxy();
     named_barrier(1, conv_consumers);
     keep_conv_rows<c0>(tile, conv_tile_rows, kept_x, thread);
@@ -494,10 +506,11 @@ __device__ inline void score_conv_tile(const conv_problem<T>& problem, std::int3
 }
 
 /// The whole of a block, for tiles of one head: barriers, the warp that brings weights, and the consumers. tiles.count of them;
-/// tiles(i, body) calls body(rows, first, low, high, follows, write) for one (score_conv_tile).
-template <int Inputs, class T, class Tiles>
+/// tiles(i, body) calls body(rows, first, low, high, follows, write) for one (score_conv_tile). Weights are read after ready(), as is all of a source that does not turns_eight(); one that does has frequencies by `base`,
+/// or of its own where that is 0.
+template <int Inputs, class T, class Tiles, class Ready>
 __device__ inline void conv_hopper_block(const conv_problem<T>& problem, const T* weights, std::int32_t head,
-                                         const Tiles& tiles) {
+                                         const Tiles& tiles, float base, const Ready& ready) {
     using shape = conv_hopper_shape<Inputs>;
     conv_hopper_memory memory{};
     memory.tile = dynamic_shared();
@@ -505,17 +518,29 @@ __device__ inline void conv_hopper_block(const conv_problem<T>& problem, const T
     memory.kept = reinterpret_cast<uint4*>(stages + conv_ring * conv_stage);
     memory.constants =
         reinterpret_cast<float*>(reinterpret_cast<unsigned char*>(memory.kept) + shape::kept_bytes);
-    const std::uint32_t barriers = shared_address(memory.constants + shape::constants);
+    memory.frequencies = memory.constants + shape::constants;
+    const std::uint32_t barriers = shared_address(memory.frequencies + shape::frequencies);
     const conv_weight_ring ring{shared_address(stages), barriers, barriers + 8 * conv_ring};
     begin_conv_ring(ring);
     conv_turn turn;
     if (threadIdx.x >= conv_consumers) {
+        ready();
         for (int i = 0; threadIdx.x == conv_consumers && i < tiles.count; ++i) {
             bring_conv_layers<shape>(weights + std::int64_t{head} * shape::weights_before(4), ring, turn);
         }
         return;
     }
     load_conv_constants<Inputs>(problem, head, memory.constants);
+    if (problem.source.turns_eight()) {  // the first rows come while others make the weights
+        for (auto i = static_cast<std::int32_t>(threadIdx.x); i < problem.source.rotated / 2;
+             i += conv_consumers) {
+            memory.frequencies[i] = base > 0.0f ? rope_frequency<float>(base, i, problem.source.rotated)
+                                                : problem.source.frequencies[i];
+        }
+        named_barrier(1, conv_consumers);
+    } else {
+        ready();
+    }
     for (int i = 0; i < tiles.count; ++i) {
         if (i > 0) {
             named_barrier(1, conv_consumers);  // nobody reads the last tile any more
@@ -565,6 +590,20 @@ struct conv_stream_tiles {
     }
 };
 
+/// Asks the L2 cache for the rows of a range's first tile.
+template <class T>
+__device__ inline void ask_for_conv_rows(const conv_problem<T>& problem, const scorer_span& s,
+                                         std::int32_t first) {
+    constexpr int threads = (conv_consumers + 32) / 2;
+    static_assert(threads >= conv_input_rows);
+    const auto thread = static_cast<std::int32_t>(threadIdx.x);
+    const std::int32_t row = thread % threads, t = first - conv_reach + row;
+    if (row < conv_input_rows && t >= s.begin && t < s.end) {
+        const rows_view<const T>& view = thread < threads ? problem.source.k : problem.source.v;
+        prefetch_to_l2(view.row(s.b, s.h, t), static_cast<std::uint32_t>(view.dim) * sizeof(T));
+    }
+}
+
 #endif
 
 /// Scores of the tokens that leave a window of streams.delay keys while those of a range of `tokens` come, of which streams.slots counts the
@@ -572,17 +611,21 @@ struct conv_stream_tiles {
 template <class T, int Inputs>
 __global__ void __launch_bounds__(KVPOLICY_HOPPER_THREADS(conv_consumers + 32), 2)
     conv_hopper_kernel([[maybe_unused]] const __grid_constant__ conv_problem<T> problem,
-                       [[maybe_unused]] const std::int32_t tokens, [[maybe_unused]] const T* const weights) {
+                       [[maybe_unused]] const std::int32_t tokens, [[maybe_unused]] const float base,
+                       [[maybe_unused]] const T* const weights) {
 #if KVPOLICY_HOPPER_CODE
-    wait_for_kernel_before();
     const scorer_streams& streams = problem.streams;
     const scorer_span s = streams.span(static_cast<std::int32_t>(blockIdx.x) / streams.slots,
                                        static_cast<std::int32_t>(blockIdx.x) % streams.slots, tokens);
     const std::int32_t skipped = max(0, s.begin + streams.delay - s.first);
     if (skipped >= s.count) {
+        wait_for_kernel_before();
         return;
     }
-    conv_hopper_block<Inputs>(problem, weights, s.h, conv_stream_tiles<T>(problem, s, skipped));
+    ask_for_conv_rows(problem, s, s.first - streams.delay + skipped);
+    // The kernel before makes the weights, and the frequencies of a Rope that gives a base. All else was there when that one began.
+    conv_hopper_block<Inputs>(problem, weights, s.h, conv_stream_tiles<T>(problem, s, skipped), base,
+                              [] { wait_for_kernel_before(); });
 #endif
 }
 

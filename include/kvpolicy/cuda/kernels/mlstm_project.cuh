@@ -7,6 +7,7 @@
 #include <kvpolicy/cuda/hopper.cuh>
 #include <kvpolicy/cuda/kernels/scorer_weights.cuh>
 #include <kvpolicy/cuda/launch.cuh>
+#include <kvpolicy/scorers/mlstm.hpp>
 
 #include <cstdint>
 #include <type_traits>
@@ -18,7 +19,13 @@ namespace cuda_backend {
 /// Numbers of gates' weights in shared memory stand so that what the two threads of a row read lies in different banks.
 KVPOLICY_HOST_DEVICE constexpr std::int32_t gate_weight(std::int32_t c) { return c + c / 32 * 4; }
 
-/// Shared memory of the projections of `Slots` neighbouring chunks: their inputs, two slabs of weights, and the gates.
+/// Slabs of weights, 64 columns of `rows` rows, that are on their way at once: as many as leave room for two blocks on a multiprocessor.
+template <class T>
+KVPOLICY_HOST_DEVICE constexpr int mlstm_slabs(int rows) {
+    return !shared_tile<T>::plain && rows <= 64 ? 4 : 2;
+}
+
+/// Shared memory of the projections of `Slots` neighbouring chunks: their inputs, slabs of weights, and the gates.
 template <class T, int Slots>
 struct mlstm_project_memory {
     shared_tile<T> x;  // of the first; the others' follow
@@ -37,7 +44,9 @@ struct mlstm_project_memory {
         shared_parts parts(memory);
         x = {parts.tile<T>(scorer_chunk, Slots * padded).data, scorer_chunk};
         slabs = parts.tile<T>(slab_rows, 64).data;
-        parts.tile<T>(slab_rows, 64);
+        for (int i = 1; i < mlstm_slabs<T>(slab_rows); ++i) {
+            parts.tile<T>(slab_rows, 64);
+        }
         weights = parts.take<float>(shared_tile<T>::plain ? 2 * gate_weight(padded) : 0);
         split = parts.take<T>(shared_tile<T>::plain ? 0 : 8 * (padded + 8));
         log_input = parts.take<double>(Slots * scorer_chunk);
@@ -171,77 +180,90 @@ __device__ inline void store_rows(const Product& warp, E* to, std::int64_t strid
     }
 }
 
-/// Starts the copy of the first 64 columns of 16 NI rows of weights, which project_slots begins with. The caller commits.
-template <int NI, int Slots, class T>
-__device__ inline void start_slab(const T* weights, std::int32_t padded, unsigned char* slabs) {
-    copy_rows(shared_tile<T>{slabs, 16 * NI}, weights, padded, 64, 16 * NI, 128 * Slots);
-}
+/// The weights of a block's one or two products, 16-bit rows of `padded` numbers, which go through shared memory in slabs of 64 columns, one after
+/// the other, as many at once as there is room for.
+template <int First, int Second, int SlabRows, int Threads, class T>
+struct mlstm_weight_slabs {
+    static constexpr int ring = mlstm_slabs<T>(SlabRows);
+    static_assert(First <= SlabRows && Second <= SlabRows);
 
-/// y = W x of 64 inputs by each four warps, with one load of the weights for all chunks of the block: 16 NI rows of `weights`, `padded`
-/// numbers each, the first 64 of which start_slab has sent for. `slabs`: memory of two tiles of SlabRows rows and 64 columns. Warps whose chunk
-/// has nothing to do (`active` false) only help to load. `then` starts copies of its own into the first slab, once that is free.
-template <int NI, int Slots, int SlabRows, class T, class Then>
+    const T *first, *second;  // First and Second rows
+    std::int32_t padded, total;
+    unsigned char* data;
+
+    [[nodiscard]] __device__ unsigned char* slab(std::int32_t i) const {
+        return data + shared_tile<T>::bytes(SlabRows, 64) * (i % ring);
+    }
+    /// Sends for slab i, which may not be there; a group of copies in any case.
+    __device__ void bring(std::int32_t i) const {
+        const std::int32_t each = padded / 64;
+        if (i < total) {
+            if (i < each) {
+                copy_rows(shared_tile<T>{slab(i), First}, first + i * 64, padded, 64, First, Threads);
+            } else {
+                copy_rows(shared_tile<T>{slab(i), Second}, second + (i - each) * 64, padded, 64, Second,
+                          Threads);
+            }
+        }
+        copy_commit();
+    }
+    __device__ void begin() const {
+#pragma unroll
+        for (int i = 0; i < ring - 1; ++i) {
+            bring(i);
+        }
+    }
+};
+
+/// y = W x of 64 inputs by each four warps, with one load of the weights for all chunks of the block: 16 NI rows, whose slabs are those from `begin`
+/// on. Warps whose chunk has nothing to do (`active` false) only help to load.
+template <int NI, class T, class Slabs>
 __device__ inline void project_slots(const mlstm_product<T, NI>& warp,
                                      typename mlstm_product<T, NI>::numbers& acc, const shared_tile<T>& x,
-                                     bool active, const T* weights, std::int32_t padded, unsigned char* slabs,
-                                     const Then& then) {
-    constexpr int rows = 16 * NI, threads = 128 * Slots;
-    static_assert(rows <= SlabRows);
-    const std::size_t slab = shared_tile<T>::bytes(SlabRows, 64);
-    const int count = padded / 64;
+                                     bool active, const Slabs& slabs, std::int32_t begin) {
+    constexpr int rows = 16 * NI;
+    const std::int32_t count = slabs.padded / 64;
     clear(acc);
-    for (int i = 0; i < count; ++i) {
-        if (i + 1 < count) {
-            copy_rows(shared_tile<T>{slabs + slab * ((i + 1) % 2), rows}, weights + (i + 1) * 64, padded, 64,
-                      rows, threads);
-        } else if (i % 2 == 1) {
-            then();
-        }
-        copy_commit();
-        copy_wait<1>();
-        const shared_tile<T> of_weights{slabs + slab * (i % 2), rows};
+    for (std::int32_t i = 0; i < count; ++i) {
+        copy_wait<Slabs::ring - 2>();
         if constexpr (project_by_warpgroup<T, NI>) {
             fence_async_proxy();
-            __syncthreads();
-            if (active) {
-                auto& flat = reinterpret_cast<float(&)[8 * NI]>(acc);
-                const std::uint64_t a = describe_k_major(shared_address(x.from(64 * i).data));
-                const std::uint64_t b = describe_k_major(shared_address(of_weights.data));
-                pin(flat);
-                wgmma_fence();
-#pragma unroll
-                for (int k = 0; k < 4; ++k) {
-                    wgmma<T, 0, 0>(flat, a + static_cast<std::uint64_t>(2 * k),
-                                   b + static_cast<std::uint64_t>(2 * k), 1);
-                }
-                wgmma_commit();
-                wgmma_wait<0>();
-                pin(flat);
-            }
-        } else {
-            __syncthreads();
-            if (active) {
-                add_product<2, NI, 64, false, false>(acc, x.from(64 * i), warp.row, of_weights,
-                                                     warp.half * 8 * NI);
-            }
         }
-        __syncthreads();
-    }
-    if (count % 2 == 1) {
-        then();
-        copy_commit();
+        __syncthreads();  // the slab is there, and nobody reads the one before any more
+        slabs.bring(begin + i + Slabs::ring - 1);
+        const shared_tile<T> of_weights{slabs.slab(begin + i), rows};
+        if (!active) {
+            continue;
+        }
+        if constexpr (project_by_warpgroup<T, NI>) {
+            auto& flat = reinterpret_cast<float(&)[8 * NI]>(acc);
+            const std::uint64_t a = describe_k_major(shared_address(x.from(64 * i).data));
+            const std::uint64_t b = describe_k_major(shared_address(of_weights.data));
+            pin(flat);
+            wgmma_fence();
+#pragma unroll
+            for (int k = 0; k < 4; ++k) {
+                wgmma<T, 0, 0>(flat, a + static_cast<std::uint64_t>(2 * k),
+                               b + static_cast<std::uint64_t>(2 * k), 1);
+            }
+            wgmma_commit();
+            wgmma_wait<0>();
+            pin(flat);
+        } else {
+            add_product<2, NI, 64, false, false>(acc, x.from(64 * i), warp.row, of_weights,
+                                                 warp.half * 8 * NI);
+        }
     }
 }
 
 /// phi(W x) of 64 inputs into rows of F elements.
-template <int F, bool Hedgehog, int Slots, int SlabRows, class T, class E, class Then>
-__device__ inline void project_features(const shared_tile<T>& x, bool active, const T* weights,
-                                        std::int32_t padded, unsigned char* slabs, std::int32_t projection,
-                                        float2* stats, E* to, const Then& then) {
+template <int F, bool Hedgehog, class T, class E, class Slabs>
+__device__ inline void project_features(const shared_tile<T>& x, bool active, const Slabs& slabs,
+                                        std::int32_t projection, float2* stats, E* to) {
     constexpr int NI = (Hedgehog ? F / 2 : F) / 16;
     const mlstm_product<T, NI> warp;
     typename mlstm_product<T, NI>::numbers y;
-    project_slots<NI, Slots, SlabRows>(warp, y, x, active, weights, padded, slabs, then);
+    project_slots(warp, y, x, active, slabs, 0);
     if (!active) {
         return;
     }
@@ -296,7 +318,9 @@ __device__ inline void split_weights(T* to, std::int32_t pitch, std::int32_t c, 
 #pragma unroll
     for (int i = 0; i < 2; ++i) {
         const T high = static_cast<T>(weights[i]);
-        const float rest = (weights[i] - static_cast<float>(high)) * scale;
+        // Nothing of a weight that is infinite is left, and inf - inf would make a NaN of its gate.
+        const float rest =
+            fabsf(weights[i]) <= 3.402823466e38f ? (weights[i] - static_cast<float>(high)) * scale : 0.0f;
         const T middle = static_cast<T>(rest);
         to[2 * i * pitch + c] = high;
         to[(2 * i + 1) * pitch + c] = middle;
@@ -354,7 +378,9 @@ __device__ inline void compute_gates(const mlstm_problem<T>& problem, const scor
         }
         const float e = expf(-fabsf(forget));
         log_input = static_cast<double>(input);
-        log_forget = static_cast<double>((forget < 0.0f ? forget : 0.0f) - log1pf(e));
+        const float of_forget = (forget < 0.0f ? forget : 0.0f) - log1pf(e);
+        constexpr auto least = static_cast<float>(mLSTMScorer<>::least_log_forget);
+        log_forget = static_cast<double>(of_forget < least ? least : of_forget);
         if (problem.slope_i != nullptr) {
             problem.slope_i[row] = slope_i;
             problem.slope_f[row] = slope_f * ((forget < 0.0f ? 1.0f : e) / (1.0f + e));  // 1 - sigmoid
@@ -450,9 +476,30 @@ __global__ void __launch_bounds__(128 * Slots, shared_tile<T>::plain || Slots ==
     float2* const stats = memory.stats + own * 4 * scorer_chunk;
     const std::int32_t first = s.first - (queries ? streams.delay : 0);
     const std::int64_t row = s.row(streams.slots);
-    if (static_cast<int>(threadIdx.x) < scorer_chunk) {
-        memory.ones[threadIdx.x] = 1.0f;
+    const auto load_inputs = [&] {
+        if (active) {
+            source.load(s, first, skipped, s.count, memory.ones, memory.ones, x, 0, source.padded, thread,
+                        128);
+        } else {
+            copy_commit();
+        }
+    };
+    // The inputs, which come from far away, then weights.
+    if constexpr (shared_tile<T>::plain) {
+        if (static_cast<int>(threadIdx.x) < scorer_chunk) {
+            memory.ones[threadIdx.x] = 1.0f;
+        }
+        __syncthreads();
     }
+    load_inputs();
+    constexpr int of_features = Hedgehog ? F / 2 : F;
+    const bool projects = !queries && (!direct_values || source.k.dim % 8 != 0);
+    const T* const weights = queries ? problem.stack_q + std::int64_t{s.h} * problem.rows_q * source.padded
+                                     : problem.stack_k + std::int64_t{s.h} * problem.rows_k * source.padded;
+    const mlstm_weight_slabs<of_features, V, slab_rows, 128 * Slots, T> slabs{
+        weights, weights + std::int64_t{problem.at_v} * source.padded, source.padded,
+        source.padded / 64 * (projects ? 2 : 1), memory.slabs};
+    slabs.begin();
     {
         const float* const w = queries ? problem.skip : problem.w_i;
         const std::int64_t at = std::int64_t{s.h} * source.size;
@@ -467,19 +514,7 @@ __global__ void __launch_bounds__(128 * Slots, shared_tile<T>::plain || Slots ==
             }
         }
     }
-    const T* const weights = queries ? problem.stack_q + std::int64_t{s.h} * problem.rows_q * source.padded
-                                     : problem.stack_k + std::int64_t{s.h} * problem.rows_k * source.padded;
-    constexpr int of_features = (Hedgehog ? F / 2 : F) / 16;
-    start_slab<of_features, Slots>(weights, source.padded, memory.slabs);
-    if constexpr (shared_tile<T>::plain) {
-        __syncthreads();
-    }
-    if (active) {
-        source.load(s, first, skipped, s.count, memory.ones, memory.ones, x, 0, source.padded, thread, 128);
-    } else {
-        copy_commit();
-    }
-    copy_wait<0>();
+    copy_wait<mlstm_slabs<T>(slab_rows) - 1>();  // the inputs are there
     __syncthreads();
     // Calls body(row, products with both weights, 0 or NaN) for each row of the chunk, one thread a row.
     const auto for_each_row = [&](const auto& body) {
@@ -504,9 +539,7 @@ __global__ void __launch_bounds__(128 * Slots, shared_tile<T>::plain || Slots ==
         if (problem.skip != nullptr && active) {  // rows without a read have inputs that are 0
             for_each_row([&](int r, float product, float, float) { problem.skipped[row + r] = product; });
         }
-        project_features<F, Hedgehog, Slots, slab_rows>(x, active, weights, source.padded, memory.slabs,
-                                                        problem.projection, stats, problem.q + row * F,
-                                                        [] {});
+        project_features<F, Hedgehog>(x, active, slabs, problem.projection, stats, problem.q + row * F);
         return;
     }
     double* const log_input = memory.log_input + own * scorer_chunk;
@@ -534,14 +567,7 @@ __global__ void __launch_bounds__(128 * Slots, shared_tile<T>::plain || Slots ==
         }
     }
     __syncthreads();
-    const bool projects = !direct_values || source.k.dim % 8 != 0;
-    const T* const of_values = weights + std::int64_t{problem.at_v} * source.padded;
-    project_features<F, Hedgehog, Slots, slab_rows>(
-        x, active, weights, source.padded, memory.slabs, problem.projection, stats, problem.k + row * F, [&] {
-            if (projects) {
-                start_slab<V / 16, Slots>(of_values, source.padded, memory.slabs);
-            }
-        });
+    project_features<F, Hedgehog>(x, active, slabs, problem.projection, stats, problem.k + row * F);
     // Nobody waits for the scan any more.
     const auto scan = [&] {
         if (active && warp_id() % 4 == 0) {
@@ -568,8 +594,7 @@ __global__ void __launch_bounds__(128 * Slots, shared_tile<T>::plain || Slots ==
     }
     const mlstm_product<T, V / 16> warp;
     typename mlstm_product<T, V / 16>::numbers y;
-    project_slots<V / 16, Slots, slab_rows>(warp, y, x, active, of_values, source.padded, memory.slabs,
-                                            [] {});
+    project_slots(warp, y, x, active, slabs, source.padded / 64);
     if (!active) {
         return;
     }

@@ -212,17 +212,19 @@ __device__ inline void walk_chunks(const mlstm_problem<T>& problem) {
             return;
         }
         const shared_tile<E> tile = memory.tile(stage);
+        if constexpr (!Hopper) {
 #pragma unroll
-        for (int i = thread; i < (Hopper ? 0 : scorer_chunk * FS / 8); i += threads) {
-            const int r = i / (FS / 8), c = i % (FS / 8) * 8;
-            const float by = memory.scale[stage * scorer_chunk + r] * step.add;
-            float x[8];
-            tile.get_eight(r, c, x);
+            for (int i = thread; i < scorer_chunk * FS / 8; i += threads) {
+                const int r = i / (FS / 8), c = i % (FS / 8) * 8;
+                const float by = memory.scale[stage * scorer_chunk + r] * step.add;
+                float x[8];
+                tile.get_eight(r, c, x);
 #pragma unroll
-            for (int e = 0; e < 8; ++e) {
-                x[e] *= by;
+                for (int e = 0; e < 8; ++e) {
+                    x[e] *= by;
+                }
+                tile.set_eight(r, c, x);
             }
-            tile.set_eight(r, c, x);
         }
         if (Backward && thread < scorer_chunk) {
             const float ratio = memory.ratio[stage * scorer_chunk + thread];
@@ -272,27 +274,63 @@ __device__ inline void walk_chunks(const mlstm_problem<T>& problem) {
         }
         __syncthreads();
     };
+    // On Hopper the left side of step n's product, made while the one before was under way.
+#if KVPOLICY_HOPPER_CODE
+    mlstm_outer_product<E> product, following;
+#endif
+    const auto load_following = [&]([[maybe_unused]] std::int32_t n, [[maybe_unused]] int stage) {
+#if KVPOLICY_HOPPER_CODE
+        if constexpr (Hopper) {
+            if (n < count && memory.steps[n % (2 * batch)].adds != 0) {
+                following.load(memory.tile(stage), memory.scale + stage * scorer_chunk,
+                               memory.steps[n % (2 * batch)].add);
+            }
+        }
+#endif
+    };
     copy_wait<stages - 2>();
     wait_for_others();
     scale_stage(0, 0);
+    load_following(0, 0);
     int stage = 0;  // n % stages
     for (std::int32_t n = 0; n < count; ++n) {
         copy_wait<stages - 3>();  // step n + 1 is there
         wait_for_others();
-        write_sums(n - 1);
-        prefetch(n + stages - 1, stage == 0 ? stages - 1 : stage - 1);
+        const int after = stage + 1 == stages ? 0 : stage + 1;
+        const auto prefetch_one = [&] { prefetch(n + stages - 1, stage == 0 ? stages - 1 : stage - 1); };
+        if constexpr (!Hopper) {
+            prefetch_one();
+        }
         const mlstm_step step = memory.steps[n % (2 * batch)];
+        const std::int64_t chunk = first_chunk + slot_of(n);
+        E* const to = (Backward ? problem.d_memory : problem.memory) + chunk * F * V +
+                      (f0 + m0 + lane / 4) * V + v0 + n0 + lane % 4 * 2;
+        const E* const split = Backward ? memory.split + n % 2 * 2 * scorer_chunk : nullptr;
+        [[maybe_unused]] std::uint32_t rounded[Hopper ? NI / 2 : 1][4];
         if (step.there != 0) {
-            const std::int64_t chunk = first_chunk + slot_of(n);
             // Streams begin without a state, and nothing goes back beyond their first token.
             if (!Backward && step.fresh != 0) {
                 asm volatile("" ::: "memory");  // a branch: no selection of every number in every step
                 clear_all();
             }
+            float z[2];  // the sums of the thread's features, before the chunk
+#pragma unroll
+            for (int r = 0; r < 2; ++r) {
+                z[r] = __shfl_sync(all_lanes, of_sums[2 * r] + of_sums[2 * r + 1], lane & ~3);
+            }
+#pragma unroll
+            for (float& sum : of_sums) {
+                sum *= step.keep;
+            }
+#if KVPOLICY_HOPPER_CODE
+            if constexpr (Hopper) {
+                product = following;
+                if (step.adds != 0) {
+                    product.add_sums(of_sums, split);
+                }
+            }
+#endif
             if constexpr (!Ends) {
-                E* const to = (Backward ? problem.d_memory : problem.memory) + chunk * F * V +
-                              (f0 + m0 + lane / 4) * V + v0 + n0 + lane % 4 * 2;
-                [[maybe_unused]] std::uint32_t rounded[Hopper ? NI / 2 : 1][4];
                 float rho[NI][2] = {};
                 if (step.heavy >= 0) {
                     const E* const value = memory.heavy + stage * VS + n0 + lane % 4 * 2;
@@ -311,15 +349,13 @@ __device__ inline void walk_chunks(const mlstm_problem<T>& problem) {
                 }
 #pragma unroll
                 for (int r = 0; r < 2; ++r) {
-                    const float sum = __shfl_sync(all_lanes, of_sums[2 * r] + of_sums[2 * r + 1], lane & ~3);
-                    [[maybe_unused]] const float z = sum;
                     float lost = 0.0f;
 #pragma unroll
                     for (int j = 0; j < NI; ++j) {
                         float x[2] = {acc[0][j][2 * r], acc[0][j][2 * r + 1]};
                         if constexpr (!Backward) {
-                            x[0] -= z * rho[j][0];
-                            x[1] -= z * rho[j][1];
+                            x[0] -= z[r] * rho[j][0];
+                            x[1] -= z[r] * rho[j][1];
                         }
                         if constexpr (Hopper) {
                             rounded[j / 2][j % 2 * 2 + r] = pack<E>(x[0], x[1]);
@@ -336,14 +372,25 @@ __device__ inline void walk_chunks(const mlstm_problem<T>& problem) {
                         lost = row_sum(lost);
                         if (lane % 4 == 0) {
                             memory.lost[(n % 2 * WN + wn) * FS + row_of(r)] =
-                                lost + (part_v == 0 && wn == 0 ? sum : 0.0f);
+                                lost + (part_v == 0 && wn == 0 ? z[r] : 0.0f);
                         }
                     } else if (part_v == 0 && wn == 0 && lane % 4 == 0) {
-                        problem.sums[chunk * F + f0 + row_of(r)] = sum;
+                        problem.sums[chunk * F + f0 + row_of(r)] = z[r];
                     }
                 }
+            }
+#pragma unroll
+            for (int e = 0; e < 4; ++e) {
+#pragma unroll
+                for (int j = 0; j < NI; ++j) {
+                    acc[0][j][e] *= step.keep;
+                }
+            }
+        }
+        if constexpr (Hopper) {
 #if KVPOLICY_HOPPER_CODE
-                if constexpr (Hopper) {  // by way of shared memory, so that whole lines leave
+            const auto meanwhile = [&] {
+                if (!Ends && step.there != 0) {  // by way of shared memory, so that whole lines leave
                     __syncwarp();
 #pragma unroll
                     for (int k = 0; k < NI / 2; ++k) {
@@ -358,36 +405,35 @@ __device__ inline void walk_chunks(const mlstm_problem<T>& problem) {
                             memory.state.data + memory.state.offset(m0 + r, c));
                     }
                 }
+                write_sums(n - 1);
+                prefetch_one();
+                load_following(n + 1, after);
+                scale_stage(n + 1, after);
+            };
+            // The same twice: where a product may or may not be under way, ptxas waits for each at once.
+            if (step.adds != 0) {
+                product.start(acc[0], memory.tile(stage), FS);
+                meanwhile();
+                product.wait(acc[0]);
+            } else {
+                meanwhile();
+            }
 #endif
+        } else {
+            write_sums(n - 1);
+            if (step.adds != 0) {
+                add_outer<NI>(acc[0], of_sums, memory.tile(stage), m0, FS + n0, split);
             }
-#pragma unroll
-            for (int e = 0; e < 4; ++e) {
-#pragma unroll
-                for (int j = 0; j < NI; ++j) {
-                    acc[0][j][e] *= step.keep;
-                }
-                of_sums[e] *= step.keep;
-            }
-            if constexpr (Hopper) {
-#if KVPOLICY_HOPPER_CODE
-                if (step.adds != 0) {
-                    add_scaled_outer_product(acc[0], of_sums, memory.tile(stage), FS,
-                                             memory.scale + stage * scorer_chunk, step.add,
-                                             Backward ? memory.split + n % 2 * 2 * scorer_chunk : nullptr);
-                }
-#endif
-            } else if (step.adds != 0) {
-                add_outer<NI>(acc[0], of_sums, memory.tile(stage), m0, FS + n0,
-                              Backward ? memory.split + n % 2 * 2 * scorer_chunk : nullptr);
-            }
+            scale_stage(n + 1, after);
+        }
+        if (step.there != 0) {
             if (Backward && step.fresh != 0) {
                 asm volatile("" ::: "memory");
                 clear_all();
             }
             kept = step.fresh != 0 || kept < 0.0f ? -1.0f : kept * step.keep;
         }
-        stage = stage + 1 == stages ? 0 : stage + 1;
-        scale_stage(n + 1, stage);
+        stage = after;
         if (n % batch == 1) {  // nobody looks at the batch before any more
             load_steps(n - 1 + batch);
         }

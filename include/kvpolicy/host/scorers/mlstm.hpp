@@ -20,16 +20,16 @@ struct mlstm_gates {
     double log_forget;
 };
 
+/// The larger, or NaN where b is NaN.
+inline double mlstm_max(double a, double b) { return a > b ? a : b; }
+
 inline mlstm_gates mlstm_gates_of(double input, double forget, double softcap) {
     if (softcap > 0.0) {
         input = softcap * std::tanh(input / softcap);
         forget = softcap * std::tanh(forget / softcap);
     }
-    return {input, log_sigmoid(forget)};
+    return {input, mlstm_max(mLSTMScorer<>::least_log_forget, log_sigmoid(forget))};
 }
-
-/// The larger, or NaN where b is NaN.
-inline double mlstm_max(double a, double b) { return a > b ? a : b; }
 
 /// One head's weights, and the sizes that every loop needs.
 template <class Scorer>

@@ -1,0 +1,176 @@
+// Gradients of keys and values of a ConvScorer on Hopper, from those of the first layer's results that conv_backward_hopper_kernel left in memory.
+//
+// y_1 of token u is made of tokens u - 2, u and u + 2, so d x of token t is what W_1 makes of d y_1 of t + 2, t and t - 2: the product of
+// conv_hopper.cuh once more, with weights transposed and taps the other way. A block has 128 tokens of one head. Rows of d y_1 come from the images
+// of the tiles that answer for them (conv_back_span), two or three of them.
+#pragma once
+
+#include <kvpolicy/cuda/blocks/async.cuh>
+#include <kvpolicy/cuda/blocks/scorer_problem.cuh>
+#include <kvpolicy/cuda/config.cuh>
+#include <kvpolicy/cuda/hopper.cuh>
+#include <kvpolicy/cuda/kernels/conv_backward_hopper.cuh>
+#include <kvpolicy/cuda/launch.cuh>
+
+#include <cstddef>
+#include <cstdint>
+
+namespace kvpolicy {
+inline namespace KVPOLICY_CUDA_NAMESPACE KVPOLICY_HIDDEN {
+namespace cuda_backend {
+
+inline constexpr int conv_input_width = 128;  // numbers of a token that a product gives
+
+template <int Inputs>
+struct conv_input_shape : conv_back_shape<Inputs> {
+    using base = conv_back_shape<Inputs>;
+    static constexpr int c1 = base::channels(1), products = Inputs / conv_input_width;
+    static constexpr int depth = conv_stage / 2 / conv_input_width;  // channels of a stage of weights
+    static constexpr int stages = products * 3 * c1 / depth;
+    static constexpr int weights = 3 * c1 * Inputs;  // of a head
+    static constexpr int pitch = conv_input_width + 4;
+    static constexpr std::size_t shared_bytes = base::tile_bytes(1) + conv_ring * conv_stage +
+                                                sizeof(float) * conv_tile_rows * pitch +
+                                                2 * conv_ring * sizeof(std::uint64_t);
+    static_assert(depth <= c1 && base::tile_bytes(1) % 16 == 0);
+};
+
+/// W_1 to [heads][Inputs / 128][(tap, c_out) / 8][128 of c_in][8 of c_out], taps the other way. By a grid.
+template <class T, int Inputs>
+__global__ void __launch_bounds__(256) pack_conv_inputs_kernel(const conv_weights from, T* const to) {
+    using shape = conv_input_shape<Inputs>;
+    constexpr int each = shape::weights / 8, product = each / shape::products;
+    const std::int64_t count = std::int64_t{from.heads} * each;
+    const std::int32_t inputs = from.inputs[0], width = from.width[0];
+    for (std::int64_t i = std::int64_t{blockIdx.x} * 256 + threadIdx.x; i < count;
+         i += std::int64_t{gridDim.x} * 256) {
+        const std::int64_t h = i / each;
+        const auto at = static_cast<int>(i % each);
+        const int c = at / product * conv_input_width + at % conv_input_width,
+                  k = at % product / conv_input_width * 8, tap = 2 - k / shape::c1, n = k % shape::c1;
+        float w[8];
+#pragma unroll
+        for (int e = 0; e < 8; ++e) {
+            w[e] = n + e < width && c < inputs
+                       ? from.layer[0][((h * width + n + e) * 3 + tap) * std::int64_t{inputs} + c]
+                       : 0.0f;
+        }
+        reinterpret_cast<uint4*>(to)[i] =
+            make_uint4(pack<T>(w[0], w[1]), pack<T>(w[2], w[3]), pack<T>(w[4], w[5]), pack<T>(w[6], w[7]));
+    }
+}
+
+#if KVPOLICY_HOPPER_CODE
+/// Where d y_1 of tokens stands: the images of a stream's tiles.
+struct conv_input_images {
+    scorer_span s;
+    std::int64_t begin;  // the stream's first tile
+    std::int32_t delay, count, lowest, highest;
+
+    __device__ conv_input_images(const scorer_streams& tiles, const scorer_span& span)
+        : s(span),
+          begin(std::int64_t{span.plane} * tiles.slots + tiles.first_slot(span.segment, conv_back_tile)),
+          delay(tiles.delay),
+          count(span.end - span.from),
+          lowest(max(span.begin, span.from - tiles.delay)),
+          highest(span.end - tiles.delay) {}
+    /// The tile and the row of token u; false: it has no gradient.
+    __device__ bool find(std::int32_t u, std::int64_t& tile, std::int32_t& row) const {
+        const std::int32_t at = u + delay - s.from;
+        if (at < -4 || at >= count + 4 || lowest >= highest) {
+            return false;
+        }
+        const std::int32_t number = min(max(at, 0), count - 1) / conv_back_tile,
+                           first = number * conv_back_tile;
+        tile = begin + number;
+        row = at - first + (number == 0 ? 4 : 0);
+        // A tile without a score near it has left nothing.
+        return s.from - delay + first + min(conv_back_tile, count - first) + 4 > lowest;
+    }
+};
+#endif
+
+/// d_k and d_v of 128 tokens a block, of which streams.slots counts the parts of a plane; overwrites. `tiles`: those of conv_backward_hopper_kernel,
+/// which left d_y; `weights` is what pack_conv_inputs_kernel made. Keys have at most 128 numbers.
+template <class T, int Inputs>
+__global__ void __launch_bounds__(KVPOLICY_HOPPER_THREADS(conv_consumers + 32), 1)
+    conv_inputs_hopper_kernel([[maybe_unused]] const scorer_streams streams,
+                              [[maybe_unused]] const scorer_streams tiles,
+                              [[maybe_unused]] const scorer_source<T> source,
+                              [[maybe_unused]] const T* const d_y, [[maybe_unused]] const T* const weights,
+                              [[maybe_unused]] const rows_view<float> d_k,
+                              [[maybe_unused]] const rows_view<float> d_v) {
+#if KVPOLICY_HOPPER_CODE
+    using shape = conv_input_shape<Inputs>;
+    constexpr int c1 = shape::c1;
+    const scorer_span s = streams.span(static_cast<std::int32_t>(blockIdx.x) / streams.slots,
+                                       static_cast<std::int32_t>(blockIdx.x) % streams.slots, conv_tile_rows);
+    if (s.count == 0) {
+        return;
+    }
+    unsigned char* const tile = dynamic_shared();
+    unsigned char* const stages = tile + shape::tile_bytes(1);
+    auto* const results = reinterpret_cast<float*>(stages + conv_ring * conv_stage);
+    const std::uint32_t barriers = shared_address(results + conv_tile_rows * shape::pitch);
+    const conv_weight_ring ring{shared_address(stages), barriers, barriers + 8 * conv_ring};
+    begin_conv_ring(ring);
+    conv_turn turn;
+    if (threadIdx.x >= conv_consumers) {
+        if (threadIdx.x == conv_consumers) {
+            const T* from = weights + std::int64_t{s.h} * shape::weights;
+            bring_conv_weights(from, shape::stages, conv_stage, ring, turn);
+        }
+        return;
+    }
+    const auto thread = static_cast<int>(threadIdx.x);
+    // Row i is token s.first - 2 + i of y_1, for token s.first + i of x that of tap 2.
+    const conv_input_images images(tiles, s);
+    for (int i = thread; i < c1 / 8 * conv_input_rows; i += conv_consumers) {
+        const int row = i % conv_input_rows, c = i / conv_input_rows;
+        std::int64_t number = 0;
+        std::int32_t at = 0;
+        const bool there = images.find(s.first - 2 + row, number, at);
+        copy_16(shared_address(tile) + conv_offset(row, 8 * c),
+                d_y + (there ? ((number * (c1 / 8) + c) * conv_back_rows + at) * 8 : 0), there ? 16 : 0);
+    }
+    copy_commit();
+    copy_wait<0>();
+    fence_async_proxy();
+    named_barrier(1, conv_consumers);
+    const int first_row = thread / 128 * 64, row = thread / 32 * 16 + thread % 32 / 4, pair = thread % 4;
+    for (int product = 0; product < shape::products; ++product) {
+        float acc[conv_input_width / 2];
+        conv_taps_product<conv_input_width, c1, shape::depth, T>(
+            acc, shared_address(tile) + conv_offset(first_row, 0), ring, turn);
+#pragma unroll
+        for (int j = 0; j < conv_input_width / 8; ++j) {
+#pragma unroll
+            for (int r = 0; r < 2; ++r) {
+                *reinterpret_cast<float2*>(results + (row + 8 * r) * shape::pitch + 8 * j + 2 * pair) =
+                    make_float2(acc[4 * j + 2 * r], acc[4 * j + 2 * r + 1]);
+            }
+        }
+        named_barrier(1, conv_consumers);
+        const std::int32_t from = product * conv_input_width,
+                           columns = min(conv_input_width, source.size - from);
+        for (int i = thread / 32; i < s.count; i += conv_consumers / 32) {
+            const std::int32_t t = s.first + i;
+            const float* const of = results + i * shape::pitch;
+            for (std::int32_t c = thread % 32; c < columns; c += 32) {
+                if (from + c < source.k.dim) {
+                    d_k.row(s.b, s.h, t)[from + c] =
+                        source.turned(from + c, static_cast<float>(t - s.begin), 1.0f,
+                                      [&](std::int32_t other) { return of[other - from]; });
+                } else {
+                    d_v.row(s.b, s.h, t)[from + c - source.k.dim] = of[c];
+                }
+            }
+        }
+        named_barrier(1, conv_consumers);  // the next results may come
+    }
+#endif
+}
+
+}  // namespace cuda_backend
+}  // namespace KVPOLICY_HIDDEN
+}  // namespace kvpolicy
