@@ -10,6 +10,7 @@
 #include <kvpolicy/cuda/kernels/band_hopper.cuh>
 #include <kvpolicy/cuda/kernels/band_plain.cuh>
 #include <kvpolicy/cuda/kernels/band_portable.cuh>
+#include <kvpolicy/cuda/kernels/normaliser_hopper.cuh>
 #include <kvpolicy/cuda/launch.cuh>
 #include <kvpolicy/host/future_mass.hpp>
 
@@ -138,11 +139,12 @@ void launch_tiles(const cuda& on, const device_scope& device, band_path path,
         using sizes = band_hopper_sizes<Dim>;
         const std::int64_t items = (std::int64_t{problem.length} + sizes::rows - 1) / sizes::rows * heads;
         const bool again = Pass::fold == row_fold::running && problem.flags != nullptr;  // after a quick pass
-        // Long items of the normaliser are 3% faster in blocks of their own.
-        const bool stay = again || Pass::mass || Dim <= 64 || problem.length < 8192;
-        band_problem<T> own = problem;
-        if (!stay) {
-            own.next = nullptr;
+        if constexpr (std::is_same_v<Pass, lse_pass> && Dim > 64) {
+            if (problem.length >= 8192) {
+                launch("normaliser_hopper_kernel", normaliser_hopper_kernel<T, Dim>, items, sizes::threads,
+                       sizes::shared, on, problem, rows, columns);
+                return;
+            }
         }
         if constexpr (Pass::mass) {
             if (!again) {  // also says that no item has been handed out
@@ -151,13 +153,12 @@ void launch_tiles(const cuda& on, const device_scope& device, band_path path,
                            ((problem.bias_stride + bias_columns - 1) / bias_columns),
                        256, 0, on, problem);
             }
-        } else if (stay && !again) {
+        } else if (!again) {
             check(cudaMemsetAsync(problem.next, 0, sizeof(std::int32_t), on.stream), "cudaMemsetAsync");
         }
-        const std::int64_t processors = device.attribute(cudaDevAttrMultiProcessorCount);
         launch("band_hopper_kernel", band_hopper_kernel<T, Dim, Pass>,
-               stay ? std::min(items, processors) : items, sizes::threads, sizes::shared, on, own, rows,
-               columns, static_cast<std::int32_t>(items));
+               std::min(items, std::int64_t{device.attribute(cudaDevAttrMultiProcessorCount)}),
+               sizes::threads, sizes::shared, on, problem, rows, columns, static_cast<std::int32_t>(items));
     } else {
         using sizes = band_portable_sizes<Dim>;
         launch("band_portable_kernel", band_portable_kernel<T, Dim, Pass>,

@@ -143,6 +143,15 @@ TEST_CASE("normalisers of logits that grow along the sequence, and of some that 
     }
 }
 
+// These have a kernel of their own on Hopper.
+TEST_CASE("normalisers of long sequences, one of them with logits that grow") {
+    for (const float most : {0.0f, 400.0f}) {
+        MassCase c{.length = 8200, .dim = 128, .options = options_of(9), .slope = most};
+        c.lengths = {8191};
+        MassTest<bf16>(c).check(band_path::hopper);
+    }
+}
+
 TEST_CASE("future mass of sequences of different lengths, of strided views, and NaN beyond them") {
     check_mass<bf16>({.batch = 5,
                       .length = 400,

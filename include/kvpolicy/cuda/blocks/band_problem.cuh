@@ -77,8 +77,7 @@ struct band_problem {
     std::int64_t bias_stride = 0;
     /// One word an item. A quick pass says which overflowed; a careful pass, where `flags` is given, does those alone.
     std::int32_t* flags = nullptr;
-    /// Of items that a Hopper kernel hands out, 0 when it begins; null: every block has one item.
-    std::int32_t* next = nullptr;
+    std::int32_t* next = nullptr;  // of items that a Hopper kernel hands out, 0 when it begins
 
     __device__ std::int32_t length_of(std::int64_t b) const {
         // A length that no view holds counts as an empty sequence, as everywhere on a device.

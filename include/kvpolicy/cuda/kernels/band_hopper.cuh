@@ -37,7 +37,10 @@ struct band_hopper_sizes {
     static constexpr int threads = 384;
     /// Of all registers of a block, 384 x 168, as many as there are: a warpgroup that asked for more would wait for ever.
     static constexpr int consumer_registers = 232, producer_registers = 40;
+    /// The same of normaliser_hopper_kernel, whose producer has less to remember.
+    static constexpr int alone_consumer_registers = 240, alone_producer_registers = 24;
     static_assert(2 * consumer_registers + producer_registers <= 3 * 168);
+    static_assert(2 * alone_consumer_registers + alone_producer_registers <= 3 * 168);
     static constexpr int rows = 256;
     static constexpr int columns = Dim <= 128 ? 128 : 64;
     static constexpr int stages = Dim <= 64 ? 6 : Dim <= 128 ? 4 : 2;
@@ -92,7 +95,7 @@ __global__ void __launch_bounds__(256) band_bias_kernel(const band_problem<T> pr
 #if KVPOLICY_HOPPER_CODE
 
 /// The number of a block's next item after `number`; `count` or more: there are no more. By one thread. Items are handed out, those
-/// with the longest way first, or every block has one; of a careful pass after a quick one a block does those of its share whose sums have overflowed.
+/// with the longest way first; of a careful pass after a quick one a block does those of its share whose sums have overflowed.
 template <class Pass, class T>
 __device__ inline std::int32_t next_item(const band_problem<T>& problem, std::int32_t number,
                                          std::int32_t count) {
@@ -105,7 +108,7 @@ __device__ inline std::int32_t next_item(const band_problem<T>& problem, std::in
             return number;
         }
     }
-    return problem.next == nullptr ? count : blocks + atomicAdd(problem.next, 1);
+    return blocks + atomicAdd(problem.next, 1);
 }
 
 /// Whether a block of a careful pass has anything to do; all its threads get the same.
@@ -173,8 +176,7 @@ __device__ inline void band_products(float (&s)[N], const band_rows<Dim, Held>& 
 
 #endif
 
-/// As many blocks as fit, each of which takes items as long as there are any of `count`; or, where problem.next is null, a block an
-/// item.
+/// As many blocks as fit; each takes items as long as there are any of `count`.
 template <class T, int Dim, class Pass>
 __global__ void __launch_bounds__(KVPOLICY_HOPPER_THREADS(384), 1)
     band_hopper_kernel(const __grid_constant__ band_problem<T> problem,
