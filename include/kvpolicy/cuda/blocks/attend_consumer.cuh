@@ -144,29 +144,18 @@ class attend_consumer : attend_ring<S> {
     }
     __device__ float slope() const { return S::General ? 1.0f : call_.slope; }
 
-    /// From the scores of a slot to weights, in place. False where that needs settle().
-    __device__ bool weigh(float (&s)[scores], int slot, const std::uint32_t (&query)[2],
-                          online_softmax& softmax) const {
-        if (!softmax.anchored) {
-            return false;
-        }
-        to_slot_logits(s, slot, query);
-        return softmax.take_anchored(s, slope());
-    }
-    /// After weigh(): the slot is released. True where it was the tile's last. `weighed` is what weigh() has said; otherwise
-    /// scores are made again, where they have been written over, and the output so far must be multiplied by `decay`.
-    __device__ bool settle(float (&s)[scores], bool weighed, int slot, const std::uint32_t (&query)[2],
-                           online_softmax& softmax, Output& o) const {
-        if (!weighed) {
-            if (softmax.anchored) {
-                multiply_again(s, slot);
-            }
-            to_slot_logits(s, slot, query);
-            float decay[2];
-            if (softmax.template take<false>(s, slope(), decay)) {
-                rescale(o, decay);
-            }
-        }
+    /// Of the scores of a slot, by weigh() for settle().
+    struct weighing {
+        bool done;   // they are weights, or
+        bool last;   // (where the slot is released) the slot was the tile's last,
+        bool moves;  // and the output so far must be multiplied by `decay`
+        float decay[2];
+    };
+    /// Whether weights are relative to the first maximum. Above head_dim 128 it moves lazily, which is 4% faster there.
+    static constexpr bool anchors = S::Dim <= 128;
+
+    /// This warp no longer needs the keys of a slot. True where it was the tile's last.
+    __device__ bool release_keys(int slot) const {
         const bool last = memory_->notes[slot].last != 0;
         release(empty_ + 8 * slot);
         if (last) {
@@ -175,7 +164,46 @@ class attend_consumer : attend_ring<S> {
         return last;
     }
 
-    /// s = Q K^T of this warp's rows once more, by the warp alone: weigh() has written over them.
+    /// From the scores of a slot to weights, in place, as far as the output need not be ready.
+    __device__ weighing weigh(float (&s)[scores], int slot, const std::uint32_t (&query)[2],
+                              online_softmax& softmax) const {
+        weighing w{};
+        if constexpr (anchors) {
+            if (softmax.anchored) {
+                to_slot_logits(s, slot, query);
+                w.done = softmax.take_anchored(s, slope());
+            }
+        } else {
+            to_slot_logits(s, slot, query);
+            w.last = release_keys(slot);
+            w.moves = softmax.template take<true>(s, slope(), w.decay);
+        }
+        return w;
+    }
+    /// After weigh(), with the output so far: s are weights, and the slot is released. True where it was the tile's last.
+    __device__ bool settle(float (&s)[scores], const weighing& w, int slot, const std::uint32_t (&query)[2],
+                           online_softmax& softmax, Output& o) const {
+        if constexpr (anchors) {
+            if (!w.done) {
+                if (softmax.anchored) {
+                    multiply_again(s, slot);  // weigh() has written over them
+                }
+                to_slot_logits(s, slot, query);
+                float decay[2];
+                if (softmax.template take<false>(s, slope(), decay)) {
+                    rescale(o, decay);
+                }
+            }
+            return release_keys(slot);
+        } else {
+            if (w.moves) {
+                rescale(o, w.decay);
+            }
+            return w.last;
+        }
+    }
+
+    /// s = Q K^T of this warp's rows once more, by the warp alone.
     __device__ void multiply_again(float (&s)[scores], int slot) const {
         // Volatile: what this hardly ever needs is not to be kept in registers.
         int thread;
@@ -229,8 +257,8 @@ class attend_consumer : attend_ring<S> {
             multiply_keys(s, queries, ring.slot);
             wgmma_wait<0>();
             pin(s);
-            const bool weighed = weigh(s, ring.slot, query, softmax);
-            last = settle(s, weighed, ring.slot, query, softmax, o);
+            const weighing w = weigh(s, ring.slot, query, softmax);
+            last = settle(s, w, ring.slot, query, softmax, o);
             ring.advance();
             to_fragments<T>(p, s);
             take_values(ring, p, o);
@@ -248,7 +276,7 @@ class attend_consumer : attend_ring<S> {
         multiply_keys(s, queries, ring.slot);
         wgmma_wait<0>();
         pin(s);
-        bool last = settle(s, false, ring.slot, query, softmax, o);
+        bool last = settle(s, weigh(s, ring.slot, query, softmax), ring.slot, query, softmax, o);
         to_fragments<T>(p, s);
         while (!last) {
             ring.advance();
@@ -263,12 +291,12 @@ class attend_consumer : attend_ring<S> {
             multiply_values(o, p, values.slot);
             wgmma_wait<1>();
             pin(s);
-            const bool weighed = weigh(s, ring.slot, query, softmax);
+            const weighing w = weigh(s, ring.slot, query, softmax);
             wgmma_wait<0>();
             pin_output(o);
             pin(p);
             release(empty_ + 8 * values.slot);
-            last = settle(s, weighed, ring.slot, query, softmax, o);
+            last = settle(s, w, ring.slot, query, softmax, o);
             to_fragments<T>(p, s);
         }
         ring.advance();
