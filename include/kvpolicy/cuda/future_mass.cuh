@@ -10,6 +10,7 @@
 #include <kvpolicy/cuda/kernels/band_hopper.cuh>
 #include <kvpolicy/cuda/kernels/band_plain.cuh>
 #include <kvpolicy/cuda/kernels/band_portable.cuh>
+#include <kvpolicy/cuda/kernels/normaliser_hopper.cuh>
 #include <kvpolicy/cuda/launch.cuh>
 #include <kvpolicy/host/future_mass.hpp>
 
@@ -41,10 +42,11 @@ __global__ void write_head_numbers_kernel(const head_numbers batch, Number* cons
     }
 }
 
-/// The workspace's parts: a flag for every block of the longer grid, causal_lse's (the fewest rows a block are 128), windows,
-/// and biases.
+/// The workspace's parts: a flag for every item of the longer grid, causal_lse's (the fewest rows an item are 128), the number of
+/// the next one, windows, and biases.
 struct band_workspace {
     std::int32_t* flags;
+    std::int32_t* next;
     std::int32_t* windows;
     float* bias;
 
@@ -55,7 +57,8 @@ struct band_workspace {
     static band_workspace take(workspace_parts& parts, const rows_view<const T>& q,
                                const rows_view<const T>& k) {
         const std::int64_t tiles = (std::int64_t{q.length} + 127) / 128;
-        return {parts.take<std::int32_t>(tiles * q.batch * q.heads), parts.take<std::int32_t>(k.heads),
+        return {parts.take<std::int32_t>(tiles * q.batch * q.heads), parts.take<std::int32_t>(1),
+                parts.take<std::int32_t>(k.heads),
                 parts.take<float>(bias_stride(q.length) * q.batch * q.heads)};
     }
 };
@@ -134,15 +137,28 @@ void launch_tiles(const cuda& on, const device_scope& device, band_path path,
         make_tensor_map(problem.rows, 64, rows) &&
         make_tensor_map(problem.columns, band_hopper_sizes<Dim>::columns, columns)) {
         using sizes = band_hopper_sizes<Dim>;
+        const std::int64_t items = (std::int64_t{problem.length} + sizes::rows - 1) / sizes::rows * heads;
+        const bool again = Pass::fold == row_fold::running && problem.flags != nullptr;  // after a quick pass
+        if constexpr (std::is_same_v<Pass, lse_pass> && Dim > 64) {
+            if (problem.length >= 8192) {
+                launch("normaliser_hopper_kernel", normaliser_hopper_kernel<T, Dim>, items, sizes::threads,
+                       sizes::shared, on, problem, rows, columns);
+                return;
+            }
+        }
         if constexpr (Pass::mass) {
-            launch("band_bias_kernel", band_bias_kernel<T>,
-                   std::int64_t{problem.batch} * problem.columns.heads *
-                       ((problem.bias_stride + bias_columns - 1) / bias_columns),
-                   256, 0, on, problem);
+            if (!again) {  // also says that no item has been handed out
+                launch("band_bias_kernel", band_bias_kernel<T>,
+                       std::int64_t{problem.batch} * problem.columns.heads *
+                           ((problem.bias_stride + bias_columns - 1) / bias_columns),
+                       256, 0, on, problem);
+            }
+        } else if (!again) {
+            check(cudaMemsetAsync(problem.next, 0, sizeof(std::int32_t), on.stream), "cudaMemsetAsync");
         }
         launch("band_hopper_kernel", band_hopper_kernel<T, Dim, Pass>,
-               (std::int64_t{problem.length} + sizes::rows - 1) / sizes::rows * heads, sizes::threads,
-               sizes::shared, on, problem, rows, columns);
+               std::min(items, std::int64_t{device.attribute(cudaDevAttrMultiProcessorCount)}),
+               sizes::threads, sizes::shared, on, problem, rows, columns, static_cast<std::int32_t>(items));
     } else {
         using sizes = band_portable_sizes<Dim>;
         launch("band_portable_kernel", band_portable_kernel<T, Dim, Pass>,
@@ -185,7 +201,9 @@ void causal_lse_by(const cuda& on, band_path path, const Attention& attention, r
     problem.exponents = exponents_of<C>(attention, q.dim, 1.0);
     if constexpr (has_tiles<T>) {
         if (takes_tiles<Dims>(path, q, k)) {
-            problem.flags = band_workspace::take(parts, q, k).flags;
+            const band_workspace memory = band_workspace::take(parts, q, k);
+            problem.flags = memory.flags;
+            problem.next = memory.next;
             launch_band<lse_pass, Dims>(on, device, path, problem);
             launch_band<careful_lse_pass, Dims>(on, device, path, problem);
             return;
@@ -252,6 +270,7 @@ void future_mass_by(const cuda& on, band_path path, const Attention& attention, 
     }
     set_windows(on, options, memory.windows, problem);
     problem.bias = memory.bias;
+    problem.next = memory.next;
     problem.bias_stride = band_workspace::bias_stride(q.length);
     if constexpr (has_tiles<T>) {
         if (takes_tiles<Dims>(path, q, k)) {

@@ -143,6 +143,15 @@ TEST_CASE("normalisers of logits that grow along the sequence, and of some that 
     }
 }
 
+// These have a kernel of their own on Hopper.
+TEST_CASE("normalisers of long sequences, one of them with logits that grow") {
+    for (const float most : {0.0f, 400.0f}) {
+        MassCase c{.length = 8200, .dim = 128, .options = options_of(9), .slope = most};
+        c.lengths = {8191};
+        MassTest<bf16>(c).check(band_path::hopper);
+    }
+}
+
 TEST_CASE("future mass of sequences of different lengths, of strided views, and NaN beyond them") {
     check_mass<bf16>({.batch = 5,
                       .length = 400,
@@ -174,6 +183,31 @@ TEST_CASE("future mass of sequences of different lengths, of strided views, and 
     FutureMassOptions options;
     options.window = per_head(windows.data(), 1, 300);
     check_mass<bf16>({.length = 140, .kv_heads = 300, .dim = 64, .options = options});
+}
+
+TEST_CASE(
+    "future mass of more rows than the card takes at once, of which some overflow and some sequences are "
+    "short") {
+    MassCase c{.batch = 6,
+               .length = 600,
+               .kv_heads = 30,
+               .group = 2,
+               .dim = 64,
+               .options = options_of(30),
+               .lengths = {600, 0, 129, 599, 1, 256}};
+    check_mass<bf16>(c);
+    c.lse = Lse::far_below;
+    c.spread = 1.5f;
+    check_mass<bf16>(c);
+    c.options = options_of(30, infinity);
+    check_mass<bf16>(c);
+    c = {.batch = 3,
+         .length = 700,
+         .kv_heads = 24,
+         .group = 1,
+         .dim = 128,
+         .options = options_of(600, 1.0f, 50)};
+    check_mass<fp16>(c);
 }
 
 TEST_CASE("future mass gives the same bits every time") {

@@ -369,6 +369,25 @@ TEST_CASE("packed segments") {
     check(c, "packed");
 }
 
+TEST_CASE("many rows") {
+    std::mt19937 generator(6);
+    for (const std::int32_t rows : {4095, 4096, 5000, 13001}) {
+        Case c;
+        c.heads = 2;
+        c.queries = 2100;
+        c.tile_q = 48;
+        c.past.rows = rows;
+        c.past.first = 2000 - rows;
+        c.past.expiry = lifetimes(generator, 2, rows, c.past.first, rows % 2 == 0 ? 0 : 2);
+        check(c, std::to_string(rows) + " rows");
+        c.past.first = 0;
+        c.queries = rows;
+        c.triangular = true;
+        c.past.expiry = lifetimes(generator, 2, rows, 0, 1);
+        check(c, std::to_string(rows) + " rows, triangular");
+    }
+}
+
 TEST_CASE("many rounds") {
     std::mt19937 generator(5);
     Case c;

@@ -132,27 +132,103 @@ class attend_consumer : attend_ring<S> {
         }
     }
 
-    /// From the scores of a slot to weights, in place; the slot is released. True where it was the tile's last. `moves`: the output so far
-    /// must be multiplied by `decay`.
-    __device__ bool weigh(float (&s)[scores], int slot, const std::uint32_t (&query)[2],
-                          online_softmax& softmax, float (&decay)[2], bool& moves) const {
+    /// From the scores of a slot to logits, as far as anything is to be done.
+    __device__ void to_slot_logits(float (&s)[scores], int slot, const std::uint32_t (&query)[2]) const {
         const key_notes<S::keys, S::General>& notes = memory_->notes[slot];
-        const bool masked = notes.masked != 0;
-        const bool last = notes.last != 0;
-        float slope = call_.slope;
         if constexpr (S::General) {
             to_logits(s, call_.slope, call_.cap, notes, query);
-            slope = 1.0f;
         }
-        if (masked) {
+        if (notes.masked != 0) {
             hide(s, notes, query);
         }
+    }
+    __device__ float slope() const { return S::General ? 1.0f : call_.slope; }
+
+    /// Of the scores of a slot, by weigh() for settle().
+    struct weighing {
+        bool done;   // they are weights, or
+        bool last;   // (where the slot is released) the slot was the tile's last,
+        bool moves;  // and the output so far must be multiplied by `decay`
+        float decay[2];
+    };
+    /// Whether weights are relative to the first maximum. Above head_dim 128 it moves lazily, which is 4% faster there.
+    static constexpr bool anchors = S::Dim <= 128;
+
+    /// This warp no longer needs the keys of a slot. True where it was the tile's last.
+    __device__ bool release_keys(int slot) const {
+        const bool last = memory_->notes[slot].last != 0;
         release(empty_ + 8 * slot);
         if (last) {
             release(queries_empty_);
         }
-        moves = softmax.template take<(S::Dim > 128)>(s, slope, decay);
         return last;
+    }
+
+    /// From the scores of a slot to weights, in place, as far as the output need not be ready.
+    __device__ weighing weigh(float (&s)[scores], int slot, const std::uint32_t (&query)[2],
+                              online_softmax& softmax) const {
+        weighing w{};
+        if constexpr (anchors) {
+            if (softmax.anchored) {
+                to_slot_logits(s, slot, query);
+                w.done = softmax.take_anchored(s, slope());
+            }
+        } else {
+            to_slot_logits(s, slot, query);
+            w.last = release_keys(slot);
+            w.moves = softmax.template take<true>(s, slope(), w.decay);
+        }
+        return w;
+    }
+    /// After weigh(), with the output so far: s are weights, and the slot is released. True where it was the tile's last.
+    __device__ bool settle(float (&s)[scores], const weighing& w, int slot, const std::uint32_t (&query)[2],
+                           online_softmax& softmax, Output& o) const {
+        if constexpr (anchors) {
+            if (!w.done) {
+                if (softmax.anchored) {
+                    multiply_again(s, slot);  // weigh() has written over them
+                }
+                to_slot_logits(s, slot, query);
+                float decay[2];
+                if (softmax.template take<false>(s, slope(), decay)) {
+                    rescale(o, decay);
+                }
+            }
+            return release_keys(slot);
+        } else {
+            if (w.moves) {
+                rescale(o, w.decay);
+            }
+            return w.last;
+        }
+    }
+
+    /// s = Q K^T of this warp's rows once more, by the warp alone.
+    __device__ void multiply_again(float (&s)[scores], int slot) const {
+        // Volatile: what this hardly ever needs is not to be kept in registers.
+        int thread;
+        asm volatile("mov.u32 %0, %%tid.x;" : "=r"(thread));
+        const int lane = thread % 32;
+        const int warp = thread / 32;
+        const std::uint32_t q = queries_ + warp / 4 * 64 * S::row_bytes;
+        const std::uint32_t k = ring_ + slot * S::tile_bytes;
+#pragma unroll
+        for (int n = 0; n < S::keys / 16; ++n) {
+            float sums[2][4] = {};
+#pragma unroll 1
+            for (int step = 0; step < S::Dim / 16; ++step) {
+                std::uint32_t a[4], b[4];
+                load_matrices(a, q + swizzled(64, warp % 4 * 16 + lane % 16, 2 * step + lane / 16));
+                load_matrices(
+                    b, k + swizzled(S::keys, 16 * n + lane % 8 + lane / 16 * 8, 2 * step + lane / 8 % 2));
+                mma_16x8x16<T>(sums[0], a, b[0], b[1]);
+                mma_16x8x16<T>(sums[1], a, b[2], b[3]);
+            }
+#pragma unroll
+            for (int i = 0; i < 8; ++i) {
+                s[8 * n + i] = sums[i / 4][i % 4];
+            }
+        }
     }
 
     /// o += P V with the values at the ring's place, which are then released.
@@ -181,14 +257,10 @@ class attend_consumer : attend_ring<S> {
             multiply_keys(s, queries, ring.slot);
             wgmma_wait<0>();
             pin(s);
-            float decay[2];
-            bool moves;
-            last = weigh(s, ring.slot, query, softmax, decay, moves);
+            const weighing w = weigh(s, ring.slot, query, softmax);
+            last = settle(s, w, ring.slot, query, softmax, o);
             ring.advance();
             to_fragments<T>(p, s);
-            if (moves) {
-                rescale(o, decay);
-            }
             take_values(ring, p, o);
         } while (!last);
     }
@@ -199,14 +271,12 @@ class attend_consumer : attend_ring<S> {
                                       Output& o) const {
         float s[scores];
         Weights p;
-        float decay[2];
-        bool moves;
         barrier_wait(full_ + 8 * ring.slot, ring.parity);
         wgmma_fence();
         multiply_keys(s, queries, ring.slot);
         wgmma_wait<0>();
         pin(s);
-        bool last = weigh(s, ring.slot, query, softmax, decay, moves);
+        bool last = settle(s, weigh(s, ring.slot, query, softmax), ring.slot, query, softmax, o);
         to_fragments<T>(p, s);
         while (!last) {
             ring.advance();
@@ -221,14 +291,12 @@ class attend_consumer : attend_ring<S> {
             multiply_values(o, p, values.slot);
             wgmma_wait<1>();
             pin(s);
-            last = weigh(s, ring.slot, query, softmax, decay, moves);
+            const weighing w = weigh(s, ring.slot, query, softmax);
             wgmma_wait<0>();
             pin_output(o);
             pin(p);
             release(empty_ + 8 * values.slot);
-            if (moves) {
-                rescale(o, decay);
-            }
+            last = settle(s, w, ring.slot, query, softmax, o);
             to_fragments<T>(p, s);
         }
         ring.advance();

@@ -75,9 +75,9 @@ struct band_problem {
     /// Hopper kernel needs it made beforehand.
     float* bias = nullptr;
     std::int64_t bias_stride = 0;
-    /// One word a block of the grid. A quick pass says which blocks overflowed; a careful pass, where `flags` is given,
-    /// does those alone.
+    /// One word an item. A quick pass says which overflowed; a careful pass, where `flags` is given, does those alone.
     std::int32_t* flags = nullptr;
+    std::int32_t* next = nullptr;  // of items that a Hopper kernel hands out, 0 when it begins
 
     __device__ std::int32_t length_of(std::int64_t b) const {
         // A length that no view holds counts as an empty sequence, as everywhere on a device.
@@ -123,9 +123,12 @@ struct band_item {
     }
 };
 
-/// Heads whose blocks are in flight together. Blocks with the longest way to go come first, across these heads, so that the
+/// Heads whose items are in flight together. Those with the longest way to go come first, across these heads, so that the
 /// card runs empty all at once; more heads together would stream more columns than the L2 cache holds.
-inline constexpr std::int32_t heads_together = 8;
+__host__ __device__ inline std::int32_t heads_together(std::int32_t length) {
+    constexpr std::int32_t columns = 8 * 16384;
+    return length >= columns / 8 ? 8 : length <= columns / 64 ? 64 : columns / length;
+}
 
 /// The item of a block: groups of heads one after the other, within a group the longest items first. Lengths may be anything
 /// up to 2^31 - 1, so what could pass it is computed in 64 bits.
@@ -133,9 +136,10 @@ template <class Pass, int Rows, int Columns, class T, class C>
 __device__ band_item band_item_of(const band_problem<T, C>& problem, std::int32_t block) {
     const std::int32_t row_tiles = (problem.length + Rows - 1) / Rows;
     const std::int32_t heads = problem.batch * problem.row_heads;
-    const std::int32_t group = block / (row_tiles * heads_together);
-    const std::int32_t before = group * heads_together;
-    const std::int32_t together = heads - before < heads_together ? heads - before : heads_together;
+    const std::int32_t most = heads_together(problem.length);
+    const std::int32_t group = block / (row_tiles * most);
+    const std::int32_t before = group * most;
+    const std::int32_t together = heads - before < most ? heads - before : most;
     const std::int32_t inside = block - before * row_tiles;
     const std::int32_t head = before + inside % together;
     const std::int32_t tile = inside / together;

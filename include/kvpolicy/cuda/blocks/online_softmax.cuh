@@ -52,6 +52,18 @@ __device__ inline void hide(float (&s)[N], const key_notes<Keys, Biased>& notes,
                             const std::uint32_t (&query)[2]) {
     static_assert(N == Keys / 2);
     const int column = 2 * (lane_id() % 4);
+    if (notes.masked == masked_by_births) {
+#pragma unroll
+        for (int n = 0; n < Keys / 8; ++n) {
+            const uint2 born = *reinterpret_cast<const uint2*>(notes.life + 8 * n + column);
+#pragma unroll
+            for (int r = 0; r < 2; ++r) {
+                s[4 * n + 2 * r] = query[r] >= born.x ? s[4 * n + 2 * r] : minus_infinity();
+                s[4 * n + 2 * r + 1] = query[r] >= born.y ? s[4 * n + 2 * r + 1] : minus_infinity();
+            }
+        }
+        return;
+    }
 #pragma unroll
     for (int n = 0; n < Keys / 8; ++n) {
         const uint2 life = *reinterpret_cast<const uint2*>(notes.life + 8 * n + column);
@@ -71,6 +83,27 @@ struct online_softmax {
 
     float max[2] = {minus_infinity(), minus_infinity()};
     float sum[2] = {0.0f, 0.0f};
+    bool anchored = false;  // both rows of all the warp's lanes have seen something
+
+    /// As take() where all rows are anchored, without looking for a larger logit: weights are relative to the `max` that is there. False
+    /// where some would be so large that fp16 might not hold it, or not a number; then only s has changed. All lanes get the same.
+    template <int N>
+    __device__ bool take_anchored(float (&s)[N], float slope) {
+        constexpr float most = 0x1p14f;
+        const float reference[2] = {max[0] * slope, max[1] * slope};
+        float part[2] = {0.0f, 0.0f};
+#pragma unroll
+        for (int i = 0; i < N; ++i) {
+            s[i] = fast_exp2(fmaf(s[i], slope, -reference[(i / 2) % 2]));
+            part[(i / 2) % 2] += s[i];
+        }
+        if (__all_sync(all_lanes, part[0] < most && part[1] < most) == 0) {
+            return false;
+        }
+        sum[0] += part[0];
+        sum[1] += part[1];
+        return true;
+    }
 
     /// Logits slope * s (slope > 0) become weights relative to `max`, the largest so far. What has been summed must then be multiplied
     /// by `decay` where true is returned, to all lanes of the warp. Lazy: `max` moves only where some logit of the warp's rows exceeds
@@ -103,6 +136,9 @@ struct online_softmax {
                 max[r] = largest[r];
                 sum[r] *= decay[r];
             }
+        }
+        if (!anchored) {
+            anchored = __all_sync(all_lanes, max[0] > minus_infinity() && max[1] > minus_infinity()) != 0;
         }
         const float reference[2] = {max[0] == minus_infinity() ? 0.0f : max[0] * slope,
                                     max[1] == minus_infinity() ? 0.0f : max[1] * slope};

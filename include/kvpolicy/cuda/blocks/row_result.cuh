@@ -75,10 +75,10 @@ __device__ inline void add_to_total(const band_problem<T>& problem, const band_i
     }
 }
 
-/// Writes row `row` of the item, one a thread, and the flag of a quick pass.
+/// Writes row `row` of the item, number `number` of all, one a thread, and the flag of a quick pass.
 template <class Pass, class T>
 __device__ inline void write_total(const band_problem<T>& problem, const band_item& item, const float* totals,
-                                   int row, const int* flag) {
+                                   int row, std::int32_t number, const int* flag) {
     if (item.first + row < item.length) {
         float* const out = problem.out.head(item.b, item.head) + item.first + row;
         if constexpr (Pass::mass) {
@@ -89,7 +89,7 @@ __device__ inline void write_total(const band_problem<T>& problem, const band_it
     }
     if constexpr (Pass::quick) {
         if (row == 0) {
-            problem.flags[blockIdx.x] = *flag;
+            problem.flags[number] = *flag;
         }
     }
 }

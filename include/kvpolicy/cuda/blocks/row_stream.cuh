@@ -16,13 +16,17 @@ namespace cuda_backend {
 /// What softmax needs to know of a block's keys.
 template <int Keys, bool Biased>
 struct key_notes {
-    // Query i sees key n iff i - (life[n] & 0xffff), as an unsigned number, is below life[n] >> 16.
+    // Where masked is masked_by_births, query i sees key n iff i >= life[n]; else iff i - (life[n] & 0xffff), as an unsigned number, is
+    // below life[n] >> 16.
     std::uint32_t life[Keys];
     float bias[Biased ? Keys : 1];               // in units of log 2
     std::uint32_t bias_from[Biased ? Keys : 1];  // the bias counts for queries i >= this
-    std::uint32_t masked;                        // some query of the tile does not see some key: read `life`
-    std::uint32_t last;                          // no block follows
+    std::uint32_t masked;  // some query of the tile does not see some key: read `life`; else 0
+    std::uint32_t last;    // no block follows
 };
+
+/// What `masked` may be: keys that are there outlive the tile, or not all do.
+inline constexpr std::uint32_t masked_by_births = 1, masked_by_lives = 2;
 
 inline constexpr int stream_threads = 128;
 
@@ -103,7 +107,7 @@ class row_stream {
     /// again with the same ones.
     __device__ bool next(key_offsets<Keys>& offsets, key_notes<Keys, Biased>& notes) {
         const Source& source = memory_.source;
-        bool masked = false;
+        std::uint32_t masked = 0;
         if (next_ + Keys <= source.full) {
             if (thread_ < Keys) {
                 put(offsets, fetched_.row);
@@ -118,19 +122,27 @@ class row_stream {
             while (waiting_ < Keys && next_ < all()) {
                 take();
             }
-            bool partial = false;
+            std::uint32_t life = 0;
+            std::uint32_t why = 0;
+            bool present = false;
             if (thread_ < Keys) {
                 const int at = (head_ + thread_) % Memory::ring;
-                const bool present = thread_ < waiting_;
-                const std::uint32_t life = present ? memory_.life[at] : 0;
+                present = thread_ < waiting_;
+                life = present ? memory_.life[at] : 0;
                 put(offsets, present ? memory_.row[at] : -1);
-                notes.life[thread_] = life;
                 note_bias(notes, present ? memory_.bias[at] : 0.0f, present ? memory_.bias_from[at] : 0);
                 const auto born = static_cast<std::int32_t>(life & 0xffffu);
                 const auto lasts = static_cast<std::int32_t>(life >> 16);
-                partial = born > source.begin || born + lasts < source.end;
+                why = (!present || born > source.begin ? masked_by_births : 0) |
+                      (present && born + lasts < source.end ? masked_by_lives : 0);
             }
-            masked = any(partial);
+            why = any(why);
+            masked = (why & masked_by_lives) != 0 ? masked_by_lives : why;
+            if (thread_ < Keys) {
+                notes.life[thread_] = masked == masked_by_lives ? life
+                                      : present                 ? life & 0xffffu
+                                                                : 0xffffffffu;
+            }
             const int taken = waiting_ < Keys ? waiting_ : Keys;
             head_ = (head_ + taken) % Memory::ring;
             waiting_ -= taken;
@@ -138,7 +150,7 @@ class row_stream {
         }
         const bool more = waiting_ != 0 || next_ < all();
         if (thread_ == 0) {
-            notes.masked = masked ? 1 : 0;
+            notes.masked = masked;
             notes.last = more ? 0 : 1;
         }
         named_barrier(barrier_, stream_threads);
@@ -220,10 +232,10 @@ class row_stream {
         named_barrier(barrier_, stream_threads);
         return sums;
     }
-    /// Whether `mine` holds in any thread.
-    __device__ bool any(bool mine) {
-        const std::int32_t* const sums = share(__any_sync(all_lanes, mine));
-        return (sums[0] | sums[1] | sums[2] | sums[3]) != 0;
+    /// The bits that are set in any thread.
+    __device__ std::uint32_t any(std::uint32_t mine) {
+        const std::int32_t* const sums = share(static_cast<std::int32_t>(__reduce_or_sync(all_lanes, mine)));
+        return static_cast<std::uint32_t>(sums[0] | sums[1] | sums[2] | sums[3]);
     }
 
     /// The next stream_threads rows; those that some query of the tile sees are put behind the waiting ones.

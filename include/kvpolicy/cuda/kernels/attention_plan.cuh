@@ -10,13 +10,15 @@
 #include <algorithm>
 #include <cstddef>
 #include <cstdint>
+#include <type_traits>
 
 namespace kvpolicy {
 inline namespace KVPOLICY_CUDA_NAMESPACE KVPOLICY_HIDDEN {
 namespace cuda_backend {
 
-inline constexpr int plan_warps = 8;
-inline constexpr int plan_threads = 32 * plan_warps;
+/// Of a block, where there are few rows, and where there are many and the card lends a block the memory to count them.
+inline constexpr int plan_warps = 8, plan_most_warps = 16;
+inline constexpr std::int32_t plan_many_rows = 4096;
 /// Queries a super-tile, about: lists are read by all its query tiles, and a row's life takes 16 bits.
 inline constexpr std::int32_t plan_queries = 1024;
 /// Lists of all rows that a round may take, by KV head: 8 bytes an entry (14 with biases) make at most 256 (448) a row.
@@ -27,18 +29,19 @@ inline constexpr std::int64_t plan_full_lists = 32;
 inline constexpr std::int32_t plan_bins = 3;  // times super_q
 static_assert(plan_queries * plan_bins * plan_warps * sizeof(std::int32_t) + 1024 <= 99 * 1024,
               "a block of compute capability 8.6 and 8.9 has no more");
-inline std::size_t plan_shared_bytes(const attention_plan& plan) {
-    return static_cast<std::size_t>(plan.super_q) * plan_bins * plan_warps * sizeof(std::int32_t);
+inline std::size_t plan_shared_bytes(const attention_plan& plan, int warps) {
+    return static_cast<std::size_t>(plan.super_q) * plan_bins * static_cast<std::size_t>(warps) *
+           sizeof(std::int32_t);
 }
 
 /// Calls body(x, time) for this warp's share of the rows, in order, 32 at a time, with a time that is never (dies = 0) for
 /// lanes past the end. All lanes call it together. time_of(x) says when row x lives.
-template <class TimeOf, class Body>
+template <int Warps, class TimeOf, class Body>
 __device__ inline void for_rows_of_warp(const TimeOf& time_of, std::int32_t rows, std::int32_t queries,
                                         Body body) {
-    constexpr std::int32_t ahead = 4;  // loads under way at once
+    constexpr std::int32_t ahead = 8;  // loads under way at once
     constexpr std::int32_t step = 32 * ahead;
-    const std::int32_t share = (rows + plan_warps * step - 1) / (plan_warps * step) * step;
+    const std::int32_t share = (rows + Warps * step - 1) / (Warps * step) * step;
     const std::int32_t begin = warp_id() * share;
     const std::int32_t end = rows < begin + share ? rows : begin + share;
     for (std::int32_t first = begin; first < end; first += step) {
@@ -59,14 +62,13 @@ __device__ inline void for_rows_of_warp(const TimeOf& time_of, std::int32_t rows
 }
 
 /// One block a list; the last super-tiles, which have most rows, first. `Plain` where plain_frame fits.
-template <bool Plain, class Frames>
-__global__ void __launch_bounds__(plan_threads)
+template <bool Plain, int Warps, class Frames>
+__global__ void __launch_bounds__(32 * Warps)
     attention_plan_kernel(const __grid_constant__ Frames frames, const __grid_constant__ attention_plan plan,
                           const std::int32_t kv_heads, const std::int32_t heads) {
-    __shared__ std::int32_t totals[plan_warps];
-    __shared__ std::int32_t staying[plan_warps];  // rows that outlive the super-tile, and
-    __shared__ std::int32_t
-        following[plan_warps];  // how many of them come right after another of the same 32
+    __shared__ std::int32_t totals[Warps];
+    __shared__ std::int32_t staying[Warps];    // rows that outlive the super-tile, and
+    __shared__ std::int32_t following[Warps];  // how many of them come right after another of the same 32
     auto* const counts = reinterpret_cast<std::int32_t*>(dynamic_shared());  // [bin][warp]
     const auto block = static_cast<std::int32_t>(blockIdx.x);
     const std::int32_t j = plan.supers - 1 - block / heads;
@@ -93,21 +95,21 @@ __global__ void __launch_bounds__(plan_threads)
     };
     const std::int32_t warp = warp_id();
     const auto thread = static_cast<std::int32_t>(threadIdx.x);
-    const std::int32_t slots = plan_bins * super_q * plan_warps;
+    const std::int32_t slots = plan_bins * super_q * Warps;
     const auto bin_of = [super_q](const row_time& time) {
         return time.born == 0         ? super_q - time.dies
                : time.dies == super_q ? super_q - 1 + time.born
                                       : 2 * super_q - 2 + time.born;
     };
 
-    for (std::int32_t i = thread; i < slots; i += plan_threads) {
+    for (std::int32_t i = thread; i < slots; i += 32 * Warps) {
         counts[i] = 0;
     }
     __syncthreads();
     std::int32_t through = 0;  // of bin 0, which most rows are in
     std::int32_t stay = 0;
     std::int32_t follow = 0;
-    for_rows_of_warp(time_of, rows, queries, [&](std::int32_t, const row_time& time) {
+    for_rows_of_warp<Warps>(time_of, rows, queries, [&](std::int32_t, const row_time& time) {
         const bool seen = time.born < time.dies;
         const bool lasts = seen && time.born == 0 && time.dies == super_q;
         through += __popc(__ballot_sync(all_lanes, lasts));
@@ -115,7 +117,7 @@ __global__ void __launch_bounds__(plan_threads)
         stay += __popc(stays);
         follow += __popc(stays & (stays << 1));
         if (seen && !lasts) {
-            atomicAdd(counts + bin_of(time) * plan_warps + warp, 1);
+            atomicAdd(counts + bin_of(time) * Warps + warp, 1);
         }
     });
     if (lane_id() == 0) {
@@ -127,7 +129,7 @@ __global__ void __launch_bounds__(plan_threads)
     if (thread == 0) {
         std::int32_t all = 0;
         std::int32_t begin = 0;
-        for (int w = 0; w < plan_warps; ++w) {
+        for (int w = 0; w < Warps; ++w) {
             all += staying[w];
             begin += staying[w] - following[w];
         }
@@ -146,7 +148,7 @@ __global__ void __launch_bounds__(plan_threads)
         totals[warp] = sum;
     }
     __syncthreads();
-    std::int32_t so_far = sum_of_warps<plan_warps>(totals).before;
+    std::int32_t so_far = sum_of_warps<Warps>(totals).before;
     for (std::int32_t i = 0; i < run; i += 32) {
         const bool inside = i + lane_id() < run;
         std::int32_t* const at = counts + warp * run + i + lane_id();
@@ -159,16 +161,16 @@ __global__ void __launch_bounds__(plan_threads)
     }
     __syncthreads();
 
-    const std::int32_t old = counts[super_q * plan_warps];
-    const std::int32_t behind_lasting = counts[(2 * super_q - 1) * plan_warps];
-    for (std::int32_t i = thread; i < plan.boundaries; i += plan_threads) {
+    const std::int32_t old = counts[super_q * Warps];
+    const std::int32_t behind_lasting = counts[(2 * super_q - 1) * Warps];
+    for (std::int32_t i = thread; i < plan.boundaries; i += 32 * Warps) {
         const std::int32_t e = i * plan.tile_q;
-        plan.through[list * plan.boundaries + i] = e == 0 ? old : counts[(super_q - e + 1) * plan_warps];
-        plan.known[list * plan.boundaries + i] = e == 0 ? 0 : counts[(super_q - 1 + e) * plan_warps] - old;
+        plan.through[list * plan.boundaries + i] = e == 0 ? old : counts[(super_q - e + 1) * Warps];
+        plan.known[list * plan.boundaries + i] = e == 0 ? 0 : counts[(super_q - 1 + e) * Warps] - old;
         plan.passing[list * plan.boundaries + i] =
-            e == 0 ? 0 : counts[(2 * super_q - 2 + e) * plan_warps] - behind_lasting;
+            e == 0 ? 0 : counts[(2 * super_q - 2 + e) * Warps] - behind_lasting;
     }
-    if (thread == plan_threads - 1) {
+    if (thread == 32 * Warps - 1) {
         plan.old[list] = old;
         plan.total[list] = so_far;  // of the last warp: everything
         plan.lasting[list] = behind_lasting - old;
@@ -178,7 +180,7 @@ __global__ void __launch_bounds__(plan_threads)
     const std::int64_t offset = plan.offset(head_number, j);
     std::int32_t next_through = counts[warp];
     __syncwarp();
-    for_rows_of_warp(time_of, rows, queries, [&](std::int32_t x, const row_time& time) {
+    for_rows_of_warp<Warps>(time_of, rows, queries, [&](std::int32_t x, const row_time& time) {
         const bool seen = time.born < time.dies;
         if (__ballot_sync(all_lanes, seen) == 0) {
             return;
@@ -191,7 +193,7 @@ __global__ void __launch_bounds__(plan_threads)
         if (seen && !lasts) {
             const std::int32_t bin = bin_of(time);
             const unsigned alike = __match_any_sync(others, bin);
-            std::int32_t* const next = counts + bin * plan_warps + warp;
+            std::int32_t* const next = counts + bin * Warps + warp;
             place = *next + __popc(alike & lanes_before(lane_id()));
             __syncwarp(others);
             if ((alike & lanes_before(lane_id())) == 0) {
@@ -264,10 +266,23 @@ inline void launch_plan(const cuda& on, const key_frames& frames, const attentio
                         std::int32_t batch, std::int32_t kv_heads) {
     const std::int32_t heads = batch * kv_heads;
     const bool plain = plain_frame::fits(frames) && round.bias == nullptr;
-    launch("attention_plan_kernel",
-           plain ? attention_plan_kernel<true, key_frames> : attention_plan_kernel<false, key_frames>,
-           std::int64_t{heads} * round.supers, plan_threads, plan_shared_bytes(round), on, frames, round,
-           kv_heads, heads);
+    const device_scope device(on);
+    const bool many = round.rows >= plan_many_rows &&
+                      plan_shared_bytes(round, plan_most_warps) + 1024 <=
+                          static_cast<std::size_t>(device.attribute(cudaDevAttrMaxSharedMemoryPerBlockOptin));
+    const auto go = [&](auto warps) {
+        constexpr int Warps = decltype(warps)::value;
+        launch("attention_plan_kernel",
+               plain ? attention_plan_kernel<true, Warps, key_frames>
+                     : attention_plan_kernel<false, Warps, key_frames>,
+               std::int64_t{heads} * round.supers, 32 * Warps, plan_shared_bytes(round, Warps), on, frames,
+               round, kv_heads, heads);
+    };
+    if (many) {
+        go(std::integral_constant<int, plan_most_warps>{});
+    } else {
+        go(std::integral_constant<int, plan_warps>{});
+    }
 }
 
 }  // namespace cuda_backend

@@ -212,7 +212,7 @@ __global__ void __launch_bounds__(128, Dim <= 128 ? 3 : 1)
     }
     copy_wait<0>();  // without tiles nobody has waited for the rows
     __syncthreads();
-    write_total<Pass>(problem, item, totals, thread, flag);
+    write_total<Pass>(problem, item, totals, thread, static_cast<std::int32_t>(blockIdx.x), flag);
 }
 
 }  // namespace cuda_backend

@@ -302,6 +302,28 @@ TEST_CASE("logits of 6e4 of both signs") {
     }
 }
 
+TEST_CASE("logits that outgrow those of the first block, in some rows and in all") {
+    for (const std::int32_t dim : {64, 128, 256}) {
+        for (const float spread : {2.5f, 5.0f, 40.0f}) {
+            AttendCase c =
+                plain_case("spread of " + std::to_string(spread) + ", head_dim " + std::to_string(dim), 1, 2,
+                           4, 700, dim);
+            c.scale_q = spread;
+            check_attend<bf16>(c);
+            if (spread < 40.0f) {  // outputs below what fp16 holds in full are no test of this
+                check_attend<fp16>(c);
+            }
+            expire(c, 60, 4, 300);
+            c.what += ", lifetimes";
+            check_attend<bf16>(c);
+            c.past.log_bias = random_biases(c, 700, 8);
+            c.bias_from = {60, 3};
+            c.what += ", biases";
+            check_attend<bf16>(c);
+        }
+    }
+}
+
 TEST_CASE("fp32 and double by the plain kernels") {
     AttendCase c = plain_case("plain", 2, 2, 3, 200, 72);
     expire(c, 30, 4, 100);

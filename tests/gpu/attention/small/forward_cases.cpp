@@ -33,6 +33,12 @@ TEST_CASE("hopper forward, lists") {
     c.past.expiry.assign(290, never);
     run(c, {.gather = true});
 }
+TEST_CASE("hopper forward, logits that outgrow the first block's") {
+    AttendCase c = small(3, 290);
+    c.scale_q = 60.0f;
+    c.past.expiry.assign(290, never);
+    run(c, {.scan = true});
+}
 TEST_CASE("hopper forward, scans, one row at a time") { run(small(2, 70), {.scan = true, .boxes = false}); }
 TEST_CASE("hopper forward, biases and softcap, packed") {
     AttendCase c = small(2, 130);
