@@ -170,8 +170,10 @@ struct mlstm_call {
                 return mlstm_project_memory<T, slots_of_a_block>(nullptr, call.source.padded, P > V ? P : V)
                     .bytes;
             };
-            // Two chunks share what is loaded of the weights, where two such blocks fit on a multiprocessor.
-            if (const std::size_t both = shared(two{}); both <= 112 * 1024) {
+            // Two chunks share what is loaded of the weights, where two such blocks fit on a large multiprocessor, and one on any.
+            const auto room =
+                static_cast<std::size_t>(device_scope(on).attribute(cudaDevAttrMaxSharedMemoryPerBlockOptin));
+            if (const std::size_t both = shared(two{}); both <= std::min<std::size_t>(room, 112 * 1024)) {
                 with(two{}, both);
             } else {
                 with(one{}, shared(one{}));

@@ -19,10 +19,11 @@ namespace cuda_backend {
 /// Numbers of gates' weights in shared memory stand so that what the two threads of a row read lies in different banks.
 KVPOLICY_HOST_DEVICE constexpr std::int32_t gate_weight(std::int32_t c) { return c + c / 32 * 4; }
 
-/// Slabs of weights, 64 columns of `rows` rows, that are on their way at once: as many as leave room for two blocks on a multiprocessor.
-template <class T>
+/// Slabs of weights, 64 columns of `rows` rows, that are on their way at once: as many as leave room for two blocks on a multiprocessor. Blocks of one
+/// chunk are those of wide inputs, which need the room themselves.
+template <class T, int Slots>
 KVPOLICY_HOST_DEVICE constexpr int mlstm_slabs(int rows) {
-    return !shared_tile<T>::plain && rows <= 64 ? 4 : 2;
+    return !shared_tile<T>::plain && Slots == 2 && rows <= 64 ? 4 : 2;
 }
 
 /// Shared memory of the projections of `Slots` neighbouring chunks: their inputs, slabs of weights, and the gates.
@@ -44,7 +45,7 @@ struct mlstm_project_memory {
         shared_parts parts(memory);
         x = {parts.tile<T>(scorer_chunk, Slots * padded).data, scorer_chunk};
         slabs = parts.tile<T>(slab_rows, 64).data;
-        for (int i = 1; i < mlstm_slabs<T>(slab_rows); ++i) {
+        for (int i = 1; i < mlstm_slabs<T, Slots>(slab_rows); ++i) {
             parts.tile<T>(slab_rows, 64);
         }
         weights = parts.take<float>(shared_tile<T>::plain ? 2 * gate_weight(padded) : 0);
@@ -182,9 +183,9 @@ __device__ inline void store_rows(const Product& warp, E* to, std::int64_t strid
 
 /// The weights of a block's one or two products, 16-bit rows of `padded` numbers, which go through shared memory in slabs of 64 columns, one after
 /// the other, as many at once as there is room for.
-template <int First, int Second, int SlabRows, int Threads, class T>
+template <int First, int Second, int SlabRows, int Slots, class T>
 struct mlstm_weight_slabs {
-    static constexpr int ring = mlstm_slabs<T>(SlabRows);
+    static constexpr int ring = mlstm_slabs<T, Slots>(SlabRows), threads = 128 * Slots;
     static_assert(First <= SlabRows && Second <= SlabRows);
 
     const T *first, *second;  // First and Second rows
@@ -199,10 +200,10 @@ struct mlstm_weight_slabs {
         const std::int32_t each = padded / 64;
         if (i < total) {
             if (i < each) {
-                copy_rows(shared_tile<T>{slab(i), First}, first + i * 64, padded, 64, First, Threads);
+                copy_rows(shared_tile<T>{slab(i), First}, first + i * 64, padded, 64, First, threads);
             } else {
                 copy_rows(shared_tile<T>{slab(i), Second}, second + (i - each) * 64, padded, 64, Second,
-                          Threads);
+                          threads);
             }
         }
         copy_commit();
@@ -496,7 +497,7 @@ __global__ void __launch_bounds__(128 * Slots, shared_tile<T>::plain || Slots ==
     const bool projects = !queries && (!direct_values || source.k.dim % 8 != 0);
     const T* const weights = queries ? problem.stack_q + std::int64_t{s.h} * problem.rows_q * source.padded
                                      : problem.stack_k + std::int64_t{s.h} * problem.rows_k * source.padded;
-    const mlstm_weight_slabs<of_features, V, slab_rows, 128 * Slots, T> slabs{
+    const mlstm_weight_slabs<of_features, V, slab_rows, Slots, T> slabs{
         weights, weights + std::int64_t{problem.at_v} * source.padded, source.padded,
         source.padded / 64 * (projects ? 2 : 1), memory.slabs};
     slabs.begin();
@@ -514,7 +515,7 @@ __global__ void __launch_bounds__(128 * Slots, shared_tile<T>::plain || Slots ==
             }
         }
     }
-    copy_wait<mlstm_slabs<T>(slab_rows) - 1>();  // the inputs are there
+    copy_wait<decltype(slabs)::ring - 1>();  // the inputs are there
     __syncthreads();
     // Calls body(row, products with both weights, 0 or NaN) for each row of the chunk, one thread a row.
     const auto for_each_row = [&](const auto& body) {
