@@ -317,7 +317,7 @@ class DualCache : public CacheOwner<DualCache<P, T>, P, T> {
     }
     /// Pages of a slab that stay the caller's.
     [[nodiscard]] std::int32_t spared_of(std::int32_t slab) const {
-        return slab == 0 || !own_layout() ? pool_.spared_pages : 0;
+        return slab == 0 || strides_given_ ? pool_.spared_pages : 0;
     }
     /// The arrays of a slab in memory that may be lent.
     [[nodiscard]] Slab<T> slab_in(void* buffer, std::size_t buffer_bytes) const;
@@ -345,6 +345,7 @@ class DualCache : public CacheOwner<DualCache<P, T>, P, T> {
     };
 
     PoolShape pool_;
+    bool strides_given_ = false;              // also where they are those of rows that follow one another
     std::vector<std::int64_t> table_offset_;  // [layers, kv_heads + 1]
     std::vector<std::int64_t> tile_offset_;   // [layers, kv_heads + 1]
     std::vector<std::int64_t> most_rows_;     // [layers]

@@ -27,7 +27,8 @@ DualCache<P, T>::DualCache(const CacheShape& shape, const PoolShape& pool, const
     const std::int64_t pages = std::int64_t{pool.slab_pages} * pool.most_slabs;
     detail::require(pages <= most, "slab_pages * most_slabs", pages, "below 2^31, as page ids are 32 bits");
     PageStrides& strides = pool_.strides;
-    if (strides.k_page == 0 && strides.v_page == 0 && strides.k_row == 0 && strides.v_row == 0) {
+    strides_given_ = strides.k_page != 0 || strides.v_page != 0 || strides.k_row != 0 || strides.v_row != 0;
+    if (!strides_given_) {
         strides = {std::int64_t{shape.page_rows} * shape.dim_k, std::int64_t{shape.page_rows} * shape.dim_v,
                    shape.dim_k, shape.dim_v};
     }

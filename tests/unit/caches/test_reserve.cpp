@@ -164,6 +164,33 @@ struct EnginePages {
 
 }  // namespace
 
+TEST_CASE("pages that an engine keeps to itself: of every slab, also where its rows follow one another") {
+    const host on(1);
+    using P = Policy<Sink<2>, Window<5>, ThresholdGate<at_least>>;
+    const P policy{{}, {}, ThresholdGate<at_least>{0.0f}};
+    const CacheShape one{
+        .layers = 2, .slots = 2, .query_heads = 2, .kv_heads = 1, .dim_k = 8, .dim_v = 8, .page_rows = 16};
+    DualCache<P, float> cache(one,
+                              {.slab_pages = 8,
+                               .most_slabs = 2,
+                               .longest = 100,
+                               .spared_pages = 1,
+                               .strides = {.k_page = 128, .v_page = 128, .k_row = 8, .v_row = 8}},
+                              policy);
+    std::vector<unsigned char> memory(cache.bytes().total(), test::poison), notes[2];
+    std::vector<float> keys[2], values[2];  // of each layer
+    cache.bind(on, memory.data(), memory.size());
+    for (int layer = 0; layer < 2; ++layer) {
+        notes[layer].assign(cache.notes_bytes(), test::poison);
+        keys[layer].assign(8 * 128, 0.0f);
+        values[layer].assign(8 * 128, 0.0f);
+        cache.add_pages(on, keys[layer].data(), values[layer].data(), notes[layer].data(),
+                        notes[layer].size());
+        CHECK(cache.lent_pages() == 7 * (layer + 1));
+        CHECK(cache.free_pages() == cache.lent_pages());
+    }
+}
+
 TEST_CASE("an engine's pool: FlashInfer's pages, NHD and HND, with a page that is left alone") {
     const host on(1);
     using P = Policy<Sink<2>, Window<5>, ThresholdGate<at_least>>;

@@ -210,6 +210,9 @@ class score_cluster {
     /// Token j of a group's entries. `more`: there are more of them, `others`: another group comes.
     __device__ void take(std::int32_t group, std::int32_t j, bool more, bool others) {
         store_tokens();
+        if (minds()) {
+            await_stabilisers();
+        }
         __syncthreads();
         if (minds() && more) {
             point_again(group, j + 1);
@@ -322,6 +325,12 @@ class score_cluster {
             gates_.first = of_state[0];
             gates_.second = of_state[1];
         }
+    }
+    /// Does not go on before the stabilisers are read: the first block writes new ones in their place as soon as it has all
+    /// blocks' projections, which are sent after this.
+    __device__ void await_stabilisers() {
+        gates_.first = __shfl_sync(all_lanes, gates_.first, lane_id());
+        gates_.second = __shfl_sync(all_lanes, gates_.second, lane_id());
     }
     [[nodiscard]] __device__ bool of_leaving() const { return lane_id() % 4 >= 2; }
     [[nodiscard]] __device__ bool of_value() const { return lane_id() % 2 != 0; }

@@ -270,6 +270,7 @@ class score_many {
         const std::uint32_t to = slot_address(slot) + offset_of(state),
                             barrier = shared_address(&memory_.tokens->full[slot]);
         barrier_expect(barrier, part.bytes);
+        fence_async_proxy();  // the eight bytes that one before may have had copied to where this one has others
         copy_bulk(to + part.skipped, part.from, part.bytes, barrier);
         if (part.skipped != 0) {
             copy_8(to, state);
