@@ -22,7 +22,7 @@ inline namespace KVPOLICY_CUDA_NAMESPACE KVPOLICY_HIDDEN {
 // NaN, here results that it takes part in are anything.
 
 /// Bytes of device workspace for causal_lse and future_mass: 4 bytes a query of a head, a word for every
-/// 128 of them, and the windows.
+/// 128 of them, the windows, and a word for the next item of work.
 template <Storage T>
 std::size_t future_mass_workspace_bytes(const cuda& on, rows_view<const T> q, rows_view<const T> k);
 

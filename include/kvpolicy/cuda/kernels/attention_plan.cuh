@@ -41,22 +41,23 @@ __device__ inline void for_rows_of_warp(const TimeOf& time_of, std::int32_t rows
                                         Body body) {
     constexpr std::int32_t ahead = 8;  // loads under way at once
     constexpr std::int32_t step = 32 * ahead;
-    const std::int32_t share = (rows + Warps * step - 1) / (Warps * step) * step;
-    const std::int32_t begin = warp_id() * share;
-    const std::int32_t end = rows < begin + share ? rows : begin + share;
-    for (std::int32_t first = begin; first < end; first += step) {
+    // In 64 bits: rows may be as many as 31 bits say.
+    const std::int64_t share = (std::int64_t{rows} + Warps * step - 1) / (Warps * step) * step;
+    const std::int64_t begin = warp_id() * share;
+    const std::int64_t end = rows < begin + share ? rows : begin + share;
+    for (std::int64_t first = begin; first < end; first += step) {
         row_time time[ahead];
 #pragma unroll
         for (std::int32_t i = 0; i < ahead; ++i) {
-            const std::int32_t x = first + 32 * i + lane_id();
-            time[i] = x < end ? time_of(x) : row_time{0, 0};
+            const std::int64_t x = first + 32 * i + lane_id();
+            time[i] = x < end ? time_of(static_cast<std::int32_t>(x)) : row_time{0, 0};
             if (time[i].born >= queries) {
                 time[i].dies = 0;  // born after the last query
             }
         }
 #pragma unroll
         for (std::int32_t i = 0; i < ahead; ++i) {
-            body(first + 32 * i + lane_id(), time[i]);
+            body(static_cast<std::int32_t>(first + 32 * i + lane_id()), time[i]);
         }
     }
 }
