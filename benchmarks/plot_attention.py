@@ -1,7 +1,7 @@
 #!/usr/bin/env python3
 """Draws docs/performance.md's plots of attention from a committed report of tools/gpu:
 
-    benchmarks/plot_attention.py benchmarks/results/attention_h100_DATE.json docs/images
+    benchmarks/plot_attention.py benchmarks/results/library_h200_DATE.json docs/images
 
 writes attention-time.png (milliseconds against sequence length, beside FlexAttention and cuDNN), attention-density.png (rate
 against the share of live pairs) and attention-roofline.png. Needs matplotlib (pip install matplotlib, or Debian's
@@ -13,7 +13,7 @@ import os
 import sys
 
 LENGTHS = {"16k": 1 << 14, "32k": 1 << 15, "64k": 1 << 16, "128k": 1 << 17}
-PEAK_TFLOPS, PEAK_TBYTES = 989.0, 3.35  # H100 SXM: dense bf16, HBM3
+PEAK_TFLOPS, PEAK_TBYTES = 989.0, {"H100": 3.35, "H200": 4.8}  # SXM: dense bf16; memory
 OURS, FLEX, DENSE, TARGET = "#0b6e4f", "#c1440e", "#3a5ba0", "#888888"
 
 
@@ -100,13 +100,15 @@ def density_plot(plt, ours, baselines, caption, path):
     finish(figure, caption, path)
 
 
-def roofline_plot(plt, ours, caption, path):
+def roofline_plot(plt, ours, card, caption, path):
     rows = [row for row in ours.values() if row.get("tensor_bytes") and row.get("flops")]
     if not rows:
         return
     figure, axes = plt.subplots(figsize=(6.5, 4.4))
-    edge = PEAK_TFLOPS / PEAK_TBYTES
-    axes.plot([10, edge, 1e6], [10 * PEAK_TBYTES, PEAK_TFLOPS, PEAK_TFLOPS], color=TARGET, label="H100: 989 TF/s, 3.35 TB/s")
+    name, tbytes = next(((name, tbytes) for name, tbytes in PEAK_TBYTES.items() if name in card), (None, None))
+    if name:
+        axes.plot([10, PEAK_TFLOPS / tbytes, 1e6], [10 * tbytes, PEAK_TFLOPS, PEAK_TFLOPS], color=TARGET,
+                  label=f"{name}: {PEAK_TFLOPS:g} TF/s, {tbytes:g} TB/s")
     for word, marker in (("forward + backward", "s"), ("forward", "o"), ("soft gates", "P"), ("future mass", "^"),
                          ("causal lse", "v")):
         of = [row for row in rows if row["name"].split("/")[0] == word]
@@ -145,7 +147,7 @@ def main():
     os.makedirs(arguments.folder, exist_ok=True)
     time_plot(plt, ours, baselines, caption, os.path.join(arguments.folder, "attention-time.png"))
     density_plot(plt, ours, baselines, caption, os.path.join(arguments.folder, "attention-density.png"))
-    roofline_plot(plt, ours, caption, os.path.join(arguments.folder, "attention-roofline.png"))
+    roofline_plot(plt, ours, card, caption, os.path.join(arguments.folder, "attention-roofline.png"))
 
 
 if __name__ == "__main__":
