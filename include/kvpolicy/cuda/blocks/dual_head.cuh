@@ -15,6 +15,7 @@
 #include <kvpolicy/cuda/blocks/score_row.cuh>
 #include <kvpolicy/cuda/blocks/step_arguments.cuh>
 #include <kvpolicy/cuda/blocks/step_block.cuh>
+#include <kvpolicy/cuda/blocks/step_output.cuh>
 #include <kvpolicy/cuda/config.cuh>
 
 #include <cstdint>
@@ -355,24 +356,8 @@ class step_head {
             const states_of_part from = states_of(head / Rows::heads);
             all.template take<Batch>(from.states, from.count, from.stride, head % Rows::heads, call_.width,
                                      column, load);
-            const Compute scale = all.sum == Compute(0) ? Compute(0) : Compute(1) / all.sum;
-            const std::int64_t of_q = std::int64_t{head_} * call_.cache.group + head;
-            T* const to = call_.out.row(entry_, of_q, 0) + column;
-            if constexpr (sizeof(T) == 2) {
-                *reinterpret_cast<uint2*>(to) = make_uint2(pack<T>(all.o[0] * scale, all.o[1] * scale),
-                                                           pack<T>(all.o[2] * scale, all.o[3] * scale));
-            } else {
-#pragma unroll
-                for (int c = 0; c < 4; ++c) {
-                    to[c] = all.o[c] * scale;
-                }
-            }
-            if (column == 0 && call_.lse) {
-                constexpr Compute ln_2 = static_cast<Compute>(0.693147180559945309417);
-                call_.lse.head(entry_, of_q)[0] = all.sum == Compute(0)
-                                                      ? minus_infinity()
-                                                      : static_cast<float>((all.max + log2(all.sum)) * ln_2);
-            }
+            const output_columns<Compute> found{{{all.o[0], all.o[1], all.o[2], all.o[3]}}, all.max, all.sum};
+            found.write(call_, entry_, std::int64_t{head_} * call_.cache.group + head, column);
         }
     }
 
