@@ -191,6 +191,18 @@ struct Memory {
     }
 };
 
+/// check() of tensors that next(heads) gives views of, one after the other.
+template <class Next>
+void check_views(const Next& next, const std::string& what) {
+    const Tensors in{next(heads), next(kv_heads), next(kv_heads), next(heads),
+                     next(heads), next(heads),    next(kv_heads), next(kv_heads)};
+    fill(in.q, 1);
+    fill(in.k, 2);
+    fill(in.v, 3);
+    fill(in.d_out, 4);
+    check(in, what);
+}
+
 }  // namespace
 
 TEST_CASE("inputs that heads and sequences share, with strides of 0") {
@@ -229,13 +241,7 @@ TEST_CASE("rows that lie 16 MB apart, the last beyond 2^32 numbers") {
         at += std::int64_t{batch} * of_heads * dim;
         return view;
     };
-    const Tensors in{next(heads), next(kv_heads), next(kv_heads), next(heads),
-                     next(heads), next(heads),    next(kv_heads), next(kv_heads)};
-    fill(in.q, 1);
-    fill(in.k, 2);
-    fill(in.v, 3);
-    fill(in.d_out, 4);
-    check(in, "rows far apart");
+    check_views(next, "rows far apart");
 }
 
 TEST_CASE("sequences that lie 8 GB apart, and heads") {
@@ -253,13 +259,7 @@ TEST_CASE("sequences that lie 8 GB apart, and heads") {
             at += each * batch * n;
             return view;
         };
-        const Tensors in{next(heads), next(kv_heads), next(kv_heads), next(heads),
-                         next(heads), next(heads),    next(kv_heads), next(kv_heads)};
-        fill(in.q, 1);
-        fill(in.k, 2);
-        fill(in.v, 3);
-        fill(in.d_out, 4);
-        check(in, of_heads ? "heads far apart" : "sequences far apart");
+        check_views(next, of_heads ? "heads far apart" : "sequences far apart");
     }
 }
 

@@ -182,12 +182,38 @@ TEST_CASE("pages that an engine keeps to itself: of every slab, also where its r
     cache.bind(on, memory.data(), memory.size());
     for (int layer = 0; layer < 2; ++layer) {
         notes[layer].assign(cache.notes_bytes(), test::poison);
-        keys[layer].assign(8 * 128, 0.0f);
-        values[layer].assign(8 * 128, 0.0f);
+        keys[layer].assign(8 * 128, -7.0f);
+        values[layer].assign(8 * 128, -7.0f);
         cache.add_pages(on, keys[layer].data(), values[layer].data(), notes[layer].data(),
                         notes[layer].size());
         CHECK(cache.lent_pages() == 7 * (layer + 1));
         CHECK(cache.free_pages() == cache.lent_pages());
+    }
+    // 12 of the 14 pages come into use, of both slabs.
+    constexpr std::int32_t tokens = 48;
+    test::Tensor<float> q(2, 2, tokens, 8), k(2, 1, tokens, 8), v(2, 1, tokens, 8), out(2, 2, tokens, 8);
+    test::Plane<float> scores(2, 1, tokens);
+    std::fill(scores.data.begin(), scores.data.end(), 1.0f);
+    const Batch batch{.count = 2, .length = tokens};
+    for (std::int32_t layer = 0; layer < 2; ++layer) {
+        test::call_ref<P, float>(on, cache.ref(layer), batch, q.view(), k.view(), v.view(), out.view(),
+                                 {.scores = scores.view()}, false);
+    }
+    cache.advance(on, batch);
+    CHECK(cache.free_pages() == 2);
+    for (std::int32_t layer = 0; layer < 2; ++layer) {
+        const auto ref = cache.ref(layer);
+        for (std::int32_t slot = 0; slot < 2; ++slot) {
+            REQUIRE(ref.used(slot, 0) == tokens);
+            for (std::int32_t page = 0; page < tokens / 16; ++page) {
+                CHECK(ref.pages(slot, 0)[page] % 8 != 0);
+            }
+        }
+        const auto kept = [](const std::vector<float>& slab) {
+            return std::all_of(slab.begin(), slab.begin() + 128, [](float x) { return x == -7.0f; });
+        };
+        CHECK(kept(keys[layer]));
+        CHECK(kept(values[layer]));
     }
 }
 
