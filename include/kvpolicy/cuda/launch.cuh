@@ -93,13 +93,17 @@ class device_scope {
     int before_ = 0;
 };
 
-/// Whether a block of a kernel can have so much dynamic shared memory on this device.
-inline bool shared_fits(const device_scope& device, const char* name, const void* kernel,
-                        std::size_t shared_bytes) {
+/// Bytes of dynamic shared memory that a block of a kernel can have on this device.
+inline std::size_t shared_room(const device_scope& device, const char* name, const void* kernel) {
     cudaFuncAttributes code{};
     check(cudaFuncGetAttributes(&code, kernel), name);
-    return shared_bytes + code.sharedSizeBytes <=
-           static_cast<std::size_t>(device.attribute(cudaDevAttrMaxSharedMemoryPerBlockOptin));
+    return static_cast<std::size_t>(device.attribute(cudaDevAttrMaxSharedMemoryPerBlockOptin)) -
+           code.sharedSizeBytes;
+}
+/// Whether it can have so many.
+inline bool shared_fits(const device_scope& device, const char* name, const void* kernel,
+                        std::size_t shared_bytes) {
+    return shared_bytes <= shared_room(device, name, kernel);
 }
 
 /// Lets a kernel have more dynamic shared memory than every kernel may: all that the present device has, whatever this launch wants, so

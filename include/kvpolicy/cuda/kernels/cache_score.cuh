@@ -75,22 +75,24 @@ bool launch_many(const cuda& on, const device_scope& device,
         return false;
     }
     constexpr auto kernel = cache_score_many_kernel<View, D, Feature, Values>;
-    std::size_t shared = 0;
-    const auto fits = [&](std::int32_t slots) {
-        shared = static_cast<std::size_t>(
+    const auto bytes_with = [&](std::int32_t slots) {
+        return static_cast<std::size_t>(
             many_memory<typename View::value_type>::bytes(inputs, rows.count(), call.features, call.width,
                                                           call.cache.state_size, slots, Values::projected));
-        return shared_fits(device, "cache_score_many_kernel", reinterpret_cast<const void*>(kernel), shared);
     };
-    for (call.slots = many_slots; !fits(call.slots); --call.slots) {
-        if (call.slots == many_least_slots) {
-            return false;
-        }
+    const std::size_t most =
+        shared_room(device, "cache_score_many_kernel", reinterpret_cast<const void*>(kernel));
+    call.slots = many_slots;
+    while (call.slots >= many_least_slots && bytes_with(call.slots) > most) {
+        --call.slots;
+    }
+    if (call.slots < many_least_slots) {
+        return false;
     }
     call.together = static_cast<std::int32_t>(together);
     share_multiprocessors<kernel>(device);
     launch_early<kernel>("cache_score_many_kernel", (count + together - 1) / together * heads, many_threads,
-                         shared, device, on, 1, call);
+                         bytes_with(call.slots), device, on, 1, call);
     return true;
 }
 
