@@ -44,8 +44,19 @@ kvpolicy_check_variant(${KVPOLICY_VARIANT})
 add_compile_options("$<$<COMPILE_LANGUAGE:CXX>:${kvpolicy_flags_${KVPOLICY_VARIANT}}>")
 add_link_options(${kvpolicy_flags_${KVPOLICY_VARIANT}})
 
+# ---- compile time ----------------------------------------------------------------------------------------------------
+
+# g++ looks for garbage whenever its heap has grown by half or so: a twentieth of its time, for memory that is there.
+add_compile_options("$<$<COMPILE_LANG_AND_ID:CXX,GNU>:--param=ggc-min-expand=100;--param=ggc-min-heapsize=524288>")
+
 # ---- CUDA ------------------------------------------------------------------------------------------------------------
 
+option(KVPOLICY_CUDA_COMPILED_ONLY "CUDA code is compiled to see that it compiles, and not to be run: fast, and for slow code" OFF)
+if(KVPOLICY_ENABLE_CUDA AND KVPOLICY_CUDA_COMPILED_ONLY)
+    # A third of the time. Every kernel still goes through the front end and ptxas, for each architecture. What ptxas then says of
+    # wgmma and setmaxnreg (informations, no warnings) comes of functions that are not inlined.
+    add_compile_options("$<$<COMPILE_LANG_AND_ID:CUDA,NVIDIA>:--Ofast-compile=max;-Xcompiler=-O0>")
+endif()
 if(KVPOLICY_ENABLE_CUDA)
     if(NOT DEFINED CMAKE_CUDA_ARCHITECTURES)
         # The portable path and the Hopper path.
