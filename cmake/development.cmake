@@ -52,11 +52,6 @@ add_compile_options("$<$<COMPILE_LANG_AND_ID:CXX,GNU>:--param=ggc-min-expand=100
 # ---- CUDA ------------------------------------------------------------------------------------------------------------
 
 option(KVPOLICY_CUDA_COMPILED_ONLY "CUDA code is compiled to see that it compiles, and not to be run: fast, and for slow code" OFF)
-if(KVPOLICY_ENABLE_CUDA AND KVPOLICY_CUDA_COMPILED_ONLY)
-    # A third of the time. Every kernel still goes through the front end and ptxas, for each architecture. What ptxas then says of
-    # wgmma and setmaxnreg (informations, no warnings) comes of functions that are not inlined.
-    add_compile_options("$<$<COMPILE_LANG_AND_ID:CUDA,NVIDIA>:--Ofast-compile=max;-Xcompiler=-O0>")
-endif()
 if(KVPOLICY_ENABLE_CUDA)
     if(NOT DEFINED CMAKE_CUDA_ARCHITECTURES)
         # The portable path and the Hopper path.
@@ -64,4 +59,11 @@ if(KVPOLICY_ENABLE_CUDA)
     endif()
     enable_language(CUDA)
     find_package(CUDAToolkit REQUIRED)
+    if(KVPOLICY_CUDA_COMPILED_ONLY)
+        # A third of the time. Every kernel still goes through the front end and ptxas, for each architecture. What ptxas then says of
+        # wgmma and setmaxnreg (informations, no warnings) comes of functions that are not inlined.
+        add_compile_options("$<$<COMPILE_LANG_AND_ID:CUDA,NVIDIA>:--Ofast-compile=max>")
+        # The host's side. (nvcc puts its own -O after -Xcompiler's.)
+        set(CMAKE_CUDA_FLAGS_RELEASE "-O0 -DNDEBUG")
+    endif()
 endif()
