@@ -146,7 +146,7 @@ class CacheOwner {
     const scorer_type* scorers_;
     Attention attention_;
     position_t rebase_limit_ = kvpolicy::rebase_limit;
-    bool on_device_ = false;                // what memory_ is
+    std::int32_t device_ = -1;              // the card whose memory_ it is; -1: the host's
     std::vector<HeadRule> rules_;           // [layers, kv_heads]
     std::vector<std::int32_t> read_pages_;  // [layers, kv_heads], with a selection
     std::size_t rules_at_ = 0;

@@ -118,7 +118,7 @@ void CacheOwner<Derived, P, T>::fill(LayerRef<P, T>& ref, std::int32_t layer, co
     ref.dim_v = shape_.dim_v;
     ref.page_rows = shape_.page_rows;
     ref.proposals = shape_.proposals;
-    ref.on_device = on_device_;
+    ref.device = device_;
     ref.attention = attention_;
     ref.rebase_limit = rebase_limit_;
     ref.rules = at<const HeadRule>(rules_at_) + std::int64_t{layer} * shape_.kv_heads;
@@ -151,7 +151,7 @@ void CacheOwner<Derived, P, T>::bind_common(void* buffer, std::size_t buffer_byt
     detail::require(buffer_bytes >= bytes_.total(), "buffer_bytes", buffer_bytes,
                     [&] { return detail::text("at least bytes().total() = ", bytes_.total()); });
     memory_ = host_backend::aligned(buffer);
-    on_device_ = false;
+    device_ = -1;
     std::memcpy(memory_ + rules_at_, rules_.data(), rules_.size() * sizeof(HeadRule));
     if (!read_pages_.empty()) {
         std::memcpy(memory_ + read_pages_at_, read_pages_.data(), read_pages_.size() * sizeof(std::int32_t));
@@ -179,9 +179,9 @@ void CacheOwner<Derived, P, T>::reset(const LayerRef<P, T>& ref, std::int32_t sl
 template <class Derived, AnyPolicy P, Storage T>
 void CacheOwner<Derived, P, T>::require_memory(bool on_device) const {
     detail::require(memory_ != nullptr, "cache", "unbound", "bound to memory by bind() first");
-    detail::require(on_device_ == on_device, "cache",
-                    on_device_ ? "bound to a device's memory" : "bound to host memory",
-                    on_device_ ? "a call with a cuda context" : "a call with a host context");
+    const bool here = device_ >= 0;
+    detail::require(here == on_device, "cache", here ? "bound to a device's memory" : "bound to host memory",
+                    here ? "a call with a cuda context" : "a call with a host context");
 }
 
 /// For what the host does: it may not look at a device's memory.
@@ -199,7 +199,7 @@ void CacheOwner<Derived, P, T>::require_slot(std::int32_t slot, const char* name
 
 template <class Derived, AnyPolicy P, Storage T>
 void CacheOwner<Derived, P, T>::require_layer(std::int32_t layer) const {
-    require_memory(on_device_);
+    require_memory(device_ >= 0);
     check_layer(layer);
 }
 
