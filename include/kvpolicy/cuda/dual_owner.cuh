@@ -2,6 +2,7 @@
 #pragma once
 
 #include <kvpolicy/caches/dual.hpp>
+#include <kvpolicy/cuda/cache_counts.cuh>
 #include <kvpolicy/cuda/config.cuh>
 #include <kvpolicy/cuda/dual_step.cuh>
 #include <kvpolicy/cuda/kernels/cache_slots.cuh>
@@ -23,8 +24,7 @@ template <AnyPolicy P, Storage T>
 template <class Build>
 void DualCache<P, T>::require_device_slot(std::int32_t slot, const char* name) const {
     this->require_memory(true);
-    detail::require(slot >= 0 && slot < this->shape_.slots, name, slot,
-                    [&] { return detail::text("0 to ", this->shape_.slots - 1); });
+    this->require_slot_number(slot, name);
 }
 
 template <AnyPolicy P, Storage T>

@@ -193,6 +193,11 @@ void CacheOwner<Derived, P, T>::require_bound() const {
 template <class Derived, AnyPolicy P, Storage T>
 void CacheOwner<Derived, P, T>::require_slot(std::int32_t slot, const char* name) const {
     require_bound();
+    require_slot_number(slot, name);
+}
+
+template <class Derived, AnyPolicy P, Storage T>
+void CacheOwner<Derived, P, T>::require_slot_number(std::int32_t slot, const char* name) const {
     detail::require(slot >= 0 && slot < shape_.slots, name, slot,
                     [&] { return detail::text("0 to ", shape_.slots - 1); });
 }
@@ -265,26 +270,40 @@ position_t CacheOwner<Derived, P, T>::length(std::int32_t slot) const {
 }
 
 template <class Derived, AnyPolicy P, Storage T>
-Occupancy CacheOwner<Derived, P, T>::occupancy(std::int32_t layer, std::int32_t slot,
-                                               std::int32_t head) const {
-    require_slot(slot);
+void CacheOwner<Derived, P, T>::require_head(std::int32_t head) const {
     detail::require(head >= 0 && head < shape_.kv_heads, "head", head,
                     [&] { return detail::text("0 to ", shape_.kv_heads - 1); });
-    const auto cache = self().ref(layer);
+}
+
+template <class Derived, AnyPolicy P, Storage T>
+Occupancy CacheOwner<Derived, P, T>::occupancy_of(std::int32_t layer, std::int32_t head, position_t length,
+                                                  std::int32_t kept) const {
+    auto cache = self().ref(layer);
+    cache.rules = &rule_of(layer, 0);  // the host's copy, wherever the cache is
     const HeadRule& rule = cache.rules[head];
     Occupancy result;
-    result.length = cache.length[slot];
-    result.sinks = static_cast<std::int32_t>(std::min<position_t>(result.length, rule.sinks));
-    result.window =
-        static_cast<std::int32_t>(std::min<position_t>(result.length - result.sinks, rule.window));
-    result.long_range = cache.kept[cache.head_index(slot, head)];
+    result.length = length;
+    result.sinks = static_cast<std::int32_t>(std::min<position_t>(length, rule.sinks));
+    result.window = static_cast<std::int32_t>(std::min<position_t>(length - result.sinks, rule.window));
+    result.long_range = kept;
     result.capacity = static_cast<std::int32_t>(cache.capacity(head));
     return result;
 }
 
 template <class Derived, AnyPolicy P, Storage T>
+Occupancy CacheOwner<Derived, P, T>::occupancy(std::int32_t layer, std::int32_t slot,
+                                               std::int32_t head) const {
+    require_slot(slot);
+    require_head(head);
+    const auto cache = self().ref(layer);
+    return occupancy_of(layer, head, cache.length[slot], cache.kept[cache.head_index(slot, head)]);
+}
+
+template <class Derived, AnyPolicy P, Storage T>
 std::int32_t CacheOwner<Derived, P, T>::retained(std::int32_t layer, std::int32_t slot, std::int32_t head,
                                                  position_t* out) const {
+    detail::require(memory_ == nullptr || device_ < 0, "cache", "bound to a device's memory",
+                    "bound to host memory (on a device export_heads says what a head's rows are)");
     const std::int32_t count = occupancy(layer, slot, head).rows();
     detail::require(out != nullptr || count == 0, "out", "null", "room for occupancy(...).rows() positions");
     const auto rows = self().ref(layer).head_rows(slot, head);

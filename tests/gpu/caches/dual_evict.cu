@@ -278,6 +278,8 @@ TEST_CASE("slabs that are lent after a graph has captured an eviction") {
     ok(cudaStreamSynchronize(stream));
     CHECK(status.read()[0] == status_small_workspace);
     CHECK(report.read()[0].rows == 100);
+    CHECK(cache.length(on, 0) == 100);
+    CHECK(cache.occupancy(on, 0, 0, 0).long_range == 100 - 13);
     CHECK(report.read()[0].dropped == 0);
     const auto left = workspace.read();
     CHECK(std::all_of(left.begin() + static_cast<std::ptrdiff_t>(bytes), left.end(),

@@ -108,6 +108,17 @@ TEST_CASE("another device than the cache's, and memory that is not a device's") 
                       "buffer: host memory is not allowed; it must be device memory");
     }
     calls.call(0, {.count = 2}, calls.given());  // and all still works
+    CHECK(calls.cache.length(mine, 1) == 0);
+    calls.cache.advance(mine, {.count = 2});
+    CHECK(calls.cache.length(mine, 1) == 1);
+    const Occupancy full = calls.cache.occupancy(mine, 0, 1, 1);
+    CHECK(full.sinks == 1);
+    CHECK(full.rows() == 1);
+    CHECK(full.capacity == 6);
+    CHECK_REFUSED(static_cast<void>(calls.cache.occupancy(mine, 0, 1, 2)), "head: 2");
+    CHECK_REFUSED(static_cast<void>(calls.cache.length(mine, 2)), "slot: 2");
+    CHECK_REFUSED(static_cast<void>(calls.cache.length(1)), "a call with a cuda context");
+    CHECK_REFUSED(calls.cache.retained(0, 0, 0, nullptr), "export_heads");
 }
 
 TEST_CASE("scores beside a policy's own scorer") {
