@@ -70,6 +70,10 @@ struct scorer_streams {
         return span_of(plane / heads, plane % heads, slot, chunk);
     }
     __device__ scorer_span span_of(std::int32_t b, std::int32_t h, std::int32_t slot,
+    /// Whether what the call says of sequence b can be: its length and start, and edges, which are all 0 where they were refused.
+    __device__ bool sound(std::int32_t b) const {
+        return fits(b) && (edges == nullptr || edges[segments] == length);
+    }
                                    std::int32_t chunk = scorer_chunk) const {
         scorer_span s;
         s.plane = b * heads + h;
