@@ -21,7 +21,9 @@ TEST_CASE("chunks, both widths") {
 
 TEST_CASE("128 features and values") {
     const Case c = sized(200, 20, 128);
-    check<bf16>(c, "bf16, 128 and 64", shaped<Plain>(c), drawing({}, true, false));
+    for (const Case& small : with_small_gradients(c)) {
+        check<bf16>(small, "bf16, 128 and 64", shaped<Plain>(c), drawing({}, true, false));
+    }
     check<bf16>(c, "bf16, 128 and 128", shaped<SoftmaxDirect>(c), drawing({}, false, true));
 }
 
@@ -92,8 +94,6 @@ TEST_CASE("states are taken up and left") {
     }
 }
 
-TEST_CASE("a NaN reaches its own score and those of later reads") {
-    for (const std::int32_t bad : {0, 70, 149}) {
 TEST_CASE("a sequence whose length or edges cannot be keeps its state") {
     for (const std::int32_t length : {20, 700}) {  // in one segment of the walks, and in several
         Case c = sized(length, 10, 32);
@@ -144,6 +144,8 @@ TEST_CASE("a sequence whose length or edges cannot be keeps its state") {
     }
 }
 
+TEST_CASE("a NaN reaches its own score and those of later reads") {
+    for (const std::int32_t bad : {0, 70, 149}) {
         Case c = sized(150, 5, 64);
         c.name = "NaN at " + std::to_string(bad);
         c.edges = {0, 100, 150};
