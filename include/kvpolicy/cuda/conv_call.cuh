@@ -167,6 +167,7 @@ struct conv_backward_call {
     std::int32_t hopper = 0;  // numbers a token that its kernels are compiled for
     std::int32_t splits[3] = {};
     float* partial = nullptr;  // of one layer after the other
+    score_gradients<T> d_scores;
 
     template <class S>
     conv_backward_call(const device_scope& device, const S& scorer, const ScoreBackward<T>& from,
@@ -174,6 +175,7 @@ struct conv_backward_call {
         : conv(scorer, from.k, from.v, from.sequences, from.delay, from.dropout, parts) {
         detail::require(scorer.channels(3) <= 64, "ConvScorer.dim_k + dim_v", scorer.channels(0),
                         "below 520 for gradients on CUDA");
+        d_scores.take(conv.call, parts);
         if constexpr (is_half<T>) {
             // The kernels for Hopper have no dropout.
             if ((from.d_k.data == nullptr || from.k.dim <= conv_input_width) && from.dropout.rate == 0.0f) {
@@ -210,12 +212,12 @@ struct conv_backward_call {
         if (from.d_k.data != nullptr) {
             problem.d_x = parts.take<float>(chunks * conv_rows * conv.call.source.padded);
         }
-        problem.d_scores = from.d_scores;
     }
 
     void run(const cuda& on, const ConvParameters<float>& to, const ScoreBackward<T>& call,
              std::uint32_t* status) {
         conv.begin(on, status, hopper != 0);
+        problem.d_scores = tiles.d_scores = d_scores.of(on, conv.call, call.d_scores);
         if constexpr (is_half<T>) {
             if (hopper == 128) {
                 return run_tiles<128>(on, to, call);
@@ -246,9 +248,9 @@ struct conv_backward_call {
                        static_cast<const T*>(problem.in[l]), layer.padded_inputs, splits[l], partial);
                 const std::int64_t count = std::int64_t{streams.heads} * layer.width * 3 * layer.inputs;
                 launch("add_conv_gradients_kernel", add_conv_gradients_kernel<float>,
-                       std::min<std::int64_t>((count + 255) / 256, 4096), 256, 0, on,
-                       static_cast<const float*>(partial), splits[l], streams.heads, layer.width,
-                       layer.padded, layer.inputs, layer.padded_inputs, into[l]);
+                       std::min<std::int64_t>((count + 255) / 256, 4096), 256, 0, on, streams,
+                       static_cast<const float*>(partial), splits[l], layer.width, layer.padded, layer.inputs,
+                       layer.padded_inputs, into[l]);
             }
             sums.add(problem.sums, problem.sums_width, at, layer.width, biases[l]);
             at += layer.width;
@@ -300,7 +302,6 @@ struct conv_backward_call {
         }
         tiles.sums = parts.take<float>(count * tiles.sums_width);
         partial = parts.take<float>(most);
-        tiles.d_scores = from.d_scores;
     }
     template <int Inputs>
     void run_tiles(const cuda& on, const ConvParameters<float>& to, const ScoreBackward<T>& call) {
@@ -362,9 +363,9 @@ struct conv_backward_call {
                layer.padded_inputs, partial);
         const std::int64_t count = std::int64_t{streams.heads} * layer.width * 3 * layer.inputs;
         launch("add_conv_gradients_kernel", add_conv_gradients_kernel<float>,
-               std::min<std::int64_t>((count + 255) / 256, 4096), 256, 0, on,
-               static_cast<const float*>(partial), splits[l], streams.heads, layer.width, layer.padded,
-               layer.inputs, layer.padded_inputs, into);
+               std::min<std::int64_t>((count + 255) / 256, 4096), 256, 0, on, streams,
+               static_cast<const float*>(partial), splits[l], layer.width, layer.padded, layer.inputs,
+               layer.padded_inputs, into);
     }
 };
 

@@ -102,9 +102,10 @@ class product_plan {
 };
 
 /// to = a b, or to += a b; either may be taken transposed. fp32 sums. Enqueued on the context's stream; `workspace` has cublaslt_bytes.
+/// `factors`, where given: {f, 1, 0} in device memory, for f a b in place of a b.
 inline void multiply(const cuda& on, cublasLtHandle_t handle, const product_matrix& a, bool transpose_a,
                      const product_matrix& b, bool transpose_b, const product_matrix& to, bool add,
-                     void* workspace) {
+                     void* workspace, const float* factors = nullptr) {
     // To cuBLASLt everything is transposed: to^T = b^T a^T, and the operands trade places.
     const product_plan plan;
     plan.transpose(CUBLASLT_MATMUL_DESC_TRANSA, transpose_b);
@@ -114,6 +115,12 @@ inline void multiply(const cuda& on, cublasLtHandle_t handle, const product_matr
     plan.want_alignment(CUBLASLT_MATMUL_PREF_MIN_ALIGNMENT_B_BYTES, a.data);
     plan.want_alignment(CUBLASLT_MATMUL_PREF_MIN_ALIGNMENT_C_BYTES, to.data);
     plan.want_alignment(CUBLASLT_MATMUL_PREF_MIN_ALIGNMENT_D_BYTES, to.data);
+    if (factors != nullptr) {
+        const cublasLtPointerMode_t on_device = CUBLASLT_POINTER_MODE_DEVICE;
+        check(cublasLtMatmulDescSetAttribute(plan.product, CUBLASLT_MATMUL_DESC_POINTER_MODE, &on_device,
+                                             sizeof on_device),
+              "cublasLtMatmulDescSetAttribute");
+    }
     const product_layout of_a(a), of_b(b), of_to(to);
     cublasLtMatmulHeuristicResult_t found{};
     int count = 0;
@@ -122,9 +129,12 @@ inline void multiply(const cuda& on, cublasLtHandle_t handle, const product_matr
           "cublasLtMatmulAlgoGetHeuristic");
     check(count > 0 ? found.state : CUBLAS_STATUS_NOT_SUPPORTED, "cublasLtMatmulAlgoGetHeuristic");
     const float one = 1.0f, kept = add ? 1.0f : 0.0f;
+    const float* const of_product = factors != nullptr ? factors : &one;
+    const float* const of_sum = factors != nullptr ? factors + (add ? 1 : 2) : &kept;
     void* const result = const_cast<void*>(to.data);
-    check(cublasLtMatmul(handle, plan.product, &one, b.data, of_b.get(), a.data, of_a.get(), &kept, result,
-                         of_to.get(), result, of_to.get(), &found.algo, workspace, cublaslt_bytes, on.stream),
+    check(cublasLtMatmul(handle, plan.product, of_product, b.data, of_b.get(), a.data, of_a.get(), of_sum,
+                         result, of_to.get(), result, of_to.get(), &found.algo, workspace, cublaslt_bytes,
+                         on.stream),
           "cublasLtMatmul");
 }
 

@@ -80,6 +80,7 @@ struct mlstm_call {
     weight_stack of_queries, of_tokens;
     T *stack_q = nullptr, *stack_k = nullptr;
     float* partial = nullptr;
+    score_gradients<T> d_scores;
     bool direct_values = false;
 
     using one = std::integral_constant<int, 1>;
@@ -131,6 +132,7 @@ struct mlstm_call {
             partial = parts.take<float>(std::max(gradient_splits(call, of_queries) * of_queries.rows,
                                                  gradient_splits(call, of_tokens) * of_tokens.rows) *
                                         k.heads * padded);
+            d_scores.take(call, parts);
         }
         problem.w_i = weights.w_i;
         problem.b_i = weights.b_i;

@@ -4,6 +4,7 @@
 #include <kvpolicy/cuda/cublaslt.cuh>
 #include <kvpolicy/cuda/dispatch.cuh>
 #include <kvpolicy/cuda/kernels/predictor.cuh>
+#include <kvpolicy/cuda/kernels/scale_gradients.cuh>
 #include <kvpolicy/cuda/launch.cuh>
 #include <kvpolicy/cuda/scorer_call.cuh>
 #include <kvpolicy/scorers/predictor.cuh>
@@ -95,12 +96,16 @@ struct predictor_call {
         room = parts.take<unsigned char>(static_cast<std::int64_t>(cublaslt_bytes));
     }
 
-    void begin(const cuda& on, std::uint32_t* status) {
+    /// Reports lengths that cannot be.
+    void check_streams(const cuda& on, std::uint32_t* status) {
         problem.streams.status = status;
         if (status != nullptr) {
             launch("check_streams_kernel", check_streams_kernel<scorer_streams>, 1, 256, 0, on,
                    problem.streams);
         }
+    }
+    void begin(const cuda& on, std::uint32_t* status) {
+        check_streams(on, status);
         const std::int64_t all = std::int64_t{problem.padded} * hidden.dim;
         launch("cast_weights_kernel", cast_weights_kernel<T>, std::min<std::int64_t>((all + 255) / 256, 1024),
                256, 0, on, weights, std::int64_t{problem.hidden} * hidden.dim, all, w1);
@@ -132,6 +137,11 @@ template <class T>
 struct predictor_backward_call {
     predictor_call<T> call;
     std::int64_t sums = 0, groups = 0;
+    // As score_gradients of scorer_call.cuh, but all heads have one hidden layer: one scale, where d_rows are rounded, out of
+    // products again.
+    static constexpr bool scales = std::is_same_v<T, fp16>;
+    std::uint32_t* largest = nullptr;
+    predictor_factors* factors = nullptr;
     T* d_rows = nullptr;       // [part, padded]
     float* partial = nullptr;  // [groups, sums]
     T* x = nullptr;            // [part, width] where some rows are no token's
@@ -144,6 +154,10 @@ struct predictor_backward_call {
         groups = (call.part + predictor_block - 1) / predictor_block;
         d_rows = parts.take<T>(call.part * call.problem.padded);
         partial = parts.take<float>(groups * sums);
+        if (scales) {
+            largest = parts.take<std::uint32_t>(1);
+            factors = parts.take<predictor_factors>(1);
+        }
         if (call.ragged) {
             x = parts.take<T>(call.part * from.hidden.dim);
             if (from.d_hidden.data != nullptr) {
@@ -154,6 +168,14 @@ struct predictor_backward_call {
     void run(const cuda& on, cublasLtHandle_t handle, const HiddenDeviceBackward<T>& from,
              const MlpParameters<float>& into, std::uint32_t* status) {
         call.begin(on, status);
+        if constexpr (scales) {
+            scorer_streams streams = call.problem.streams;
+            streams.slots = (streams.length + scorer_chunk - 1) / scorer_chunk;
+            find_largest_gradients(on, streams, from.d_scores, 1, largest);
+            launch("predictor_factors_kernel", predictor_factors_kernel<predictor_factors>, 1, 1, 0, on,
+                   static_cast<const std::uint32_t*>(largest), factors);
+        }
+        const float* const of_products = scales ? &factors->product : nullptr;
         const std::int32_t width = from.hidden.dim, padded = call.problem.padded,
                            hidden = call.problem.hidden, heads = call.problem.streams.heads;
         call.for_each_part([&](std::int64_t first, std::int32_t count) {
@@ -168,7 +190,7 @@ struct predictor_backward_call {
             launch("predictor_backward_kernel", predictor_backward_kernel<T>,
                    std::int64_t{these} * ((padded + predictor_block - 1) / predictor_block), predictor_block,
                    0, on, call.problem, static_cast<const float*>(call.y), first, count, from.d_scores,
-                   d_rows, partial);
+                   static_cast<const predictor_factors*>(factors), d_rows, partial);
             const auto add = [&](std::int64_t at, std::int64_t numbers, float* to) {
                 if (to != nullptr) {
                     launch("predictor_sums_kernel", predictor_sums_kernel<float>, (numbers + 255) / 256, 256,
@@ -181,13 +203,13 @@ struct predictor_backward_call {
             const product_matrix d_y = matrix_of(d_rows, count, padded, padded);
             if (into.w1 != nullptr) {
                 multiply(on, handle, matrix_of(d_rows, count, hidden, padded), true, rows, false,
-                         matrix_of(into.w1, hidden, width, width), true, call.room);
+                         matrix_of(into.w1, hidden, width, width), true, call.room, of_products);
             }
             if (from.d_hidden.data != nullptr) {
                 multiply(on, handle, d_y, false, matrix_of(call.w1, padded, width, width), false,
                          call.ragged ? matrix_of(d_x, count, width, width)
                                      : call.rows_of(from.d_hidden, first, count),
-                         false, call.room);
+                         false, call.room, of_products);
                 if (call.ragged) {
                     launch("write_hidden_kernel", write_hidden_kernel<float>, std::min(count, 4096), 256, 0,
                            on, call.problem, static_cast<const float*>(d_x), first, count, from.d_hidden);
@@ -222,10 +244,11 @@ void score_hidden(const cuda& on, cublasLtHandle_t handle, const S& scorer, rows
     const cb::device_scope device(on);
     cb::workspace_parts parts(workspace.data);
     cb::predictor_call<Element> call(scorer, hidden, sequences, scores.heads, {}, parts);
+    call.problem.streams.rows = std::min(call.problem.streams.rows, scores.length);
     if (call.rows == 0) {
+        call.check_streams(on, status);
         return;
     }
-    call.problem.streams.rows = std::min(call.problem.streams.rows, scores.length);
     call.begin(on, status);
     call.for_each_part([&](std::int64_t first, std::int32_t count) {
         call.project(on, handle, call.rows_of(call.hidden, first, count));
@@ -264,11 +287,13 @@ void score_hidden_backward(const cuda& on, cublasLtHandle_t handle, const S& sco
     const cb::device_scope device(on);
     cb::workspace_parts parts(workspace.data);
     cb::predictor_backward_call<T> backward(scorer, call, parts);
-    if (backward.call.rows > 0) {
-        std::int32_t& length = backward.call.problem.streams.rows;
-        length = std::min(length, call.d_scores.length);
-        backward.run(on, handle, call, gradients, status);
+    std::int32_t& length = backward.call.problem.streams.rows;
+    length = std::min(length, call.d_scores.length);
+    if (backward.call.rows == 0) {
+        backward.call.check_streams(on, status);
+        return;
     }
+    backward.run(on, handle, call, gradients, status);
 }
 
 }  // namespace KVPOLICY_HIDDEN

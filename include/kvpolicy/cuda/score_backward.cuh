@@ -48,11 +48,14 @@ void linear_backward(const cuda& on, const S& scorer, const ScoreBackward<T>& ca
     scorer_call<T> all(call.k, call.v, call.sequences, 0, parts);
     const std::int32_t width = all.source.size + 1;
     auto* const sums = parts.take<float>(all.chunks() * width);
-    if (measure || all.chunks() == 0) {
+    if (measure) {
         return;
     }
     all.streams.rows = std::min(all.streams.rows, call.d_scores.length);
     all.begin(on, status);
+    if (all.chunks() == 0) {
+        return;
+    }
     launch("linear_backward_kernel", linear_backward_kernel<T>, all.chunks(), 256, 0, on, all.streams,
            all.source, call.d_scores, scorer.weights.weight, call.d_k, call.d_v, sums);
     chunk_sums all_sums;
@@ -67,17 +70,29 @@ void mlp_backward(const cuda& on, const S& scorer, const ScoreBackward<T>& call,
                   MlpParameters<float> gradients, workspace_parts& parts, bool measure,
                   std::uint32_t* status) {
     mlp_call<T> mlp(scorer, call.k, call.v, call.sequences, gradients.w1, parts);
+    mlp.check_room(on);
+    if (call.d_k.data != nullptr) {
+        check_input_room(on, mlp.call.source, "gradients of keys and values", [&](std::int32_t padded) {
+            return input_gradient_shared<T>(mlp.call.source.input, padded);
+        });
+    }
+    score_gradients<T> d_scores;
+    d_scores.take(mlp.call, parts);
     const std::int32_t hidden = scorer.hidden, width = 2 * hidden + 1;
     auto* const d_rows = parts.take<T>(mlp.call.rows() * mlp.stack.rows);
     auto* const sums = parts.take<float>(mlp.call.chunks() * width);
     auto* const partial = take_gradient_parts(parts, mlp.call, mlp.stack);
-    if (measure || mlp.call.chunks() == 0) {
+    if (measure) {
         return;
     }
     mlp.call.streams.rows = std::min(mlp.call.streams.rows, call.d_scores.length);
+    if (mlp.call.chunks() == 0) {
+        mlp.call.begin(on, status);
+        return;
+    }
     mlp.begin(on, status);
     launch("mlp_backward_kernel", mlp_backward_kernel<T>, mlp.call.chunks(), 128, mlp.shared(), on,
-           mlp.problem, call.d_scores, d_rows, sums);
+           mlp.problem, d_scores.of(on, mlp.call, call.d_scores), d_rows, sums);
     if (gradients.w1 != nullptr) {
         add_weight_gradients(on, mlp.call, mlp.stack, static_cast<const T*>(d_rows), 0, partial);
     }
@@ -100,17 +115,21 @@ void mlstm_backward(const cuda& on, const S& scorer, const ScoreBackward<T>& cal
     check_mlstm<Widths, T>(scorer, true);
     mlstm_call<Widths, T, is_hedgehog<S>> mlstm(scorer, call.k, call.v, call.sequences, call.delay,
                                                 &gradients, parts);
-    if (measure || mlstm.call.chunks() == 0) {
+    if (measure) {
         return;
     }
     mlstm.call.streams.rows = std::min(mlstm.call.streams.rows, call.d_scores.length);
-    mlstm.problem.d_scores = call.d_scores;
+    if (mlstm.call.chunks() == 0) {
+        mlstm.call.begin(on, status);
+        return;
+    }
     if (call.kept) {
         mlstm.resume(on, status);
     } else {
         mlstm.project(on, status);
         mlstm.states(on);
     }
+    mlstm.problem.d_scores = mlstm.d_scores.of(on, mlstm.call, call.d_scores);
     mlstm.tokens_backward(on);
     mlstm.weights_backward(on, gradients);
     if (call.d_k.data != nullptr) {
@@ -125,10 +144,14 @@ void conv_backward(const cuda& on, const S& scorer, const ScoreBackward<T>& call
                    std::uint32_t* status) {
     const device_scope device(on);
     conv_backward_call<T> conv(device, scorer, call, parts);
-    if (measure || conv.conv.call.chunks() == 0) {
+    if (measure) {
         return;
     }
     conv.conv.call.streams.rows = std::min(conv.conv.call.streams.rows, call.d_scores.length);
+    if (conv.conv.call.chunks() == 0) {
+        conv.conv.call.begin(on, status);
+        return;
+    }
     conv.run(on, gradients, call, status);
 }
 

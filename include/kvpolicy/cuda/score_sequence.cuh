@@ -50,6 +50,10 @@ struct mlp_call {
         problem.source = call.source;
     }
     [[nodiscard]] std::size_t shared() const { return mlp_memory<T>(nullptr, call.source.padded).bytes; }
+    void check_room(const cuda& on) const {
+        check_input_room(on, call.source, "this scorer",
+                         [](std::int32_t padded) { return mlp_memory<T>(nullptr, padded).bytes; });
+    }
 };
 
 template <class T, class S>
@@ -75,7 +79,8 @@ void check_sequence_call(const S& scorer, rows_view<const T> k, rows_view<const 
 
 template <class Widths, Scorer S, class K, class V>
 std::size_t score_sequence_workspace_bytes(
-    const cuda&, const S& scorer, rows_view<K> k, rows_view<V> v, const Sequences& sequences,
+    [[maybe_unused]] const cuda& on, const S& scorer, rows_view<K> k, rows_view<V> v,
+    const Sequences& sequences,
     [[maybe_unused]] const BasicScoreOptions<compute_t<std::remove_const_t<K>>>& options) {
     namespace cb = cuda_backend;
     using T = std::remove_const_t<K>;
@@ -92,6 +97,7 @@ std::size_t score_sequence_workspace_bytes(
         const cb::conv_call<T> call(scorer, k, v, sequences, 0, options.dropout, parts);
     } else {
         const cb::mlp_call<T> call(scorer, k, v, sequences, nullptr, parts);
+        call.check_room(on);
     }
     return parts.bytes();
 }
@@ -141,6 +147,7 @@ void score_sequence(const cuda& on, const S& scorer, rows_view<K> k, rows_view<V
         cb::mlp_call<T> mlp(scorer, k, v, sequences, nullptr, parts);
         mlp.call.streams.rows = std::min(mlp.call.streams.rows, scores.length);
         if (mlp.call.chunks() == 0) {
+            mlp.call.begin(on, status);
             return;
         }
         mlp.begin(on, status);

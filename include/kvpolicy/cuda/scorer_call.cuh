@@ -7,6 +7,7 @@
 #include <kvpolicy/cuda/config.cuh>
 #include <kvpolicy/cuda/dispatch.cuh>
 #include <kvpolicy/cuda/kernels/mlp_scorer.cuh>
+#include <kvpolicy/cuda/kernels/scale_gradients.cuh>
 #include <kvpolicy/cuda/kernels/scorer_weights.cuh>
 #include <kvpolicy/cuda/launch.cuh>
 #include <kvpolicy/host/scorers/sequence.hpp>
@@ -172,6 +173,59 @@ struct scorer_call {
     }
 };
 
+/// Refuses inputs too wide for a block's shared memory, of which bytes(padded) says how much inputs of so many numbers, a multiple of 64,
+/// need. `what` says what for.
+template <class T, class Bytes>
+void check_input_room(const cuda& on, const scorer_source<T>& source, const char* what, const Bytes& bytes) {
+    const auto room =
+        static_cast<std::size_t>(device_scope(on).attribute(cudaDevAttrMaxSharedMemoryPerBlockOptin));
+    detail::require(bytes(source.padded) <= room,
+                    source.input == scorer_input::write_gate ? "2 k.dim" : "k.dim + v.dim", source.size, [&] {
+                        std::int32_t most = source.padded;
+                        while (most > 0 && bytes(most) > room) {
+                            most -= 64;
+                        }
+                        return detail::text("at most ", most, " for ", what, ", by the ", room,
+                                            " bytes of shared memory that a block has on this device");
+                    });
+}
+
+/// Gradients of scores as kernels read them. Gradients of hidden numbers are rounded to T, and fp16 ends near 6e-8 where those of a mean
+/// loss begin. So for fp16 rows kernels read a copy, times a power of two by head that brings the head's largest to [1, 2);
+/// scorer_streams::unscale takes it out of sums and of inputs' gradients. Other types read what was given.
+template <class T>
+struct score_gradients {
+    static constexpr bool scales = std::is_same_v<T, fp16>;
+    float* scaled = nullptr;  // [batch, heads, rows]
+    std::uint32_t* largest = nullptr;
+    std::int32_t rows = 0;
+
+    /// Its part of the workspace; the call's kernels take the scale out from then on.
+    void take(scorer_call<T>& call, workspace_parts& parts) {
+        if constexpr (scales) {
+            rows = call.streams.rows;
+            scaled = parts.take<float>(std::int64_t{call.streams.batch} * call.streams.heads * rows);
+            largest = parts.take<std::uint32_t>(call.streams.heads);
+            call.streams.largest = largest;
+        }
+    }
+    /// Enqueues the copy, after scorer_call::begin.
+    [[nodiscard]] plane_view<const float> of([[maybe_unused]] const cuda& on,
+                                             [[maybe_unused]] const scorer_call<T>& call,
+                                             const plane_view<const float>& given) const {
+        if constexpr (scales) {
+            const scorer_streams& streams = call.streams;
+            find_largest_gradients(on, streams, given, streams.heads, largest);
+            launch("scale_gradients_kernel", scale_gradients_kernel<float>, scale_blocks(streams),
+                   scale_threads, 0, on, streams, given,
+                   view_bhs(scaled, streams.batch, streams.heads, rows));
+            return view_bhs<const float>(scaled, streams.batch, streams.heads, rows);
+        } else {
+            return given;
+        }
+    }
+};
+
 /// Weight matrices of all heads as tiles take them.
 template <class T>
 T* take_stack(workspace_parts& parts, const weight_stack& stack, std::int32_t heads, std::int32_t padded) {
@@ -213,9 +267,8 @@ void add_weight_gradients(const cuda& on, const scorer_call<T>& call, const weig
            128, shared.bytes(), on, call.streams, call.source, stack, d_rows, shift, splits, partial);
     const std::int64_t count = std::int64_t{call.streams.heads} * stack.rows * call.source.size;
     launch("add_weight_gradients_kernel", add_weight_gradients_kernel<weight_stack>,
-           std::min<std::int64_t>((count + 255) / 256, 4096), 256, 0, on, stack,
-           static_cast<const float*>(partial), splits, call.streams.heads, call.source.size,
-           call.source.padded);
+           std::min<std::int64_t>((count + 255) / 256, 4096), 256, 0, on, call.streams, stack,
+           static_cast<const float*>(partial), splits, call.source.size, call.source.padded);
 }
 
 /// Adds up the chunks' sums, all of them in one launch.
@@ -224,15 +277,15 @@ inline void add_sums(const cuda& on, const scorer_streams& streams, const chunk_
         return;  // nobody wants any
     }
     launch("add_sums_kernel", add_sums_kernel<chunk_sums>, (streams.heads * sums.count() + 3) / 4, 128, 0, on,
-           sums, streams.batch, streams.heads, streams.slots);
+           streams, sums);
 }
 
 template <class T>
 void launch_input_gradients(const cuda& on, const scorer_call<T>& call, const gradient_rows<T>& first,
                             const gradient_rows<T>& second, const ScoreBackward<T>& to) {
     launch("input_gradient_kernel", input_gradient_kernel<T>, call.chunks(), 128,
-           input_gradient_shared<T>(call.source.padded), on, call.streams, call.source, first, second, to.d_k,
-           to.d_v);
+           input_gradient_shared<T>(call.source.input, call.source.padded), on, call.streams, call.source,
+           first, second, to.d_k, to.d_v);
 }
 
 }  // namespace cuda_backend

@@ -16,7 +16,10 @@ namespace kvpolicy {
 inline namespace KVPOLICY_CUDA_NAMESPACE KVPOLICY_HIDDEN {
 
 // The host's calls, for rows of fp32, bf16 or fp16: what is stored is rounded once, sums and exponentials are fp32 or
-// better. Rows, labels, indices, *value, status and lengths are device memory; nothing is allocated, nothing waited
+// better. A mean over n tokens has gradients of 1 / n and less, and fp16 has no digits below 3e-8: give a loss of fp16
+// rows a scale of about n, and take it out of the fp32 gradients that it becomes.
+//
+// Rows, labels, indices, *value, status and lengths are device memory; nothing is allocated, nothing waited
 // for. `status` [B], where given, is OR-ed into: status_bad_length for a length that cannot be, which counts as 0;
 // status_not_finite for a NaN logit or hidden number, whose token's results then mean nothing; status_bad_index for a
 // label or index outside its row, which is left out.

@@ -68,8 +68,9 @@ std::size_t score_hidden_backward_workspace_bytes(const cuda& on, const S& score
 
 /// As the host's score_hidden_backward, with y = W1 x + b1 computed again: d y = act'(y) sum over h of d r_h w2_h (rounded to T),
 /// d W1 += sum d y x^T, d b1 += sum d y, d w2_h += sum d r_h act(y), d b2_h += sum d r_h, and where wanted d x = W1^T d y. Null arrays are left out.
-/// b1, w2 and b2 get the same bits in every run, the others what cuBLASLt gives. `status` is OR-ed into, as by score_hidden, and with
-/// status_not_finite where a gradient came from NaN or infinity in d_scores or hidden. Refuses what score_hidden refuses.
+/// b1, w2 and b2 get the same bits in every run, the others what cuBLASLt gives. fp16: d y is scaled by the power of two that brings the
+/// call's largest |d_scores| to [1, 2), and products are scaled back, so that small d_scores do not vanish. `status` is OR-ed into, as by
+/// score_hidden, and with status_not_finite where a gradient came from NaN or infinity in d_scores or hidden. Refuses what score_hidden refuses.
 template <class S, class T>
 void score_hidden_backward(const cuda& on, cublasLtHandle_t handle, const S& scorer,
                            const HiddenDeviceBackward<T>& call, MlpParameters<float> gradients,

@@ -44,12 +44,14 @@ std::size_t score_sequence_workspace_bytes(
     const BasicScoreOptions<compute_t<std::remove_const_t<K>>>& options = {});
 
 /// As the host's score_sequence: the same entries of `scores` are written, to 16-bit rounding (fp32 to rounding) the same numbers,
-/// and options.states are the same arrays. options.how: fastest, or chunkwise for an mLSTM. A NaN or infinity in a key or value makes its
-/// own score NaN, and those of the tokens read after it was absorbed.
+/// and options.states are the same arrays. options.how: fastest, or chunkwise for an mLSTM. A NaN in what a scorer looks at of a
+/// token (WriteGateScorer: the key alone) makes the token's score NaN; an infinity does, too, or gives an infinity where one sum
+/// decides. An mLSTM's reads are NaN from either on, ConvScorer's scores up to 6 tokens before and after it, at even distances.
 ///
 /// `status` [B], where given, is OR-ed into: status_bad_length for a length or start that cannot be, and edges that do not rise
-/// from 0 to the length (such a sequence counts as empty). Refuses, before anything is enqueued, what the host refuses as far
-/// as no device memory must be read, widths and alignment as above, and form::recurrent of an mLSTM.
+/// from 0 to the length. Such a sequence counts as empty, and its states stay as they are. Refuses, before anything is
+/// enqueued, what the host refuses as far as no device memory must be read, widths and alignment as above, inputs of an MLP that
+/// a block has no room for, and form::recurrent of an mLSTM.
 template <class Widths = all_mlstm_widths, Scorer S, class K, class V>
 void score_sequence(const cuda& on, const S& scorer, rows_view<K> k, rows_view<V> v,
                     const Sequences& sequences, std::int32_t delay,
@@ -63,11 +65,14 @@ std::size_t backward_workspace_bytes(const cuda& on, const S& scorer, const Scor
 
 /// As the host's score_sequence_backward (scorers/backward.hpp): gradients of parameters are added to, call.d_k and call.d_v are
 /// overwritten for the lengths, null arrays are left out. The same bits in every run: sums over tokens are made in parts whose order
-/// depends on shapes alone. Hidden numbers' gradients are rounded to 16 bits before they are multiplied.
+/// depends on shapes alone. Hidden numbers' gradients are rounded to 16 bits before they are multiplied. For fp16 rows they are
+/// scaled by the power of two that brings each head's largest |d_scores| to [1, 2), and sums are scaled back, so d_scores of any
+/// size lose as little as those near 1; that takes 4 bytes of workspace a token and head.
 ///
 /// `status` [B], where given, is OR-ed into: status_bad_length as above, status_not_finite for a NaN or infinity in k, v or
-/// d_scores, which the host refuses; gradients then mean nothing. Refuses the rest of what the host refuses as far as no device
-/// memory must be read; sequences.starts of an mLSTM or a convolution.
+/// d_scores, which the host refuses; gradients then mean nothing. Refuses, before anything is added to, the rest of what the host
+/// refuses as far as no device memory must be read; sequences.starts of an mLSTM or a convolution; inputs of an MLP that a block
+/// has no room for.
 template <class Widths = all_mlstm_widths, Scorer S, Storage T>
 void score_sequence_backward(const cuda& on, const S& scorer, const ScoreBackward<T>& call,
                              typename S::template parameters<compute_t<T>> gradients,

@@ -57,9 +57,9 @@ std::size_t score_sequence_workspace_bytes(
 /// one takes up options.states, where an earlier call left it, and reads the last `delay` of them as they leave; one that
 /// reads neighbours reads the last delay + reach. starts and cu_seqlens do not go together.
 ///
-/// Synchronous, on the threads of `on`; scores depend neither on their number nor on the instruction set. A NaN in a key
-/// or value makes its own scores NaN, and those of the tokens read after it was absorbed; nothing is refused for it here.
-/// Refuses, before anything is written: views that disagree, lengths below 0 or over S, a scorer that does not fit
+/// Synchronous, on the threads of `on`; scores depend neither on their number nor on the instruction set. A NaN in what a
+/// scorer looks at makes the scores NaN that see it: the token's own, those read after a stateful scorer absorbed it, those
+/// whose neighbour it is. Nothing is refused for it here. Refuses, before anything is written: views that disagree, lengths below 0 or over S, a scorer that does not fit
 /// (check()), a delay below 0 (2 reach + 1 where neighbours are read), starts > 0 without states, a form or dropout that the
 /// scorer lacks, too little workspace.
 template <Scorer S, class K, class V>

@@ -96,6 +96,13 @@ TEST_CASE("tiles of the Hopper kernel: edges, widths, both halves of RoPE") {
         const Case narrow = sized(length, delay, 64);
         check<fp16>(narrow, "fp16, 64", shaped(narrow, rope_layout::half_split));
     }
+    for (const Case& small : with_small_gradients(sized(300, 20, 64))) {
+        check<fp16>(small, "fp16, 64", shaped(small, rope_layout::half_split));
+        check<bf16>(small, "bf16, 64", shaped(small, rope_layout::half_split));
+        Case dropped = small;  // by the portable kernels
+        dropped.dropout = {0.3f, 77};
+        check<fp16>(dropped, "fp16, dropout", shaped(small, rope_layout::half_split));
+    }
     Case c = sized(300, 20, 128);
     c.dim_v = 64;
     check<bf16>(c, "bf16, 128 and 64", shaped(c, rope_layout::half_split, 96), without_biases);
@@ -171,6 +178,13 @@ TEST_CASE("ragged, packed, continued") {
         check<bf16>(c, "bf16", shaped(c, rope_layout::interleaved));
         check<float>(c, "float", shaped(c, rope_layout::interleaved));
     }
+}
+
+TEST_CASE("a captured call serves later lengths and weights") {
+    Case c = sized(500, 20, 64);
+    c.batch = 2;
+    c.lengths = {500, 90};
+    check_captured<fp16>(c, shaped(c, rope_layout::half_split), drawn, {0, 499}, no_loss{});
 }
 
 TEST_CASE("dropout drops what the host drops") {

@@ -1,6 +1,11 @@
 // LinearScorer and BasicMlpScorer on the device against the host's in double.
+#include <kvpolicy/cuda/boundary_loss.cuh>
 #include <kvpolicy/cuda/score_backward.cuh>
 #include <kvpolicy/cuda/score_sequence.cuh>
+#include <kvpolicy/policies/compose.hpp>
+#include <kvpolicy/policies/sink.hpp>
+#include <kvpolicy/policies/topk_budget.hpp>
+#include <kvpolicy/policies/window.hpp>
 
 #include "scorer_case.hpp"
 
@@ -100,6 +105,66 @@ TEST_CASE("MLPs of keys and values") {
     check<bf16>(shaped<MlpScorer<>>(2, 64, 64, 128), "bf16");
     check<bf16>(shaped<MlpScorer<>>(2, 80, 40, 33), "bf16, odd widths", without_biases);
     check<float>(shaped<MlpScorer<>>(2, 20, 13, 70), "float");
+    check<fp16>(shaped<MlpScorer<>>(2, 64, 64, 128), "fp16");
+    check<fp16>(shaped<MlpScorer<>>(2, 80, 40, 33), "fp16, odd widths", without_biases);
+}
+
+TEST_CASE("wide MLPs") {
+    Case c;
+    c.name = "length 150";
+    c.dim_k = c.dim_v = 128;
+    check<bf16>(shaped<MlpScorer<>>(2, 128, 128, 512), "bf16, 128, hidden 512", drawn, {c});
+    c.dim_k = c.dim_v = 512;  // d x of whole rows would not fit a block's shared memory
+    check<bf16>(shaped<MlpScorer<>>(2, 512, 512, 64), "bf16, 512", drawn, {c});
+}
+
+TEST_CASE("gradients of scores of any size") {
+    Case c;
+    c.length = 4096;
+    c.name = "length 4096";
+    for (const Case& small : with_small_gradients(c)) {
+        check<fp16>(shaped<MlpScorer<>>(2, 64, 64, 128), "fp16", drawn, {small});
+        check<bf16>(shaped<MlpScorer<>>(2, 64, 64, 128), "bf16", drawn, {small});
+    }
+    c.length = 200;
+    for (const double spread : {0.0, 1e-30, 1e30}) {  // fp32 holds all sums of these
+        c.gradient_spread = spread;
+        c.name = "d_scores of about " + std::to_string(spread);
+        check<fp16>(shaped<MlpScorer<>>(2, 64, 64, 128), "fp16", drawn, {c});
+    }
+    // Packed segments, of which lengths leave out some: what is scaled by is what takes part.
+    for (Case packed : cases(64, 64)) {
+        packed.gradient_spread = 1e-6;
+        check<fp16>(shaped<MlpScorer<>>(2, 64, 64, 128), "fp16, d_scores of about 1e-6", drawn, {packed});
+    }
+}
+
+TEST_CASE("a captured step of training serves later lengths and weights") {
+    Case c;
+    c.batch = 2;
+    c.length = 300;
+    c.lengths = {300, 77};
+    c.name = "MLP and boundary loss";
+    const Policy<Sink<>, Window<>, TopKBudget<>> policy{Sink<>{2}, Window<>{5}, TopKBudget<>{9}};
+    std::mt19937 generator(4);
+    std::normal_distribution<float> normal;
+    std::vector<float> drawn_target(static_cast<std::size_t>(c.plane()));
+    for (float& x : drawn_target) {
+        x = normal(generator);
+    }
+    const Device<float> target(drawn_target);
+    const Device<BoundaryValue> value(1);
+    const BoundaryLoss loss{};
+    const Device<std::int32_t> shape_alone(c.lengths);
+    const Device<unsigned char> workspace(boundary_loss_workspace_bytes(
+        kvpolicy::cuda{}, loss, policy, c.sequences(shape_alone.data(), nullptr, nullptr), c.heads));
+    check_captured<fp16>(c, shaped<MlpScorer<>>(2, 64, 64, 128), drawn, {9, 256},
+                         [&](const kvpolicy::cuda& on, const Sequences& sequences,
+                             plane_view<const float> scores, plane_view<float> d_scores) {
+                             boundary_loss(on, loss, policy, scores,
+                                           view_bhs<const float>(target.data(), c.batch, c.heads, c.length),
+                                           sequences, d_scores, nullptr, value.data(), workspace);
+                         });
 }
 
 TEST_CASE("normalised inputs") {
@@ -155,6 +220,72 @@ TEST_CASE("what is wrong is told: NaN, lengths, edges") {
         score_sequence(on, scorer, k.view, v.view, sequences, 0, view_bhs(scores.data(), 3, 2, 100),
                        workspace_view{workspace.data(), 8}),
         doctest::Contains("workspace.bytes: 8 is not allowed"), invalid_argument);
+
+    // Edges that do not rise: nothing is scored, and gradients stay as they are.
+    const Device<std::int32_t> edges(std::vector<std::int32_t>{0, 60, 40, 100});
+    const Sequences packed{3, 100, nullptr, nullptr, edges.data(), 3};
+    const Device<float> bias(std::vector<float>(128, 7.0f));
+    ScoreBackward<bf16> of_packed = call;
+    of_packed.sequences = packed;
+    MlpParameters<float> gradients{};
+    gradients.b1 = bias.data();
+    const Device<std::uint32_t> words(std::vector<std::uint32_t>(3, 0u));
+    const Device<unsigned char> for_packed(backward_workspace_bytes(on, scorer, of_packed));
+    score_sequence_backward(on, scorer, of_packed, gradients, for_packed, words.data());
+    CHECK(words.read() == std::vector<std::uint32_t>(3, status_bad_length));
+    CHECK(bias.read() == std::vector<float>(128, 7.0f));
+    // Sequences of no tokens at all, lengths of which cannot be.
+    const Sequences none{3, 0, lengths.data(), nullptr, nullptr, 0};
+    of_packed.sequences = none;
+    for (const bool backward : {false, true}) {
+        const Device<std::uint32_t> of_none(std::vector<std::uint32_t>(3, 0u));
+        if (backward) {
+            score_sequence_backward(on, scorer, of_packed, gradients, for_packed, of_none.data());
+        } else {
+            score_sequence(on, scorer, k.view, v.view, none, 0, view_bhs(scores.data(), 3, 2, 100), workspace,
+                           {}, of_none.data());
+        }
+        CHECK(of_none.read() == std::vector<std::uint32_t>(3, status_bad_length));
+    }
+}
+
+TEST_CASE("what is too wide for a block is refused before gradients are added to") {
+    Case c;
+    c.batch = 1;
+    c.length = 64;
+    c.dim_k = 2048;
+    auto shape = shaped<WriteGateScorer<>>(2, 2048, 64, 64);
+    shape.input.rope.layout = rope_layout::half_split;
+    const Weights<WriteGateScorer<>> weights(shape, drawn, 1);
+    const Inputs<bf16> in(c);
+    const Rows<bf16> k(c, in.k, 2048), v(c, in.v, 64);
+    const Device<float> d_scores(std::vector<float>(128, 1.0f)), to_k(std::vector<float>(128 * 2048, 7.0f)),
+        to_v(std::vector<float>(128 * 64, 7.0f)), bias(std::vector<float>(128, 7.0f));
+    const Device<unsigned char> workspace(std::size_t{64} << 20);
+    const kvpolicy::cuda on{};
+    ScoreBackward<bf16> call{k.view,
+                             v.view,
+                             Sequences{1, 64},
+                             0,
+                             view_bhs<const float>(d_scores.data(), 1, 2, 64),
+                             view_bhsd(to_k.data(), 1, 2, 64, 2048),
+                             view_bhsd(to_v.data(), 1, 2, 64, 64)};
+    MlpParameters<float> gradients{};
+    gradients.b1 = bias.data();
+    CHECK_THROWS_WITH_AS(score_sequence_backward(on, weights.on_device(), call, gradients, workspace),
+                         doctest::Contains("2 k.dim: 4096 is not allowed; it must be at most"),
+                         invalid_argument);
+    // Where scores fit (on most cards), gradients of keys still do not.
+    auto half = shaped<WriteGateScorer<>>(2, 448, 64, 64);
+    half.input.rope.layout = rope_layout::half_split;
+    const Weights<WriteGateScorer<>> fitting(half, drawn, 1);
+    call.k = view_bhsd<const bf16>(k.view.data, 1, 2, 64, 448);
+    call.d_k = view_bhsd(to_k.data(), 1, 2, 64, 448);
+    CHECK_THROWS_WITH_AS(score_sequence_backward(on, fitting.on_device(), call, gradients, workspace),
+                         doctest::Contains("2 k.dim: 896 is not allowed; it must be at most"),
+                         invalid_argument);
+    CHECK(bias.read() == std::vector<float>(128, 7.0f));
+    CHECK(to_k.read() == std::vector<float>(128 * 2048, 7.0f));
 }
 
 TEST_CASE("the keys that a tenth of the rows keeps") {

@@ -21,7 +21,9 @@ TEST_CASE("chunks, both widths") {
 
 TEST_CASE("128 features and values") {
     const Case c = sized(200, 20, 128);
-    check<bf16>(c, "bf16, 128 and 64", shaped<Plain>(c), drawing({}, true, false));
+    for (const Case& small : with_small_gradients(c)) {
+        check<bf16>(small, "bf16, 128 and 64", shaped<Plain>(c), drawing({}, true, false));
+    }
     check<bf16>(c, "bf16, 128 and 128", shaped<SoftmaxDirect>(c), drawing({}, false, true));
 }
 
@@ -89,6 +91,56 @@ TEST_CASE("states are taken up and left") {
         } else {
             run(shaped<mLSTMScorer<dynamic, Softmax, ProjectedValues>>(c));
         }
+    }
+}
+
+TEST_CASE("a sequence whose length or edges cannot be keeps its state") {
+    for (const std::int32_t length : {20, 700}) {  // in one segment of the walks, and in several
+        Case c = sized(length, 10, 32);
+        c.batch = 3;
+        c.rows = length + 80;
+        const auto shape = shaped<Plain>(c);
+        const Weights<Plain> weights(shape, drawing({}, false, true), 5);
+        const Inputs<bf16> in(c);
+        const Rows<bf16> k(c, in.k, 32), v(c, in.v, 32);
+        const Device<float> scores(std::vector<float>(static_cast<std::size_t>(c.plane()), 0.0f));
+        const std::vector<float> before(shape.state_size() * 6, 0.5f);
+        // Whose states are changed, where lengths, starts and edges are these.
+        const auto changed = [&](const std::vector<std::int32_t>& of_lengths,
+                                 const std::vector<std::int32_t>& of_starts,
+                                 const std::vector<std::int32_t>& of_edges) {
+            c.lengths = of_lengths;
+            c.starts = of_starts;
+            c.edges = of_edges;
+            const Device<std::int32_t> lengths(c.lengths), starts(c.starts), edges(c.edges);
+            const Sequences sequences = c.sequences(lengths.data(), starts.data(), edges.data());
+            const Device<float> states(before);
+            const Device<std::uint32_t> status(std::vector<std::uint32_t>(3, 0u));
+            ScoreOptions options;
+            options.states = states.data();
+            const kvpolicy::cuda on{};
+            const Plain scorer = weights.on_device();
+            const Device<unsigned char> workspace(
+                score_sequence_workspace_bytes(on, scorer, k.view, v.view, sequences, options));
+            score_sequence(on, scorer, k.view, v.view, sequences, c.delay,
+                           view_bhs(scores.data(), c.batch, c.heads, c.all_rows()), workspace, options,
+                           status.data());
+            const std::vector<float> after = states.read();
+            const std::vector<std::uint32_t> words = status.read();
+            std::vector<bool> all;
+            for (std::size_t b = 0; b < 3; ++b) {
+                const auto size = static_cast<std::ptrdiff_t>(2 * shape.state_size());
+                const auto at = static_cast<std::ptrdiff_t>(b) * size;
+                all.push_back(
+                    !std::equal(after.begin() + at, after.begin() + at + size, before.begin() + at));
+                CHECK(words[b] == (all.back() ? 0u : std::uint32_t{status_bad_length}));
+            }
+            return all;
+        };
+        CHECK(changed({length, length, -1}, {81, 80, 0}, {}) == std::vector<bool>{false, true, false});
+        CHECK(changed({length, 0, length + 1}, {0, 0, 0}, {}) == std::vector<bool>{true, true, false});
+        CHECK(changed({}, {}, {0, 9, 8, length}) == std::vector<bool>{false, false, false});
+        CHECK(changed({}, {}, {0, 9, length}) == std::vector<bool>{true, true, true});
     }
 }
 

@@ -36,6 +36,7 @@ struct Shape {
     std::vector<std::int32_t> lengths{}, starts{};
     bool gaps = false;  // between rows and sequences
     bool biases = true, with_states = true;
+    double gradient_spread = 1.0;  // of the gradients of scores
 
     [[nodiscard]] std::int32_t all_rows() const { return rows == 0 ? length : rows; }
     [[nodiscard]] Sequences sequences(const std::int32_t* l, const std::int32_t* s) const {
@@ -100,7 +101,7 @@ void check(const Shape& c) {
     for (std::int32_t b = 0; b < c.batch; ++b) {
         for (std::int32_t h = 0; h < c.heads; ++h) {
             for (std::int32_t t = 0; t < c.all_rows(); ++t) {
-                const auto x = static_cast<float>(normal(generator));
+                const auto x = static_cast<float>(c.gradient_spread * normal(generator));
                 if (c.token(b, t)) {
                     d_view.head(b, h)[t] = x;
                 }
@@ -124,9 +125,10 @@ void check(const Shape& c) {
     }
     std::vector<std::vector<double>> wanted;
     wanted.reserve(weights.arrays.size());
+    const double before = c.gradient_spread == 1.0 ? 0.25 : 0.0;  // its rounding would hide small ones
     MlpParameters<double> into;
     for_each_parameter(shape, into, [&](const char*, double*& pointer, std::size_t, bool) {
-        wanted.emplace_back(weights.arrays[wanted.size()].values.size(), 0.25);
+        wanted.emplace_back(weights.arrays[wanted.size()].values.size(), before);
         pointer = wanted.back().empty() ? nullptr : wanted.back().data();
     });
     memory.resize(score_hidden_backward_workspace_bytes(oracle(), on_host, call));
@@ -160,7 +162,7 @@ void check(const Shape& c) {
     MlpParameters<float> device_into;
     for_each_parameter(shape, device_into, [&](const char*, float*& pointer, std::size_t, bool) {
         const std::size_t count = wanted[got.size()].size();
-        got.push_back(std::make_unique<Device<float>>(std::vector<float>(count, 0.25f)));
+        got.push_back(std::make_unique<Device<float>>(std::vector<float>(count, static_cast<float>(before))));
         pointer = count == 0 ? nullptr : got.back()->data();
     });
     const Device<unsigned char> workspace(score_hidden_backward_workspace_bytes(on, scorer, device_call));
@@ -168,10 +170,11 @@ void check(const Shape& c) {
     for (std::size_t i = 0; i < got.size(); ++i) {
         std::vector<double> added = wanted[i], on_device = widened(got[i]->read());
         for (std::size_t j = 0; j < added.size(); ++j) {
-            added[j] -= 0.25;
-            on_device[j] -= 0.25;
+            added[j] -= before;
+            on_device[j] -= before;
         }
-        compare(c.name + ", d " + weights.arrays[i].name, on_device, added, allowed.gradients, 1e-6);
+        compare(c.name + ", d " + weights.arrays[i].name, on_device, added, allowed.gradients,
+                1e-6 * c.gradient_spread);
     }
     compare(c.name + ", d_hidden", widened(device_d_states.read()), d_states, allowed.gradients);
     for (const std::uint32_t word : status.read()) {
@@ -201,6 +204,14 @@ TEST_CASE("widths, heads, types") {
     check<Silu, float>({"float, odd", 2, 9, 50, 13, 7});
     check<GeluErf, bf16>({"gelu, a hidden layer that is no multiple of 8", 2, 17, 41, 128, 29});
     check<Silu, bf16>({"wide", 1, 8, 300, 512, 320});
+    for (const double spread : {1e-6, 1e-12, 0.0, 1e30}) {
+        Shape small{"d_scores of another size", 2, 3, 300, 64, 40};
+        small.gradient_spread = spread;
+        check<Silu, fp16>(small);
+        check<Silu, bf16>(small);
+        small.lengths = {300, 17};
+        check<Silu, fp16>(small);
+    }
     Shape one{"one token, no biases", 1, 1, 1, 8, 1};
     one.biases = false;
     check<Silu, bf16>(one);

@@ -47,6 +47,7 @@ struct Case {
     std::vector<std::int32_t> lengths, starts, edges;
     bool interleaved = false;  // [batch, length, heads, dim], with a gap after every row
     double spread = 1.0;
+    double gradient_spread = 1.0;  // of the gradients of scores
     unsigned seed = 1;
     Dropout dropout;
     bool with_inputs = true;  // gradients of keys and values are wanted
@@ -195,7 +196,7 @@ struct Inputs {
         };
         fill(k, c.plane() * c.dim_k, c.spread);
         fill(v, c.plane() * c.dim_v, c.spread);
-        fill(d_scores, c.plane(), 1.0);
+        fill(d_scores, c.plane(), c.gradient_spread);
         if (c.edit) {
             c.edit(k, v);
         }
@@ -344,7 +345,8 @@ void check_scores(const Case& c, const Weights<S>& weights, Tolerance allowed,
 template <class T, class S>
 void check_gradients(const Case& c, const Weights<S>& weights, Tolerance allowed) {
     const Inputs<T> in(c);
-    constexpr double before = 0.25;  // gradients are added to
+    // Gradients are added to this. It is off by 2^-26, which would hide gradients much smaller than 1.
+    const double before = c.gradient_spread == 1.0 ? 0.25 : 0.0;
     using HostParameters = typename S::template parameters<double>;
     using DeviceParameters = typename S::template parameters<float>;
     std::vector<std::vector<double>> wanted;
@@ -441,9 +443,11 @@ void check_gradients(const Case& c, const Weights<S>& weights, Tolerance allowed
         for (double& x : on_device) {
             x -= before;
         }
-        compare(c.name + ", d " + name, on_device, added, allowed.gradients,
-                (name == "b_i" || name == "b_f" ? allowed.gradients * terms / c.spread + 2e-5 : 1e-6) +
-                    (name == "b_f" || name == "w_f" ? allowed.gradients * of_parts[i] : 0.0));
+        compare(
+            c.name + ", d " + name, on_device, added, allowed.gradients,
+            (name == "b_i" || name == "b_f" ? allowed.gradients * terms / c.spread + 2e-5 * c.gradient_spread
+                                            : 1e-6 * c.gradient_spread) +
+                (name == "b_f" || name == "w_f" ? allowed.gradients * of_parts[i] : 0.0));
         terms = std::sqrt(square / static_cast<double>(std::max<std::size_t>(added.size(), 1)));
     }
     const std::vector<double> first_k = to_k.read(c), first_v = to_v.read(c);
@@ -458,5 +462,101 @@ void check_gradients(const Case& c, const Weights<S>& weights, Tolerance allowed
     CHECK_MESSAGE(to_k.read(c) == first_k, c.name, ": other bits in d_k the second time");
     CHECK_MESSAGE(to_v.read(c) == first_v, c.name, ": other bits in d_v the second time");
 }
+
+/// The case and the same with gradients of scores as small as those of a mean loss, and smaller than fp16 can say.
+inline std::vector<Case> with_small_gradients(const Case& c) {
+    std::vector<Case> all{c};
+    for (const double spread : {1e-6, 1e-12}) {
+        all.push_back(c);
+        all.back().gradient_spread = spread;
+        all.back().name += ", d_scores of about 1e" + std::to_string(std::lround(std::log10(spread)));
+    }
+    return all;
+}
+
+/// Scores, what `loss` makes of them and gradients as one graph, replayed with other lengths and weights: the same bits as direct calls.
+/// loss(on, sequences, scores, d_scores) enqueues.
+template <class T, class S, class Loss>
+void check_captured(const Case& c, const S& shape, const Drawing& drawing,
+                    const std::vector<std::int32_t>& other_lengths, const Loss& loss) {
+    const Weights<S> first(shape, drawing, 1), second(shape, drawing, 2);
+    const Inputs<T> in(c);
+    const Rows<T> k(c, in.k, c.dim_k), v(c, in.v, c.dim_v);
+    const Device<std::int32_t> lengths(c.lengths);
+    const Sequences sequences = c.sequences(lengths.data(), nullptr, nullptr);
+    const auto size = static_cast<std::size_t>(c.plane());
+    const Rows<float> to_k(c, std::vector<double>(in.k.size(), untouched), c.dim_k);
+    const Rows<float> to_v(c, std::vector<double>(in.v.size(), untouched), c.dim_v);
+    const Device<float> scores(size), d_scores(size);
+    const Device<std::uint32_t> status(static_cast<std::size_t>(c.batch));
+    std::vector<std::unique_ptr<Device<float>>> arrays;
+    typename S::template parameters<float> gradients;
+    for_each_parameter(shape, gradients, [&](const char*, float*& pointer, std::size_t, bool) {
+        const std::size_t count = first.arrays[arrays.size()].values.size();
+        arrays.push_back(std::make_unique<Device<float>>(count));
+        pointer = count == 0 ? nullptr : arrays.back()->data();
+    });
+    const auto plane = [&](auto* data) { return view_bhs(data, c.batch, c.heads, c.all_rows()); };
+    const auto of_scores = plane(static_cast<const float*>(d_scores.data()));
+    const ScoreBackward<T> call{k.view, v.view, sequences, c.delay, of_scores, to_k.view, to_v.view};
+    cudaStream_t stream = nullptr;
+    test::ok(cudaStreamCreate(&stream));
+    const kvpolicy::cuda on{stream};
+    const S scorer = first.on_device();
+    const Device<unsigned char> workspace(
+        std::max(score_sequence_workspace_bytes(on, scorer, k.view, v.view, sequences),
+                 backward_workspace_bytes(on, scorer, call)));
+    const auto enqueue = [&] {
+        score_sequence(on, scorer, k.view, v.view, sequences, c.delay, plane(scores.data()), workspace, {},
+                       status.data());
+        loss(on, sequences, plane(static_cast<const float*>(scores.data())), plane(d_scores.data()));
+        score_sequence_backward(on, scorer, call, gradients, workspace, status.data());
+    };
+    const auto set = [](const auto& to, const auto& values) {
+        test::ok(cudaMemcpy(to.data(), values.data(), to.bytes(), cudaMemcpyHostToDevice));
+    };
+    const auto results = [&](const Weights<S>& weights, const std::vector<std::int32_t>& of,
+                             const auto& run) {
+        set(lengths, of);
+        for (std::size_t i = 0; i < arrays.size(); ++i) {
+            set(*first.memory[i], weights.arrays[i].values);
+            set(*arrays[i], std::vector<float>(arrays[i]->size(), 0.25f));
+        }
+        set(scores, std::vector<float>(size, 0.25f));
+        set(d_scores, std::vector<float>(in.d_scores.begin(), in.d_scores.end()));
+        set(to_k.memory, std::vector<float>(to_k.memory.size(), 0.25f));
+        set(to_v.memory, std::vector<float>(to_v.memory.size(), 0.25f));
+        set(status, std::vector<std::uint32_t>(status.size(), 0u));
+        run();
+        test::ok(cudaStreamSynchronize(stream));
+        std::vector<std::vector<float>> all{scores.read(), d_scores.read(), to_k.memory.read(),
+                                            to_v.memory.read()};
+        for (const auto& array : arrays) {
+            all.push_back(array->read());
+        }
+        CHECK(status.read() == std::vector<std::uint32_t>(status.size(), 0u));
+        return all;
+    };
+    const auto one = results(first, c.lengths, enqueue), two = results(second, other_lengths, enqueue);
+    CHECK(one != two);
+    cudaGraph_t graph = nullptr;
+    cudaGraphExec_t ready = nullptr;
+    test::ok(cudaStreamBeginCapture(stream, cudaStreamCaptureModeThreadLocal));
+    enqueue();
+    test::ok(cudaStreamEndCapture(stream, &graph));
+    test::ok(cudaGraphInstantiate(&ready, graph, 0));
+    test::ok(cudaMemset(workspace.data(), 0xff, workspace.bytes()));
+    const auto replay = [&] { test::ok(cudaGraphLaunch(ready, stream)); };
+    CHECK_MESSAGE(results(second, other_lengths, replay) == two, c.name, ": captured, other lengths");
+    CHECK_MESSAGE(results(first, c.lengths, replay) == one, c.name, ": captured");
+    test::ok(cudaGraphExecDestroy(ready));
+    test::ok(cudaGraphDestroy(graph));
+    test::ok(cudaStreamDestroy(stream));
+}
+/// Without a loss: d_scores are as drawn.
+struct no_loss {
+    template <class Context, class Scores, class Gradients>
+    void operator()(const Context&, const Sequences&, const Scores&, const Gradients&) const {}
+};
 
 }  // namespace scorer_test

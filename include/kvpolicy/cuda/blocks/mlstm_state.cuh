@@ -294,13 +294,14 @@ struct mlstm_state_part {
             read_partial<F, V>(problem, std::int64_t{plane} * problem.segments + segment, acc, sums);
         }
     }
-    /// Leaves the state after a plane's last chunk with the caller.
+    /// Leaves the state after a plane's last chunk with the caller; where the call's lengths cannot be, the caller's stays.
     template <int NI, class T>
     __device__ void end(const mlstm_problem<T>& problem, std::int32_t plane, int F, const float (&acc)[NI][4],
                         const float (&sums)[4]) const {
         const scorer_streams& streams = problem.streams;
         const std::int32_t b = plane / streams.heads;
-        if (problem.states != nullptr && (streams.length_of(b) > 0 || streams.start_of(b) == 0)) {
+        if (problem.states != nullptr && streams.sound(b) &&
+            (streams.length_of(b) > 0 || streams.start_of(b) == 0)) {
             leave(problem, F, state_of(problem, plane), acc, sums);
         }
     }

@@ -31,6 +31,15 @@ struct scorer_span {
     }
 };
 
+/// A power of two that brings a number to [1, 2), given the bits of its magnitude, as far as it and its inverse are normal numbers; 1 for
+/// 0, infinities and NaN.
+__device__ inline float gradient_scale(std::uint32_t bits) {
+    const auto exponent = static_cast<int>(bits >> 23);
+    return bits == 0 || exponent == 255
+               ? 1.0f
+               : __uint_as_float(static_cast<std::uint32_t>(min(max(254 - exponent, 1), 253)) << 23);
+}
+
 /// The streams of a call. Chunks begin at a stream's first token, so streams of a plane (a head of a sequence) have `slots`
 /// chunks at most, some of them empty; the rows of a stream's chunks follow each other.
 struct scorer_streams {
@@ -44,7 +53,13 @@ struct scorer_streams {
     std::int32_t slots = 0;
     std::int32_t delay = 0;
     std::uint32_t* status = nullptr;
+    // Where gradients of scores are scaled: [heads], the bits of each head's largest (kernels/scale_gradients.cuh).
+    const std::uint32_t* largest = nullptr;
 
+    /// What takes the scale out of sums of head h.
+    __device__ float unscale(std::int64_t h) const {
+        return largest == nullptr ? 1.0f : 1.0f / gradient_scale(largest[h]);
+    }
     __device__ void report(std::int32_t b, std::uint32_t bits) const {
         if (status != nullptr) {
             atomicOr(status + b, bits);
@@ -54,6 +69,10 @@ struct scorer_streams {
         const std::int32_t n = lengths != nullptr ? lengths[b] : length;
         const std::int32_t s = starts != nullptr ? starts[b] : 0;
         return n >= 0 && n <= length && s >= 0 && std::int64_t{s} + n <= rows;
+    }
+    /// Whether what the call says of sequence b can be: its length and start, and edges, which are all 0 where they were refused.
+    __device__ bool sound(std::int32_t b) const {
+        return fits(b) && (edges == nullptr || edges[segments] == length);
     }
     __device__ std::int32_t length_of(std::int32_t b) const {
         return !fits(b) ? 0 : lengths != nullptr ? lengths[b] : length;

@@ -289,9 +289,11 @@ __global__ void __launch_bounds__(128)
 /// into[h][n][tap][c] += the partial sums.
 template <class Float>
 __global__ void __launch_bounds__(256)
-    add_conv_gradients_kernel(const Float* const partial, const std::int32_t splits, const std::int32_t heads,
-                              const std::int32_t width, const std::int32_t padded, const std::int32_t inputs,
-                              const std::int32_t padded_inputs, Float* const into) {
+    add_conv_gradients_kernel(const scorer_streams streams, const Float* const partial,
+                              const std::int32_t splits, const std::int32_t width, const std::int32_t padded,
+                              const std::int32_t inputs, const std::int32_t padded_inputs,
+                              Float* const into) {
+    const std::int32_t heads = streams.heads;
     const std::int64_t count = std::int64_t{heads} * width * 3 * inputs;
     for (std::int64_t i = std::int64_t{blockIdx.x} * 256 + threadIdx.x; i < count;
          i += std::int64_t{gridDim.x} * 256) {
@@ -301,7 +303,7 @@ __global__ void __launch_bounds__(256)
         for (std::int32_t split = 0; split < splits; ++split) {
             sum += partial[(((std::int64_t{split} * heads + h) * padded + n) * 3 + tap) * padded_inputs + c];
         }
-        into[i] += sum;
+        into[i] += sum * streams.unscale(h);
     }
 }
 
@@ -314,6 +316,7 @@ __global__ void __launch_bounds__(128)
     const scorer_source<T>& source = problem.forward.source;
     const scorer_span s = streams.span(static_cast<std::int32_t>(blockIdx.x) / streams.slots,
                                        static_cast<std::int32_t>(blockIdx.x) % streams.slots);
+    const float unscale = streams.unscale(s.h);
     const std::int64_t stream = blockIdx.x - (s.first - s.from) / scorer_chunk;  // its first chunk
     for (int r = warp_id(); r < s.count; r += 4) {
         const std::int32_t t = s.first + r;
@@ -331,7 +334,7 @@ __global__ void __launch_bounds__(128)
                                     c];
                 }
             }
-            return sum;
+            return sum * unscale;
         };
         for (std::int32_t c = lane_id(); c < source.k.dim; c += 32) {
             d_k.row(s.b, s.h, t)[c] = source.turned(c, static_cast<float>(t - s.begin), 1.0f, number);

@@ -125,6 +125,7 @@ __global__ void __launch_bounds__(KVPOLICY_HOPPER_THREADS(conv_consumers + 32), 
     const auto thread = static_cast<int>(threadIdx.x);
     // Row i is token s.first - 2 + i of y_1, for token s.first + i of x that of tap 2.
     const conv_input_images images(tiles, s);
+    const float unscale = tiles.unscale(s.h);
     for (int i = thread; i < c1 / 8 * conv_input_rows; i += conv_consumers) {
         const int row = i % conv_input_rows, c = i / conv_input_rows;
         std::int64_t number = 0;
@@ -160,9 +161,9 @@ __global__ void __launch_bounds__(KVPOLICY_HOPPER_THREADS(conv_consumers + 32), 
                 if (from + c < source.k.dim) {
                     d_k.row(s.b, s.h, t)[from + c] =
                         source.turned(from + c, static_cast<float>(t - s.begin), 1.0f,
-                                      [&](std::int32_t other) { return of[other - from]; });
+                                      [&](std::int32_t other) { return of[other - from] * unscale; });
                 } else {
-                    d_v.row(s.b, s.h, t)[from + c - source.k.dim] = of[c];
+                    d_v.row(s.b, s.h, t)[from + c - source.k.dim] = of[c] * unscale;
                 }
             }
         }

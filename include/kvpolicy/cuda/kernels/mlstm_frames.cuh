@@ -151,7 +151,7 @@ __global__ void __launch_bounds__(mlstm_frames_threads) mlstm_frames_kernel(cons
             problem.frames[std::int64_t{plane} * streams.slots + slot] = frame;
         }
     }
-    if (thread == 0 && stabiliser != nullptr && (any || start == 0)) {
+    if (thread == 0 && stabiliser != nullptr && (any || start == 0) && streams.sound(plane / streams.heads)) {
         const auto high = static_cast<float>(m);
         stabiliser[0] = high;
         stabiliser[1] = fabs(m) <= 3.402823466e38 ? static_cast<float>(m - static_cast<double>(high)) : 0.0f;

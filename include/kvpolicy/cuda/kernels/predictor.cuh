@@ -13,6 +13,7 @@
 #include <kvpolicy/cuda/launch.cuh>
 
 #include <cstdint>
+#include <type_traits>
 
 namespace kvpolicy {
 inline namespace KVPOLICY_CUDA_NAMESPACE KVPOLICY_HIDDEN {
@@ -110,13 +111,26 @@ KVPOLICY_HOST_DEVICE inline std::int64_t predictor_sums(std::int32_t heads, std:
     return (std::int64_t{heads} + 1) * hidden + heads;
 }
 
+/// What gradients are multiplied with where they are rounded to T, and what takes that out of products: `product` for f a b, `sum` for
+/// += and `none` for = (cublaslt.cuh, multiply).
+struct predictor_factors {
+    float product, sum, none, scale;
+};
+/// From the bits of the largest |d score|. One thread.
+template <class Factors>
+__global__ void __launch_bounds__(32)
+    predictor_factors_kernel(const std::uint32_t* const largest, Factors* const to) {
+    const float scale = gradient_scale(*largest);
+    *to = {1.0f / scale, 1.0f, 0.0f, scale};
+}
+
 /// d_rows [count, padded] = act'(y) sum over h of d r_h w2_h, 0 for rows that are no token's, and the sums of a block of rows. A thread has one
-/// column, blocks of one group of rows follow each other.
+/// column, blocks of one group of rows follow each other. fp16: d_rows times factors->scale.
 template <class T>
 __global__ void __launch_bounds__(predictor_block)
     predictor_backward_kernel(const predictor_problem problem, const float* const y, const std::int64_t first,
                               const std::int32_t count, const plane_view<const float> d_scores,
-                              T* const d_rows, float* const partial) {
+                              const predictor_factors* const factors, T* const d_rows, float* const partial) {
     __shared__ float d[predictor_strip][predictor_heads];
     __shared__ std::int32_t b_of[predictor_strip], t_of[predictor_strip];
     const std::int32_t across = (problem.padded + predictor_block - 1) / predictor_block;
@@ -127,6 +141,7 @@ __global__ void __launch_bounds__(predictor_block)
     const bool column = j < hidden;
     float* const sums = partial + std::int64_t{group} * predictor_sums(heads, hidden);
     const float bias = column && problem.b1 != nullptr ? problem.b1[j] : 0.0f;
+    const float scale = std::is_same_v<T, fp16> ? factors->scale : 1.0f;
     for (std::int32_t strip = 0; strip < predictor_block; strip += predictor_strip) {
         const std::int32_t begin = group * predictor_block + strip;
         const bool begun = strip > 0;  // the sums hold something already
@@ -185,7 +200,7 @@ __global__ void __launch_bounds__(predictor_block)
             }
             of_bias += d_act[r];
             if (j < problem.padded && begin + r < count) {
-                d_rows[std::int64_t{begin + r} * problem.padded + j] = static_cast<T>(d_act[r]);
+                d_rows[std::int64_t{begin + r} * problem.padded + j] = static_cast<T>(d_act[r] * scale);
             }
         }
         if (column) {

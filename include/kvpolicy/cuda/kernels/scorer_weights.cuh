@@ -275,9 +275,10 @@ __global__ void __launch_bounds__(128)
 /// Adds the partial sums of weight_gradient_kernel to the arrays of the stack.
 template <class Stack>
 __global__ void __launch_bounds__(256)
-    add_weight_gradients_kernel(const Stack stack, const float* const partial, const std::int32_t splits,
-                                const std::int32_t heads, const std::int32_t size,
+    add_weight_gradients_kernel(const scorer_streams streams, const Stack stack, const float* const partial,
+                                const std::int32_t splits, const std::int32_t size,
                                 const std::int32_t padded) {
+    const std::int32_t heads = streams.heads;
     const std::int64_t count = std::int64_t{heads} * stack.rows * size;
     for (std::int64_t i = std::int64_t{blockIdx.x} * 256 + threadIdx.x; i < count;
          i += std::int64_t{gridDim.x} * 256) {
@@ -294,7 +295,7 @@ __global__ void __launch_bounds__(256)
             for (std::int32_t s = 0; s < splits; ++s) {
                 sum += partial[((std::int64_t{s} * heads + h) * stack.rows + n) * padded + c];
             }
-            part.gradient[(h * part.count + r) * size + c] += sum;
+            part.gradient[(h * part.count + r) * size + c] += sum * streams.unscale(h);
         }
     }
 }
@@ -327,8 +328,8 @@ struct chunk_sums {
 
 /// One warp a number.
 template <class Sums>
-__global__ void __launch_bounds__(128) add_sums_kernel(const Sums sums, const std::int32_t batch,
-                                                       const std::int32_t heads, const std::int32_t slots) {
+__global__ void __launch_bounds__(128) add_sums_kernel(const scorer_streams streams, const Sums sums) {
+    const std::int32_t batch = streams.batch, heads = streams.heads, slots = streams.slots;
     std::int64_t item = std::int64_t{blockIdx.x} * 4 + warp_id();
     for (int p = 0; p < sums.parts; ++p) {
         const chunk_sum& all = sums.part[p];
@@ -344,7 +345,7 @@ __global__ void __launch_bounds__(128) add_sums_kernel(const Sums sums, const st
         }
         sum = warp_sum(sum);
         if (lane_id() == 0) {
-            all.into[h * all.count + i] += sum;
+            all.into[h * all.count + i] += sum * streams.unscale(h);
         }
         return;
     }
@@ -359,12 +360,16 @@ struct gradient_rows {
     std::int32_t shift = 0;
 };
 
+/// Columns of d x that a block holds at once: of keys and values as they are, 128; a norm needs whole rows, and so does RoPE.
+KVPOLICY_HOST_DEVICE inline std::int32_t input_gradient_columns(scorer_input input, std::int32_t padded) {
+    return input == scorer_input::key_value ? 128 : padded;
+}
 template <class T>
-KVPOLICY_HOST_DEVICE std::size_t input_gradient_shared(std::int32_t padded) {
+KVPOLICY_HOST_DEVICE std::size_t input_gradient_shared(scorer_input input, std::int32_t padded) {
     shared_parts parts(nullptr);
     parts.tile<T>(scorer_chunk, 64);
     parts.tile<T>(64, 128);
-    parts.take<float>(scorer_chunk * (padded + 4));
+    parts.take<float>(scorer_chunk * (input_gradient_columns(input, padded) + 4));
     parts.take<float>(2 * scorer_chunk);
     return parts.bytes();
 }
@@ -384,7 +389,9 @@ __global__ void __launch_bounds__(128)
     shared_parts parts(aligned_dynamic_shared());
     const auto d_y = parts.tile<T>(scorer_chunk, 64);
     const auto w = parts.tile<T>(64, 128);
-    const int pitch = source.padded + 4;
+    const int pitch = input_gradient_columns(source.input, source.padded) + 4;
+    const bool whole = source.input != scorer_input::key_value;
+    const float unscale = streams.unscale(s.h);
     auto* const d_x = parts.take<float>(scorer_chunk * pitch);
     auto* const scale_k = parts.take<float>(2 * scorer_chunk);
     float* const scale_v = scale_k + scorer_chunk;
@@ -412,12 +419,28 @@ __global__ void __launch_bounds__(128)
 #pragma unroll
             for (int e = 0; e < 4; ++e) {
                 const int r = 16 * warp_id() + lane / 4 + 8 * (e / 2);
-                const int c = column + 8 * j + lane % 4 * 2 + e % 2;
-                if (c < source.padded) {
-                    d_x[r * pitch + c] = acc[0][j][e];
+                const int c = 8 * j + lane % 4 * 2 + e % 2;
+                if (column + c < source.padded) {
+                    d_x[r * pitch + (whole ? column : 0) + c] = acc[0][j][e] * unscale;
                 }
             }
         }
+        if (whole) {
+            continue;
+        }
+        __syncthreads();
+        for (int r = warp_id(); r < s.count; r += 4) {
+            float* const to_k = d_k.row(s.b, s.h, s.first + r);
+            float* const to_v = d_v.row(s.b, s.h, s.first + r);
+            for (std::int32_t i = lane; i < min(128, source.size - column); i += 32) {
+                const std::int32_t c = column + i;
+                (c < source.k.dim ? to_k[c] : to_v[c - source.k.dim]) = d_x[r * pitch + i];
+            }
+        }
+        __syncthreads();  // d_x is free
+    }
+    if (!whole) {
+        return;
     }
     source.norms(s, s.first, 0, s.count, scale_k, scale_v);  // its barrier is also d_x's
     for (int r = warp_id(); r < s.count; r += 4) {
@@ -448,16 +471,9 @@ __global__ void __launch_bounds__(128)
             for (std::int32_t c = lane; c < dim_v; c += 32) {
                 to_v[c] = 0.0f;
             }
-        } else if (source.input == scorer_input::normalized) {
+        } else {
             through_norm(key, scale_k[r], dim_k, to_k, plain);
             through_norm(value, scale_v[r], dim_v, to_v, [&](std::int32_t c) { return of_row[dim_k + c]; });
-        } else {
-            for (std::int32_t c = lane; c < dim_k; c += 32) {
-                to_k[c] = of_row[c];
-            }
-            for (std::int32_t c = lane; c < dim_v; c += 32) {
-                to_v[c] = of_row[dim_k + c];
-            }
         }
     }
 }
