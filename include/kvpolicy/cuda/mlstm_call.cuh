@@ -249,7 +249,7 @@ struct mlstm_call {
                         walk<true>(on);
                         launch("mlstm_tokens_hopper_kernel", mlstm_tokens_hopper_kernel<T, F, V>,
                                std::min(call.chunks(), std::int64_t{problem.ahead} * mlstm_tokens_blocks),
-                               mlstm_warpgroup_threads, mlstm_tokens_hopper_memory<E, F, V>(nullptr).bytes,
+                               mlstm_warpgroup_threads, mlstm_tokens_hopper_memory<T, F, V>(nullptr).bytes,
                                on, problem);
                         return;
                     }
@@ -336,14 +336,14 @@ struct mlstm_call {
         if constexpr (!shared_tile<E>::plain) {
             if (has_hopper_code(device_scope(on), mlstm_walk_hopper_kernel<T, F, V, Backward, Ends>)) {
                 launch("mlstm_walk_hopper_kernel", mlstm_walk_hopper_kernel<T, F, V, Backward, Ends>, blocks,
-                       mlstm_walk_threads<true>, mlstm_walk_memory<E, 64, 64, true>(nullptr).bytes, on,
-                       problem);
+                       mlstm_walk_threads<true>, mlstm_walk_memory < E, 64, 64, true,
+                       Backward && !Ends > (nullptr).bytes, on, problem);
                 return;
             }
         }
         launch("mlstm_walk_kernel", mlstm_walk_kernel<T, F, V, walk_part, walk_part, Backward, Ends>, blocks,
-               mlstm_walk_threads<false>, mlstm_walk_memory<E, walk_part, walk_part, false>(nullptr).bytes,
-               on, problem);
+               mlstm_walk_threads<false>,
+               mlstm_walk_memory<E, walk_part, walk_part, false, false>(nullptr).bytes, on, problem);
     }
     /// The states that segments begin with.
     template <int F, int V, bool Backward>
@@ -392,6 +392,7 @@ struct mlstm_call {
         problem.carried = parts.take<float>(rows);
         problem.d_memory = parts.take<E>(chunks * F * V);
         problem.d_sums = parts.take<float>(chunks * F * (V / 32));
+        problem.d_across = parts.take<float>(chunks * (F / 64) * (V / 64));
         problem.d_readout = parts.take<float>(chunks * (2 * std::int64_t{problem.width} + 1));
         problem.d_gates = parts.take<float>(chunks * 2);
     }

@@ -95,6 +95,7 @@ struct mlstm_problem {
     E* d_memory = nullptr;       // chunks x F V: what later reads say of the state after them (A)
     float* d_sums = nullptr;     // chunks x sum_parts x F: parts of a + (A - A rounded) rho
     std::int32_t sum_parts = 1;  // whose sum it is
+    float* d_across = nullptr;   // chunks x F V / 4096, on Hopper: parts of the sum of pairs across the chunk
     T *d_rows_q = nullptr, *d_rows_k = nullptr;  // rows x rows_q, rows_k: gradients of the stacks' products
     float* d_readout = nullptr;                  // chunks x (2 width + 1): readout, norm_gain, readout_bias
     float* d_gates = nullptr;                    // chunks x 2: b_i, b_f
@@ -195,6 +196,39 @@ __device__ inline float reference_before(const mlstm_problem<T>& problem, const 
                                          std::int64_t plane_row, int V, int i) {
     return frame.before >= 0 ? frame.share * static_cast<float>(problem.v[(plane_row + frame.before) * V + i])
                              : 0.0f;
+}
+
+/// What stands there, or 0 without a look. Nobody waits for it before it is used: what a branch has loaded, ptxas may copy at the branch's end.
+template <class X>
+__device__ inline X load_if(bool there, const X* from) {
+    X x;
+    if constexpr (std::is_same_v<X, double>) {
+        asm volatile(
+            "{\n.reg .pred p;\nsetp.ne.b32 p, %2, 0;\nmov.f64 %0, 0d0000000000000000;\n"
+            "@p ld.global.f64 %0, [%1];\n}\n"
+            : "=d"(x)
+            : "l"(from), "r"(static_cast<int>(there)));
+    } else if constexpr (std::is_same_v<X, float>) {
+        asm volatile(
+            "{\n.reg .pred p;\nsetp.ne.b32 p, %2, 0;\nmov.f32 %0, 0f00000000;\n"
+            "@p ld.global.f32 %0, [%1];\n}\n"
+            : "=f"(x)
+            : "l"(from), "r"(static_cast<int>(there)));
+    } else if constexpr (std::is_same_v<X, std::int32_t>) {
+        asm volatile(
+            "{\n.reg .pred p;\nsetp.ne.b32 p, %2, 0;\nmov.b32 %0, 0;\n@p ld.global.b32 %0, [%1];\n}\n"
+            : "=r"(x)
+            : "l"(from), "r"(static_cast<int>(there)));
+    } else {
+        static_assert(sizeof(X) == 2);
+        std::uint16_t bits;
+        asm volatile(
+            "{\n.reg .pred p;\nsetp.ne.b32 p, %2, 0;\nmov.b16 %0, 0;\n@p ld.global.b16 %0, [%1];\n}\n"
+            : "=h"(bits)
+            : "l"(from), "r"(static_cast<int>(there)));
+        x = *reinterpret_cast<const X*>(&bits);
+    }
+    return x;
 }
 
 /// Brings to the L2 cache what the block `problem.ahead` chunks later will load of some arrays [chunks, count]; one lane an array.

@@ -100,12 +100,18 @@ __device__ inline void through_feature_map(const mlstm_problem<T>& problem, floa
 #pragma unroll
         for (int i = 0; i < 8; ++i) {
             const int r = i / 2 % 2, at = 8 * k + i, other = at + F / 4;
-            float low = __uint_as_float(i % 2 == 0 ? p[0][i / 2] << 16 : p[0][i / 2] & 0xffff0000u);
-            float high = __uint_as_float(i % 2 == 0 ? p[1][i / 2] << 16 : p[1][i / 2] & 0xffff0000u);
-            low *= d[at] - of[0][r];
-            high *= d[other] - of[1][r];
-            d[at] = problem.hedgehog ? low - high : low;
-            d[other] = problem.hedgehog ? 0.0f : high;
+            const float low = __uint_as_float(i % 2 == 0 ? p[0][i / 2] << 16 : p[0][i / 2] & 0xffff0000u);
+            const float high = __uint_as_float(i % 2 == 0 ? p[1][i / 2] << 16 : p[1][i / 2] & 0xffff0000u);
+            d[at] = low * (d[at] - of[0][r]);
+            d[other] = high * (d[other] - of[1][r]);
+        }
+    }
+    if (problem.hedgehog) {
+        asm volatile("" ::: "memory");  // a branch: no selection of every number
+#pragma unroll
+        for (int i = 0; i < F / 4; ++i) {
+            d[i] -= d[i + F / 4];
+            d[i + F / 4] = 0.0f;
         }
     }
     // Columns that the features do not fill have p = 0 there, and so no gradient.
@@ -142,10 +148,75 @@ __device__ inline void store_rounded(const shared_tile<T>& to, const float (&d)[
     }
 }
 
-/// Rows [0, count) of a tile to rows of `width` elements, columns [0, columns) of them, by `threads` threads.
-template <class T>
+/// Rows [0, count) of a chunk's tile to rows of `width` elements, columns [0, Columns) of them, by `Threads` threads: some rows at once, so that
+/// nobody waits for shared memory once a row.
+template <int Columns, int Threads, class T>
+__device__ inline void write_columns_of(T* rows, std::int32_t width, const shared_tile<T>& tile, int count,
+                                        int thread) {
+    constexpr int across = Columns / 8, step = Threads / across, turns = (scorer_chunk + step - 1) / step;
+    static_assert(Threads % across == 0);
+    asm volatile("" : "+r"(thread));  // addresses are made anew for every chunk: registers are few
+    const int first = thread / across, c = thread % across * 8;
+    T* to = rows + std::int64_t{first} * width + c;
+    const std::int64_t pitch = std::int64_t{step} * width;
+#pragma unroll
+    for (int from = 0; from < turns; from += 4) {
+        uint4 of_row[4];
+#pragma unroll
+        for (int i = 0; i < 4; ++i) {
+            const int r = first + (from + i) * step;
+            if (from + i < turns && (scorer_chunk % step == 0 || r < scorer_chunk)) {
+                of_row[i] = *reinterpret_cast<const uint4*>(tile.data + tile.offset(r, c));
+            }
+        }
+#pragma unroll
+        for (int i = 0; i < 4; ++i) {
+            if (from + i < turns) {
+                if (first + (from + i) * step < count) {
+                    *reinterpret_cast<uint4*>(to) = of_row[i];
+                }
+                to += pitch;
+            }
+        }
+    }
+}
+/// Columns from `from` to the rows' end, of which every eighth is get(row, column) and the others are 0.
+template <int Threads, class T, class Get>
+__device__ inline void write_eighths(T* rows, std::int32_t width, std::int32_t from, int count, int thread,
+                                     const Get& get) {
+    const auto write = [&](int r, int c) {
+        *reinterpret_cast<uint4*>(rows + std::int64_t{r} * width + c) =
+            make_uint4(pack<T>(get(r, c), 0.0f), 0u, 0u, 0u);
+    };
+    if (width - from == 64) {  // as where rows are padded
+        const int c = from + thread % 8 * 8;
+#pragma unroll
+        for (int i = 0; i < scorer_chunk / (Threads / 8); ++i) {
+            const int r = thread / 8 + i * (Threads / 8);
+            if (r < count) {
+                write(r, c);
+            }
+        }
+        return;
+    }
+    const int across = (width - from) / 8;
+    for (int i = thread; i < across * count; i += Threads) {
+        write(i / across, from + i % across * 8);
+    }
+}
+/// As write_columns_of for any number of columns.
+template <int Threads, class T>
 __device__ inline void write_tile(T* rows, std::int32_t width, const shared_tile<T>& tile, int columns,
-                                  int count, int thread, int threads) {
+                                  int count, int thread) {
+    if (columns == 128) {
+        write_columns_of<128, Threads>(rows, width, tile, count, thread);
+        return;
+    }
+    if (columns == 64) {
+        write_columns_of<64, Threads>(rows, width, tile, count, thread);
+        return;
+    }
+    constexpr int threads = Threads;
     const int across = columns / 8, step_r = threads / across, step_c = threads % across;
     int r = thread / across, c = thread % across;
     while (r < count) {

@@ -76,8 +76,8 @@ struct mlstm_read_tiles {
             k, 0, static_cast<const E*>(problem.k) + std::int64_t{chunk} * (scorer_chunk * F), F);
     }
     /// What does not come by copies, from registers. The caller synchronises.
-    template <class Numbers>
-    __device__ void store_numbers(const Numbers& from) const {
+    template <class T, class Numbers>
+    __device__ void store_numbers(const mlstm_problem<T>& problem, const Numbers& from) const {
         const auto thread = static_cast<int>(threadIdx.x);
         if (thread < F) {
             const E rounded = static_cast<E>(from.z);
@@ -87,12 +87,13 @@ struct mlstm_read_tiles {
                 static_cast<E>(from.z - static_cast<float>(rounded));
         }
         if (thread < V) {
+            const bool gained = thread < problem.width && problem.norm_gain != nullptr;
             rho[thread] = from.share * static_cast<float>(from.heavy);
-            numbers[thread] = from.number;
+            numbers[thread] = make_float2(gained ? from.gain : 1.0f, from.readout);
         }
         if (thread < scorer_chunk) {
             exponents.set(from.source, from.top, from.last, from.m);
-            added[thread] = from.added;
+            added[thread] = from.bias + from.skipped;
         }
     }
 };
@@ -100,23 +101,23 @@ struct mlstm_read_tiles {
 /// What a block must know of a chunk before it loads anything of it.
 struct mlstm_read_frame {
     double m;
-    float share, keep;
+    float share;
     std::int32_t reads, count, bad, before;
 
-    /// Nothing where there is no such chunk.
-    template <class T>
+    /// No tokens where there is no such chunk. What nobody asks for is not loaded, since its register would be waited for.
+    template <bool Bad, bool Reference, class T>
     __device__ void load(const mlstm_problem<T>& problem, std::int32_t chunk, std::int32_t chunks) {
-        reads = scorer_chunk;
-        count = 0;
-        if (chunk < chunks) {
-            const mlstm_frame& frame = problem.frames[chunk];
-            m = frame.m;
-            share = frame.share;
-            keep = frame.keep;
-            reads = frame.reads;
-            count = frame.count;
-            bad = frame.bad;
-            before = frame.before;
+        const mlstm_frame* const frame = problem.frames + chunk;
+        const bool there = chunk < chunks;
+        m = load_if(there, &frame->m);
+        reads = load_if(there, &frame->reads);
+        count = load_if(there, &frame->count);
+        if constexpr (Bad) {
+            bad = load_if(there, &frame->bad);
+        }
+        if constexpr (Reference) {
+            share = load_if(there, &frame->share);
+            before = load_if(there, &frame->before);
         }
     }
     [[nodiscard]] __device__ bool reads_any() const { return reads < count; }
@@ -127,42 +128,32 @@ template <class E, int F, int V>
 struct mlstm_read_numbers {
     double source, top, last, m;
     float z, share;
-    E heavy;        // of the value that is the reference
-    float2 number;  // the norm's gain, the readout's weight
-    float added;    // what a score has besides
+    E heavy;              // of the value that is the reference
+    float gain, readout;  // the norm's gain, the readout's weight
+    float bias, skipped;  // what a score has besides
 
     /// Nothing where the chunk does not read.
     template <class T>
     __device__ void load(const mlstm_problem<T>& problem, std::int32_t chunk, const mlstm_read_frame& frame) {
-        *this = {};  // nothing of the chunk before stays in registers
-        if (!frame.reads_any()) {
-            return;
-        }
         const auto thread = static_cast<int>(threadIdx.x);
-        const std::int32_t plane = chunk / problem.streams.slots;
+        const std::int32_t plane = chunk / problem.streams.slots, head = plane % problem.streams.heads;
+        const std::int64_t row = std::int64_t{chunk} * scorer_chunk;
+        const bool any = frame.reads_any(), of_row = any && thread < scorer_chunk,
+                   of_value = any && thread < problem.width;
         m = frame.m;
-        if (thread < scorer_chunk) {
-            const std::int64_t row = std::int64_t{chunk} * scorer_chunk;
-            source = problem.log_source[row + thread];
-            top = problem.log_top[row + thread];
-            last = problem.log_top[row + scorer_chunk - 1];
-            added = (problem.readout_bias != nullptr ? problem.readout_bias[plane % problem.streams.heads]
-                                                     : 0.0f) +
-                    (problem.skip != nullptr ? problem.skipped[row + thread] : 0.0f);
-        }
-        if (thread < F) {
-            z = problem.sums[std::int64_t{chunk} * F + thread];
-        }
-        if (thread < V) {
-            const bool in = thread < problem.width;
-            const std::int64_t at = std::int64_t{plane % problem.streams.heads} * problem.width + thread;
-            number = make_float2(in && problem.norm_gain != nullptr ? problem.norm_gain[at] : 1.0f,
-                                 in ? problem.readout[at] : 0.0f);
-            share = frame.before >= 0 ? frame.share : 0.0f;
-            const std::int64_t reference = std::int64_t{plane} * problem.streams.slots * scorer_chunk +
-                                           (frame.before >= 0 ? frame.before : 0);
-            heavy = frame.before >= 0 ? problem.v[reference * V + thread] : static_cast<E>(0.0f);
-        }
+        source = load_if(of_row, problem.log_source + row + thread);
+        top = load_if(of_row, problem.log_top + row + thread);
+        last = load_if(of_row, problem.log_top + row + scorer_chunk - 1);
+        bias = load_if(of_row && problem.readout_bias != nullptr, problem.readout_bias + head);
+        skipped = load_if(of_row && problem.skip != nullptr, problem.skipped + row + thread);
+        z = load_if(any && thread < F, problem.sums + std::int64_t{chunk} * F + thread);
+        const std::int64_t at = std::int64_t{head} * problem.width + thread;
+        gain = load_if(of_value && problem.norm_gain != nullptr, problem.norm_gain + at);
+        readout = load_if(of_value, problem.readout + at);
+        share = frame.share;
+        const std::int64_t reference =
+            std::int64_t{plane} * problem.streams.slots * scorer_chunk + frame.before;
+        heavy = load_if(any && thread < V && frame.before >= 0, problem.v + reference * V + thread);
     }
 };
 
@@ -265,8 +256,8 @@ __global__ void __launch_bounds__(KVPOLICY_HOPPER_THREADS(mlstm_warpgroup_thread
     auto chunk = static_cast<std::int32_t>(blockIdx.x);
     mlstm_read_frame frame, following;
     mlstm_read_numbers<E, F, V> numbers;
-    frame.load(problem, chunk, chunks);
-    following.load(problem, chunk + step, chunks);
+    frame.load<true, true>(problem, chunk, chunks);
+    following.load<true, true>(problem, chunk + step, chunks);
     if (frame.reads_any()) {
         load_all(chunk);
     }
@@ -283,13 +274,13 @@ __global__ void __launch_bounds__(KVPOLICY_HOPPER_THREADS(mlstm_warpgroup_thread
             copy_commit();
             numbers.load(problem, next, following);
             frame = following;
-            following.load(problem, next + step, chunks);
+            following.load<true, true>(problem, next + step, chunks);
         };
         if (!own.reads_any()) {
             load_next();
             continue;
         }
-        memory.store_numbers(numbers);
+        memory.store_numbers(problem, numbers);
         const scorer_span s = streams.span(chunk / streams.slots, chunk % streams.slots);
         copy_wait<0>();
         fence_async_proxy();

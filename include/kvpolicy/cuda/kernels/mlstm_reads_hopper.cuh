@@ -69,14 +69,16 @@ __global__ void __launch_bounds__(KVPOLICY_HOPPER_THREADS(mlstm_warpgroup_thread
     float slope = 0.0f;  // d of the score that row `thread` has
     const auto load_numbers = [&](std::int32_t of, const mlstm_read_frame& from) {
         numbers.load(problem, of, from);
-        slope = 0.0f;
-        if (from.reads_any() && thread >= from.reads && thread < from.count) {
+        const bool in = thread >= from.reads && thread < from.count;
+        const float* at = nullptr;
+        if (in) {
             const scorer_span s = streams.span(of / streams.slots, of % streams.slots);
-            slope = problem.d_scores.head(s.b, s.h)[s.first + thread - streams.delay];
+            at = problem.d_scores.head(s.b, s.h) + (s.first + thread - streams.delay);
         }
+        slope = load_if(in, at);
     };
-    frame.load(problem, chunk, chunks);
-    following.load(problem, chunk + step, chunks);
+    frame.load<false, true>(problem, chunk, chunks);
+    following.load<false, true>(problem, chunk + step, chunks);
     if (frame.reads_any()) {
         load_all(chunk);
     }
@@ -102,7 +104,7 @@ __global__ void __launch_bounds__(KVPOLICY_HOPPER_THREADS(mlstm_warpgroup_thread
             }
             copy_commit();
             frame = following;
-            following.load(problem, next + step, chunks);
+            following.load<false, true>(problem, next + step, chunks);
             continue;
         }
         if (thread < scorer_chunk) {
@@ -111,7 +113,7 @@ __global__ void __launch_bounds__(KVPOLICY_HOPPER_THREADS(mlstm_warpgroup_thread
                 streams.report(chunk / streams.slots / streams.heads, status_not_finite);
             }
         }
-        memory.store_numbers(numbers);
+        memory.store_numbers(problem, numbers);
         mlstm_look_ahead<T> ahead(next, follows);
         ahead.array(problem.q, scorer_chunk * F);
         ahead.array(problem.k, scorer_chunk * F);
@@ -255,7 +257,7 @@ __global__ void __launch_bounds__(KVPOLICY_HOPPER_THREADS(mlstm_warpgroup_thread
         copy_commit();
         load_numbers(next, following);
         frame = following;
-        following.load(problem, next + step, chunks);
+        following.load<false, true>(problem, next + step, chunks);
         // d q~ = exp(m - M_l) (C d N + z d g) + sum_j w_lj G_lj k~_j
 #pragma unroll
         for (int j = 0; j < F / 8; ++j) {
@@ -280,7 +282,7 @@ __global__ void __launch_bounds__(KVPOLICY_HOPPER_THREADS(mlstm_warpgroup_thread
                 problem.carried[row + l0 + 8 * r] = carried;
             }
         }
-        write_tile(problem.d_n + row * V, V, memory.d_n, V, scorer_chunk, thread, threads);
+        write_columns_of<V, threads>(problem.d_n + row * V, V, memory.d_n, scorer_chunk, thread);
         for (int i = thread; i < 2 * width; i += threads) {
             const int at = i < width ? 2 * i : 2 * (i - width) + 1;
             float sum = 0.0f;
@@ -320,11 +322,9 @@ __global__ void __launch_bounds__(KVPOLICY_HOPPER_THREADS(mlstm_warpgroup_thread
             }
         }
         copy_commit();
-        write_tile(d_rows, problem.rows_q, to, problem.at_skip, count, thread, threads);
-        write_columns(d_rows, problem.rows_q, problem.at_skip, (problem.rows_q - problem.at_skip) / 8, count,
-                      thread, threads, [&](int r, int c, float(&x)[8]) {
-                          x[0] = c == problem.at_skip ? memory.d_score[r] : 0.0f;
-                      });
+        write_tile<threads>(d_rows, problem.rows_q, to, problem.at_skip, count, thread);
+        write_eighths<threads>(d_rows, problem.rows_q, problem.at_skip, count, thread,
+                               [&](int r, int c) { return c == problem.at_skip ? memory.d_score[r] : 0.0f; });
         __syncthreads();  // the next chunk's numbers may come
         if (follows && !memory_type::apart) {
             memory.load_keys(problem, next);

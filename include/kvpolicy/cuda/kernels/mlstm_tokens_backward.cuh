@@ -8,6 +8,7 @@
 #include <kvpolicy/cuda/launch.cuh>
 
 #include <cstdint>
+#include <type_traits>
 
 namespace kvpolicy {
 inline namespace KVPOLICY_CUDA_NAMESPACE KVPOLICY_HIDDEN {
@@ -114,7 +115,8 @@ __device__ inline void pairs_of_chunk(const mlstm_tokens_memory<E, F, V>& memory
 }
 
 /// d of a chunk's gates from its pairs, by one warp, into memory.d_gates and the chunk's sums. `across`: pairs of a token before the chunk
-/// and a read after it; inside(j): token j's pairs with reads of the chunk; over(j): those that memory.columns leaves out for tokens after j.
+/// and a read after it; inside(j): token j's pairs with reads of the chunk; over(j): those that memory.columns leaves out for tokens after j, null
+/// where it has all.
 template <class T, class Memory, class Inside, class Over>
 __device__ inline void gate_gradients(const mlstm_problem<T>& problem, const scorer_span& s,
                                       std::int64_t chunk, const Memory& memory, float across,
@@ -124,19 +126,24 @@ __device__ inline void gate_gradients(const mlstm_problem<T>& problem, const sco
     const int lane = lane_id(), at = 2 * lane;
     const float carried[2] = {memory.carried[at], memory.carried[at + 1]};
     const float later[2] = {memory.later[at], memory.later[at + 1]};
-    const float left_out[2] = {over(at), over(at + 1)};
+    constexpr bool all = std::is_null_pointer_v<Over>;
+    float left_out[2] = {};
+    if constexpr (!all) {
+        left_out[0] = over(at);
+        left_out[1] = over(at + 1);
+    }
     float suffix = carried[0] + carried[1], prefix = later[0] + later[1], middle = left_out[0] + left_out[1];
 #pragma unroll
     for (int step = 1; step < 32; step *= 2) {
         const float behind = __shfl_down_sync(all_lanes, suffix, static_cast<unsigned>(step));
         const float ahead = __shfl_up_sync(all_lanes, prefix, static_cast<unsigned>(step));
-        const float before = __shfl_up_sync(all_lanes, middle, static_cast<unsigned>(step));
+        const float before = all ? 0.0f : __shfl_up_sync(all_lanes, middle, static_cast<unsigned>(step));
         suffix += lane + step < 32 ? behind : 0.0f;
         prefix += lane >= step ? ahead : 0.0f;
         middle += lane >= step ? before : 0.0f;
     }
     const float ahead = __shfl_up_sync(all_lanes, prefix, 1u);
-    const float before = __shfl_up_sync(all_lanes, middle, 1u);
+    const float before = all ? 0.0f : __shfl_up_sync(all_lanes, middle, 1u);
     const float behind = __shfl_down_sync(all_lanes, suffix, 1u);
     prefix = lane > 0 ? ahead : 0.0f;
     middle = lane > 0 ? before : 0.0f;
@@ -163,8 +170,11 @@ __device__ inline void gate_gradients(const mlstm_problem<T>& problem, const sco
         memory.d_gates[2 * j] = d_i;
         memory.d_gates[2 * j + 1] = d_f;
     }
-    of_gates[0] = warp_sum(of_gates[0]);
-    of_gates[1] = warp_sum(of_gates[1]);
+#pragma unroll
+    for (int by = 16; by > 0; by /= 2) {  // side by side, since a shuffle takes its time
+        of_gates[0] += __shfl_xor_sync(all_lanes, of_gates[0], by);
+        of_gates[1] += __shfl_xor_sync(all_lanes, of_gates[1], by);
+    }
     if (lane == 0) {
         problem.d_gates[chunk * 2] = of_gates[0];
         problem.d_gates[chunk * 2 + 1] = of_gates[1];

@@ -18,38 +18,42 @@ namespace cuda_backend {
 /// Blocks that a multiprocessor has room for.
 inline constexpr int mlstm_tokens_blocks = 2;
 
-template <class E, int F, int V>
+/// Parts of the sum of pairs across a chunk: blocks of a walk that have a head's state.
+template <int F, int V>
+inline constexpr int mlstm_across_parts = F / 64 * (V / 64);
+
+template <class T, int F, int V>
 struct mlstm_tokens_hopper_memory {
-    shared_tile<E> q, d_n;  // then the state before the chunk
-    shared_tile<E> k, v, a;
-    shared_tile<E> before;
-    float *a_z, *z;                         // [F]
-    float* rho;                             // before the chunk
+    using E = mlstm_element<T>;
+
+    shared_tile<E> q, d_n, k, v;
+    shared_tile<E> a;  // then, in its place, gradients on their way out
+    shared_tile<T> to_k, to_v;
+    float* a_z;                             // [F]
     float *d_g, *carried, *later, *inside;  // [64]
     float* columns;                         // [4][64]: sums down the columns, of 16 rows each
-    float* across;                          // [4]
+    float* across;                          // [parts]
     float* d_gates;                         // [64][2]
     float* slopes;                          // [2][64]: of the input gates, of the forget gates
     mlstm_exponents<E> exponents;
     std::size_t bytes;
 
     KVPOLICY_HOST_DEVICE explicit mlstm_tokens_hopper_memory(unsigned char* memory) {
-        static_assert(F * V <= scorer_chunk * (F + V));
+        static_assert(F * V <= scorer_chunk * (F + V) && sizeof(T) == sizeof(E));
         shared_parts parts(memory);
         q = parts.tile<E>(scorer_chunk, F);
         d_n = parts.tile<E>(scorer_chunk, V);
-        before = {q.data, F};
         k = parts.tile<E>(scorer_chunk, F);
         v = parts.tile<E>(scorer_chunk, V);
-        a = parts.tile<E>(F, V);
+        to_k = parts.tile<T>(scorer_chunk, F);
+        to_v = parts.tile<T>(scorer_chunk, V);
+        a = {to_k.data, F};
         a_z = parts.take<float>(F);
-        z = parts.take<float>(F);
-        rho = parts.take<float>(V);
         for (float** one : {&d_g, &carried, &later, &inside}) {
             *one = parts.take<float>(scorer_chunk);
         }
         columns = parts.take<float>(4 * scorer_chunk);
-        across = parts.take<float>(4);
+        across = parts.take<float>(mlstm_across_parts<F, V>);
         d_gates = parts.take<float>(2 * scorer_chunk);
         slopes = parts.take<float>(2 * scorer_chunk);
         exponents.source = parts.take<typename mlstm_exponents<E>::number>(scorer_chunk);
@@ -63,50 +67,35 @@ struct mlstm_tokens_hopper_memory {
 template <class E, int F, int V>
 struct mlstm_token_numbers {
     double source, top, last, m;
-    float a_z[V / 64], z;  // parts of the sum
-    float share, keep;
-    E heavy;
+    float a_z[V / 64], across;  // parts of sums
     float d_g, carried, slope_i, slope_f;
-    std::int32_t reads, count = 0, bad;
+    std::int32_t reads, count, bad;
 
     /// Nothing where there is no such chunk, or no token in it.
     template <class T>
     __device__ void load(const mlstm_problem<T>& problem, std::int32_t chunk, const mlstm_read_frame& frame) {
-        *this = {};  // nothing of the chunk before stays in registers
-        count = frame.count;
-        if (count == 0) {
-            return;
-        }
         const auto thread = static_cast<int>(threadIdx.x);
         const std::int64_t row = std::int64_t{chunk} * scorer_chunk;
         m = frame.m;
-        keep = frame.keep;
         reads = frame.reads;
+        count = frame.count;
         bad = frame.bad;
-        if (thread < scorer_chunk) {
-            source = problem.log_source[row + thread];
-            top = problem.log_top[row + thread];
-            last = problem.log_top[row + scorer_chunk - 1];
-            const bool any = reads < scorer_chunk, there = thread < count;
-            d_g = any ? problem.d_g[row + thread] : 0.0f;
-            carried = any ? problem.carried[row + thread] : 0.0f;
-            slope_i = there ? problem.slope_i[row + thread] : 0.0f;
-            slope_f = there ? problem.slope_f[row + thread] : 0.0f;
-        }
-        if (thread < F) {
+        const bool any = count > 0, of_row = any && thread < scorer_chunk,
+                   read = of_row && reads < scorer_chunk, there = thread < count;
+        source = load_if(of_row, problem.log_source + row + thread);
+        top = load_if(of_row, problem.log_top + row + thread);
+        last = load_if(of_row, problem.log_top + row + scorer_chunk - 1);
+        d_g = load_if(read, problem.d_g + row + thread);
+        carried = load_if(read, problem.carried + row + thread);
+        slope_i = load_if(there, problem.slope_i + row + thread);
+        slope_f = load_if(there, problem.slope_f + row + thread);
 #pragma unroll
-            for (int part = 0; part < V / 64; ++part) {
-                a_z[part] = problem.d_sums[(std::int64_t{chunk} * (V / 64) + part) * F + thread];
-            }
-            z = problem.sums[std::int64_t{chunk} * F + thread];
+        for (int part = 0; part < V / 64; ++part) {
+            a_z[part] = load_if(any && thread < F,
+                                problem.d_sums + (std::int64_t{chunk} * (V / 64) + part) * F + thread);
         }
-        if (thread < V) {
-            const std::int32_t plane = chunk / problem.streams.slots;
-            share = frame.before >= 0 ? frame.share : 0.0f;
-            const std::int64_t reference = std::int64_t{plane} * problem.streams.slots * scorer_chunk +
-                                           (frame.before >= 0 ? frame.before : 0);
-            heavy = frame.before >= 0 ? problem.v[reference * V + thread] : static_cast<E>(0.0f);
-        }
+        constexpr int parts = mlstm_across_parts<F, V>;
+        across = load_if(any && thread < parts, problem.d_across + std::int64_t{chunk} * parts + thread);
     }
     template <class Memory>
     __device__ void store(const Memory& memory) const {
@@ -125,10 +114,9 @@ struct mlstm_token_numbers {
                 sum += part;
             }
             memory.a_z[thread] = sum;
-            memory.z[thread] = z;
         }
-        if (thread < V) {
-            memory.rho[thread] = share * static_cast<float>(heavy);
+        if (thread < mlstm_across_parts<F, V>) {
+            memory.across[thread] = across;
         }
     }
 };
@@ -204,37 +192,15 @@ __global__ void __launch_bounds__(KVPOLICY_HOPPER_THREADS(mlstm_warpgroup_thread
     const std::int32_t chunks = streams.batch * streams.heads * streams.slots;
     const auto steps = static_cast<std::int32_t>(gridDim.x);
     const auto thread = static_cast<int>(threadIdx.x);
-    const mlstm_tokens_hopper_memory<E, F, V> memory(aligned_dynamic_shared());
-    mlstm_read_frame following;
-    mlstm_token_numbers<E, F, V> numbers;
-    following.load(problem, static_cast<std::int32_t>(blockIdx.x), chunks);
-    numbers.load(problem, static_cast<std::int32_t>(blockIdx.x), following);
-    following.load(problem, static_cast<std::int32_t>(blockIdx.x) + steps, chunks);
-    for (auto chunk = static_cast<std::int32_t>(blockIdx.x); chunk < chunks; chunk += steps) {
-        const std::int32_t next = chunk + steps;
-        // The next chunk's numbers, which nobody needs before this one is done.
-        const auto load_next = [&] {
-            numbers.load(problem, next, following);
-            following.load(problem, next + steps, chunks);
-        };
-        if (numbers.count == 0) {
-            if (thread < 2) {
-                problem.d_gates[std::int64_t{chunk} * 2 + thread] = 0.0f;
-            }
-            load_next();
-            continue;
-        }
-        const scorer_span s = streams.span(chunk / streams.slots, chunk % streams.slots);
+    const mlstm_tokens_hopper_memory<T, F, V> memory(aligned_dynamic_shared());
+    // Rows of a chunk, as soon as the tiles of the chunk before are free; nothing where it has no tokens.
+    const auto load_reads = [&](std::int32_t chunk, const mlstm_read_frame& frame) {
         const std::int64_t row = std::int64_t{chunk} * scorer_chunk;
-        const bool reads = numbers.reads < scorer_chunk;
-        const float keep = numbers.keep;
-        copy_slice<scorer_chunk, F, threads>(memory.k, 0, static_cast<const E*>(problem.k) + row * F, F);
-        copy_slice<scorer_chunk, V, threads>(memory.v, 0, static_cast<const E*>(problem.v) + row * V, V);
-        if (reads) {
+        if (frame.count > 0 && frame.reads < scorer_chunk) {
             copy_slice<scorer_chunk, F, threads>(memory.q, 0, static_cast<const E*>(problem.q) + row * F, F);
             copy_slice<scorer_chunk, V, threads>(memory.d_n, 0, static_cast<const E*>(problem.d_n) + row * V,
                                                  V);
-        } else {  // no pairs: the same products of nothing
+        } else if (frame.count > 0) {  // no pairs: the same products of nothing
             const float blank[8] = {};
             for (int i = thread; i < scorer_chunk * F / 8; i += threads) {
                 memory.q.set_eight(i / (F / 8), i % (F / 8) * 8, blank);
@@ -243,13 +209,53 @@ __global__ void __launch_bounds__(KVPOLICY_HOPPER_THREADS(mlstm_warpgroup_thread
                 memory.d_n.set_eight(i / (V / 8), i % (V / 8) * 8, blank);
             }
         }
-        copy_commit();
-        copy_slice<F, V, threads>(memory.a, 0,
-                                  static_cast<const E*>(problem.d_memory) + std::int64_t{chunk} * (F * V), V);
-        copy_commit();
+    };
+    const auto load_tokens = [&](std::int32_t chunk, const mlstm_read_frame& frame) {
+        const std::int64_t row = std::int64_t{chunk} * scorer_chunk;
+        if (frame.count > 0) {
+            copy_slice<scorer_chunk, F, threads>(memory.k, 0, static_cast<const E*>(problem.k) + row * F, F);
+            copy_slice<scorer_chunk, V, threads>(memory.v, 0, static_cast<const E*>(problem.v) + row * V, V);
+        }
+    };
+    const auto load_state = [&](std::int32_t chunk, std::int32_t count) {
+        if (count > 0) {
+            copy_slice<F, V, threads>(
+                memory.a, 0, static_cast<const E*>(problem.d_memory) + std::int64_t{chunk} * (F * V), V);
+        }
+    };
+    mlstm_read_frame following;
+    mlstm_token_numbers<E, F, V> numbers;
+    following.load<true, false>(problem, static_cast<std::int32_t>(blockIdx.x), chunks);
+    load_reads(static_cast<std::int32_t>(blockIdx.x), following);
+    load_tokens(static_cast<std::int32_t>(blockIdx.x), following);
+    copy_commit();
+    load_state(static_cast<std::int32_t>(blockIdx.x), following.count);
+    copy_commit();
+    numbers.load(problem, static_cast<std::int32_t>(blockIdx.x), following);
+    following.load<true, false>(problem, static_cast<std::int32_t>(blockIdx.x) + steps, chunks);
+    for (auto chunk = static_cast<std::int32_t>(blockIdx.x); chunk < chunks; chunk += steps) {
+        const std::int32_t next = chunk + steps;
+        // The next chunk's numbers, which nobody needs before this one is done.
+        const auto load_next = [&] {
+            numbers.load(problem, next, following);
+            following.load<true, false>(problem, next + steps, chunks);
+        };
+        if (numbers.count == 0) {
+            if (thread < 2) {
+                problem.d_gates[std::int64_t{chunk} * 2 + thread] = 0.0f;
+            }
+            load_reads(next, following);
+            load_tokens(next, following);
+            copy_commit();
+            load_state(next, following.count);
+            copy_commit();
+            load_next();
+            continue;
+        }
+        const std::int32_t count = numbers.count;
         numbers.store(memory);
-        if (thread == 0 && numbers.bad < s.count) {
-            streams.report(s.b, status_not_finite);
+        if (thread == 0 && numbers.bad < count) {
+            streams.report(chunk / streams.slots / streams.heads, status_not_finite);
         }
         const int lane = lane_id(), j0 = 16 * warp_id() + lane / 4, c0 = lane % 4 * 2;
         copy_wait<1>();
@@ -319,9 +325,8 @@ __global__ void __launch_bounds__(KVPOLICY_HOPPER_THREADS(mlstm_warpgroup_thread
                 }
             }
         }
-        __syncthreads();  // queries and d N have been read: the state before the chunk comes there
-        copy_slice<F, V, threads>(memory.before, 0,
-                                  static_cast<const E*>(problem.memory) + std::int64_t{chunk} * (F * V), V);
+        __syncthreads();  // queries and d N have been read
+        load_reads(next, following);
         copy_commit();
         // + o_j (A v~_j + a)
         float later[2] = {}, along[2][2] = {};
@@ -363,79 +368,40 @@ __global__ void __launch_bounds__(KVPOLICY_HOPPER_THREADS(mlstm_warpgroup_thread
             }
         }
         through_feature_map<F>(problem, d_k, memory.k, along);
-        __syncthreads();  // keys and values have been read
-        const shared_tile<T> to_k{memory.k.data, scorer_chunk}, of_v{memory.v.data, scorer_chunk};
-        store_rounded(to_k, d_k);
+        __syncthreads();  // keys, values and the state have been read
+        load_tokens(next, following);
+        copy_commit();
+        store_rounded(memory.to_k, d_k);
 #pragma unroll
         for (int k = 0; k < V / 16; ++k) {
-            store_rows_of(of_v, k, to_v[k]);
+            store_rows_of(memory.to_v, k, to_v[k]);
         }
-        // Not before: what all blocks ask for early would be gone from the L2 cache again when they load it.
-        mlstm_look_ahead<T> ahead(next, following.count > 0);
-        ahead.array(problem.q, scorer_chunk * F);
-        ahead.array(problem.d_n, scorer_chunk * V);
-        ahead.array(problem.k, scorer_chunk * F);
-        ahead.array(problem.v, scorer_chunk * V);
-        ahead.array(problem.d_memory, F * V);
         load_next();
-        copy_wait<0>();
         __syncthreads();
-        // Pairs across the whole chunk: a token before it, a read after it.
-        float across = 0.0f;
-        {
-            constexpr int rows_at_once = threads / (V / 8);
-            const int column = thread % (V / 8) * 8, first = thread / (V / 8);
-            static_assert(rows_at_once % 8 ==
-                          0);  // the same 16 bytes of rows so far apart stand in the same places
-            const auto at_row = [](const shared_tile<E>& tile, int i) {
-                return shared_tile<E>{tile.data + i * 128, F};
-            };
-            float rho[8];
-#pragma unroll
-            for (int e = 0; e < 8; ++e) {
-                rho[e] = memory.rho[column + e];
-            }
-#pragma unroll 4
-            for (int i = 0; i < F; i += rows_at_once) {
-                float x[8], y[8];
-                at_row(memory.before, i).get_eight(first, column, x);
-                at_row(memory.a, i).get_eight(first, column, y);
-                const float z = memory.z[first + i];
-#pragma unroll
-                for (int e = 0; e < 8; ++e) {
-                    across = fmaf(fmaf(z, rho[e], x[e]), y[e], across);
-                }
-            }
-            if (thread < F) {
-                across = fmaf(memory.z[thread], memory.a_z[thread], across);
-            }
-            across = warp_sum(across) * keep;
-            if (lane == 0) {
-                memory.across[warp_id()] = across;
-            }
-        }
-        __syncthreads();
-        T* const rows = problem.d_rows_k + row * problem.rows_k;
+        T* const rows = problem.d_rows_k + std::int64_t{chunk} * scorer_chunk * problem.rows_k;
         if (warp_id() == 0) {
+            float across = 0.0f;
+#pragma unroll
+            for (int part = 0; part < mlstm_across_parts<F, V>; ++part) {
+                across += memory.across[part];
+            }
             gate_gradients(
-                problem, s, std::int64_t{chunk}, memory,
-                memory.across[0] + memory.across[1] + memory.across[2] + memory.across[3],
-                [&](int j) { return memory.inside[j]; }, [](int) { return 0.0f; });
+                problem, streams.span(chunk / streams.slots, chunk % streams.slots), std::int64_t{chunk},
+                memory, across, [&](int j) { return memory.inside[j]; }, nullptr);
         } else {  // meanwhile the other warps write what does not wait for the gates
-            write_tile(rows, problem.rows_k, to_k, problem.at_v, s.count, thread - 32, threads - 32);
-            write_tile(rows + problem.at_v, problem.rows_k, of_v, problem.at_i - problem.at_v, s.count,
-                       thread - 32, threads - 32);
+            write_tile<threads - 32>(rows, problem.rows_k, memory.to_k, problem.at_v, count, thread - 32);
+            write_tile<threads - 32>(rows + problem.at_v, problem.rows_k, memory.to_v,
+                                     problem.at_i - problem.at_v, count, thread - 32);
         }
         __syncthreads();
-        write_columns(rows, problem.rows_k, problem.at_i, (problem.rows_k - problem.at_i) / 8, s.count,
-                      thread, threads, [&](int r, int c, float(&x)[8]) {
-                          if (c == problem.at_i) {
-                              x[0] = memory.d_gates[2 * r];
-                          } else if (c == problem.at_f) {
-                              x[0] = memory.d_gates[2 * r + 1];
-                          }
-                      });
-        __syncthreads();  // the next chunk's rows may come
+        write_eighths<threads>(rows, problem.rows_k, problem.at_i, count, thread, [&](int r, int c) {
+            return c == problem.at_i   ? memory.d_gates[2 * r]
+                   : c == problem.at_f ? memory.d_gates[2 * r + 1]
+                                       : 0.0f;
+        });
+        __syncthreads();  // the next chunk's state and numbers may come
+        load_state(next, numbers.count);
+        copy_commit();
     }
 #endif
 }

@@ -22,49 +22,61 @@ namespace cuda_backend {
 /// A chunk's part in a walk.
 struct alignas(16) mlstm_step {
     float keep, add;
-    float share;         // of the reference
-    std::int32_t heavy;  // its row of the plane; -1: none
-    std::int32_t there;  // the chunk has tokens
-    std::int32_t adds;   // and adds to the state
-    std::int32_t fresh;  // a stream's first
+    float share;          // of the reference
+    std::int32_t heavy;   // its row of the plane; -1: none
+    std::int32_t there;   // the chunk has tokens
+    std::int32_t adds;    // and adds to the state
+    std::int32_t fresh;   // a stream's first
+    std::int32_t before;  // backwards: the reference before the chunk
+    float share_before;
 };
 
 /// Threads of a walk: on Hopper one warpgroup, whose products are wgmma's.
 template <bool Hopper>
 inline constexpr int mlstm_walk_threads = Hopper ? 128 : 256;
 
-/// Shared memory of mlstm_walk_kernel: a ring of what chunks add.
-template <class E, int FS, int VS, bool Hopper>
+/// Shared memory of mlstm_walk_kernel: a ring of what chunks add; Across: and of the states before them.
+template <class E, int FS, int VS, bool Hopper, bool Across>
 struct mlstm_walk_memory {
-    static constexpr int stages = FS + VS <= 64 ? 8 : Hopper ? 5 : 6, batch = 64;
+    static constexpr int stages = FS + VS <= 64 ? 8 : Across ? 4 : Hopper ? 5 : 6, batch = 64;
     static constexpr int columns = (FS + VS + 63) / 64 * 64;
     static constexpr int down = FS / 16,
                          across = mlstm_walk_threads<Hopper> / 32 / down;  // warps over features, over values
 
-    shared_tile<E> state;  // on its way out, on Hopper
+    // On Hopper a state on its way out. Across: one of each stage, at first the state before the chunk.
+    unsigned char* states;
     unsigned char* tiles;  // of each stage: k~ or q~, FS columns, then v~ or d N, VS columns
     float* scale;          // [stages][64]
     float* ratio;          // [stages][64]
     E* split;              // [2][2][64]: a ratio rounded, and what rounding takes away
     E* heavy;              // [stages][VS]
+    E* before;             // [stages][VS], Across
+    float* z;              // [stages][FS], Across
+    float* crossing;       // [2][warps]
     float* lost;           // [2][across][FS]
     mlstm_step* steps;     // [2][batch]
     std::size_t bytes;
 
     KVPOLICY_HOST_DEVICE explicit mlstm_walk_memory(unsigned char* memory) {
         shared_parts parts(memory);
-        state = parts.tile<E>(FS, Hopper ? VS : 0);
+        states = parts.tile<E>(FS, Across ? stages * VS : Hopper ? VS : 0).data;
         tiles = parts.tile<E>(scorer_chunk, stages * columns).data;
         scale = parts.take<float>(stages * scorer_chunk);
         ratio = parts.take<float>(stages * scorer_chunk);
         split = parts.take<E>(2 * 2 * scorer_chunk);
         heavy = parts.take<E>(stages * VS);
+        before = parts.take<E>(Across ? stages * VS : 0);
+        z = parts.take<float>(Across ? stages * FS : 0);
+        crossing = parts.take<float>(2 * (mlstm_walk_threads<Hopper> / 32));
         lost = parts.take<float>(2 * across * FS);
         steps = parts.take<mlstm_step>(2 * batch);
         bytes = parts.bytes();
     }
     [[nodiscard]] __device__ shared_tile<E> tile(int stage) const {
         return {tiles + shared_tile<E>::bytes(scorer_chunk, columns) * stage, scorer_chunk};
+    }
+    [[nodiscard]] __device__ shared_tile<E> state(int stage) const {
+        return {states + (Across ? shared_tile<E>::bytes(FS, VS) * stage : 0), FS};
     }
 };
 
@@ -121,10 +133,14 @@ __global__ void __launch_bounds__(256)
 /// Forwards a is k~, b v~, scale the tokens' weights; backwards a is q~, b d N, scale exp(m - M_l), ratio d g_l (forwards 1). Chunks without
 /// reads add nothing backwards. Continued sequences take up and leave the caller's states, features (width + 1) + 2 numbers in the
 /// features' own order. A block walks one segment; Ends: from nothing, and leaves only what the segment adds and keeps.
+///
+/// Backwards, on Hopper, a walk also has the sum of pairs across each chunk: keep times the products of the numbers of the state before the chunk
+/// and of its own, added up, which a forget gate's gradient needs.
 template <class T, int F, int V, int FS, int VS, bool Backward, bool Ends, bool Hopper>
 __device__ inline void walk_chunks(const mlstm_problem<T>& problem) {
     using E = mlstm_element<T>;
-    using memory_type = mlstm_walk_memory<E, FS, VS, Hopper>;
+    constexpr bool Across = Hopper && Backward && !Ends;
+    using memory_type = mlstm_walk_memory<E, FS, VS, Hopper, Across>;
     constexpr int threads = mlstm_walk_threads<Hopper>;
     constexpr int stages = memory_type::stages, batch = memory_type::batch;
     constexpr int WM = memory_type::down, WN = memory_type::across;
@@ -162,6 +178,8 @@ __device__ inline void walk_chunks(const mlstm_problem<T>& problem) {
                     step.heavy = problem.frames[first_chunk + slot + 1].before;
                     step.share = problem.frames[first_chunk + slot + 1].share;
                 }
+                step.before = Across && step.there != 0 ? frame.before : -1;
+                step.share_before = step.before >= 0 ? frame.share : 0.0f;
             }
             memory.steps[base % (2 * batch) + thread] = step;
         }
@@ -174,9 +192,11 @@ __device__ inline void walk_chunks(const mlstm_problem<T>& problem) {
     const float* next_scale = (Backward ? problem.kept : problem.weight) + from;
     const float* next_ratio = Backward ? problem.d_g + from : nullptr;
     const E* const values = problem.v + first_row * V + v0;
-    const auto prefetch = [&](std::int32_t n, int stage) {
+    const E* const state_before = problem.memory + first_chunk * F * V + f0 * V + v0;
+    const float* const sums_before = problem.sums + first_chunk * F + f0;
+    const auto step_of = [&](std::int32_t n) { return memory.steps[n % (2 * batch)]; };
+    const auto prefetch = [&](std::int32_t n, const mlstm_step& step, int stage) {
         if (n < count) {
-            const mlstm_step step = memory.steps[n % (2 * batch)];
             if (step.adds != 0) {
                 const shared_tile<E> tile = memory.tile(stage);
                 copy_slice<scorer_chunk, FS, threads>(tile, 0, next_a, F);
@@ -189,6 +209,14 @@ __device__ inline void walk_chunks(const mlstm_problem<T>& problem) {
             if (!Ends && step.heavy >= 0) {
                 copy_line(memory.heavy + stage * VS, values + std::int64_t{step.heavy} * V, VS, 64);
             }
+            if (Across && step.there != 0) {
+                const std::int64_t slot = slot_of(n);
+                copy_slice<FS, VS, threads>(memory.state(stage), 0, state_before + slot * (F * V), V);
+                copy_line(memory.z + stage * FS, sums_before + slot * F, FS, 112);
+                if (step.before >= 0) {
+                    copy_line(memory.before + stage * VS, values + std::int64_t{step.before} * V, VS, 96);
+                }
+            }
             next_a += direction * F;
             next_b += direction * V;
             next_scale += direction;
@@ -200,14 +228,10 @@ __device__ inline void walk_chunks(const mlstm_problem<T>& problem) {
     __syncthreads();
 #pragma unroll
     for (int n = 0; n < stages - 1; ++n) {
-        prefetch(n, n);
+        prefetch(n, step_of(n), n);
     }
     // Multiplies what came for step n by its scales, which on Hopper is done on the way to the product.
-    const auto scale_stage = [&](std::int32_t n, int stage) {
-        if (n >= count) {
-            return;
-        }
-        const mlstm_step step = memory.steps[n % (2 * batch)];
+    const auto scale_stage = [&](std::int32_t n, const mlstm_step& step, int stage) {
         if (step.adds == 0) {
             return;
         }
@@ -257,15 +281,45 @@ __device__ inline void walk_chunks(const mlstm_problem<T>& problem) {
         part.template begin<F, V>(problem, plane, segment, Backward, acc[0], of_sums);
     }
     const auto row_of = [&](int r) { return m0 + lane / 4 + 8 * r; };
+    // Numbers of a reference: a token's value, times its share.
+    const auto get_reference = [&](std::int32_t token, float share, const E* of, float(&rho)[NI][2]) {
+        if (token < 0) {
+            return;
+        }
+        const E* const value = of + n0 + lane % 4 * 2;
+#pragma unroll
+        for (int j = 0; j < NI; ++j) {
+            if constexpr (shared_tile<E>::plain) {
+                rho[j][0] = share * value[8 * j];
+                rho[j][1] = share * value[8 * j + 1];
+            } else {
+                rounded_pair<E> both;
+                both.both = *reinterpret_cast<const std::uint32_t*>(value + 8 * j);
+                rho[j][0] = share * both.first();
+                rho[j][1] = share * both.second();
+            }
+        }
+    };
     // What rounding takes from the state before step n, along the reference: the warps' parts.
-    const auto write_sums = [&](std::int32_t n) {
-        if (Backward && !Ends && n >= 0 && thread < FS && memory.steps[n % (2 * batch)].there != 0) {
+    const auto write_sums = [&](std::int32_t n, bool there) {
+        if (!there) {
+            return;
+        }
+        if (Backward && !Ends && thread < FS) {
             float sum = 0.0f;
 #pragma unroll
             for (int w = 0; w < WN; ++w) {
                 sum += memory.lost[(n % 2 * WN + w) * FS + thread];
             }
             problem.d_sums[((first_chunk + slot_of(n)) * problem.sum_parts + part_v) * F + f0 + thread] = sum;
+        }
+        if (Across && thread == FS) {
+            float sum = 0.0f;
+#pragma unroll
+            for (int w = 0; w < threads / 32; ++w) {
+                sum += memory.crossing[n % 2 * (threads / 32) + w];
+            }
+            problem.d_across[(first_chunk + slot_of(n)) * parts + block % parts] = sum;
         }
     };
     const auto wait_for_others = [] {
@@ -278,35 +332,42 @@ __device__ inline void walk_chunks(const mlstm_problem<T>& problem) {
 #if KVPOLICY_HOPPER_CODE
     mlstm_outer_product<E> product, following;
 #endif
-    const auto load_following = [&]([[maybe_unused]] std::int32_t n, [[maybe_unused]] int stage) {
+    const auto load_following = [&]([[maybe_unused]] const mlstm_step& step, [[maybe_unused]] int stage) {
 #if KVPOLICY_HOPPER_CODE
         if constexpr (Hopper) {
-            if (n < count && memory.steps[n % (2 * batch)].adds != 0) {
-                following.load(memory.tile(stage), memory.scale + stage * scorer_chunk,
-                               memory.steps[n % (2 * batch)].add);
+            if (step.adds != 0) {
+                following.load(memory.tile(stage), memory.scale + stage * scorer_chunk, step.add);
             }
         }
 #endif
     };
     copy_wait<stages - 2>();
     wait_for_others();
-    scale_stage(0, 0);
-    load_following(0, 0);
+    mlstm_step next_step = step_of(0);
+    bool there_before = false;  // of step n - 1
+    scale_stage(0, next_step, 0);
+    load_following(next_step, 0);
     int stage = 0;  // n % stages
     for (std::int32_t n = 0; n < count; ++n) {
         copy_wait<stages - 3>();  // step n + 1 is there
         wait_for_others();
         const int after = stage + 1 == stages ? 0 : stage + 1;
-        const auto prefetch_one = [&] { prefetch(n + stages - 1, stage == 0 ? stages - 1 : stage - 1); };
+        // Steps beyond the last have nothing to add.
+        const mlstm_step step = next_step, ahead = step_of(n + stages - 1);
+        next_step = step_of(n + 1);
+        const auto prefetch_one = [&] {
+            prefetch(n + stages - 1, ahead, stage == 0 ? stages - 1 : stage - 1);
+        };
         if constexpr (!Hopper) {
             prefetch_one();
         }
-        const mlstm_step step = memory.steps[n % (2 * batch)];
         const std::int64_t chunk = first_chunk + slot_of(n);
         E* const to = (Backward ? problem.d_memory : problem.memory) + chunk * F * V +
                       (f0 + m0 + lane / 4) * V + v0 + n0 + lane % 4 * 2;
         const E* const split = Backward ? memory.split + n % 2 * 2 * scorer_chunk : nullptr;
         [[maybe_unused]] std::uint32_t rounded[Hopper ? NI / 2 : 1][4];
+        [[maybe_unused]] float crossing = 0.0f;
+        [[maybe_unused]] const shared_tile<E> state = memory.state(stage);
         if (step.there != 0) {
             // Streams begin without a state, and nothing goes back beyond their first token.
             if (!Backward && step.fresh != 0) {
@@ -330,26 +391,40 @@ __device__ inline void walk_chunks(const mlstm_problem<T>& problem) {
                 }
             }
 #endif
-            if constexpr (!Ends) {
-                float rho[NI][2] = {};
-                if (step.heavy >= 0) {
-                    const E* const value = memory.heavy + stage * VS + n0 + lane % 4 * 2;
+#if KVPOLICY_HOPPER_CODE
+            if constexpr (Across) {
+                // Pairs of tokens before the chunk with reads after it: the sum of products of both states' numbers.
+                float rho[NI][2] = {}, of_rho[2] = {};
+                get_reference(step.before, step.share_before, memory.before + stage * VS, rho);
 #pragma unroll
-                    for (int j = 0; j < NI; ++j) {
-                        if constexpr (shared_tile<E>::plain) {
-                            rho[j][0] = step.share * value[8 * j];
-                            rho[j][1] = step.share * value[8 * j + 1];
-                        } else {
-                            rounded_pair<E> both;
-                            both.both = *reinterpret_cast<const std::uint32_t*>(value + 8 * j);
-                            rho[j][0] = step.share * both.first();
-                            rho[j][1] = step.share * both.second();
-                        }
+                for (int k = 0; k < NI / 2; ++k) {
+                    std::uint32_t p[4];
+                    load_rows(p, state, k);
+#pragma unroll
+                    for (int i = 0; i < 4; ++i) {
+                        const int j = 2 * k + i / 2, r = i % 2;
+                        rounded_pair<E> x;
+                        x.both = p[i];
+                        const float a[2] = {acc[0][j][2 * r], acc[0][j][2 * r + 1]};
+                        crossing = fmaf(x.first(), a[0], fmaf(x.second(), a[1], crossing));
+                        of_rho[r] = fmaf(rho[j][0], a[0], fmaf(rho[j][1], a[1], of_rho[r]));
                     }
                 }
 #pragma unroll
                 for (int r = 0; r < 2; ++r) {
-                    float lost = 0.0f;
+                    const bool own = part_v == 0 && wn == 0 && lane % 4 == 0;
+                    const float of_state = memory.z[stage * FS + row_of(r)];
+                    crossing = fmaf(of_state, of_rho[r] + (own ? z[r] : 0.0f), crossing);
+                }
+                crossing *= step.keep;
+            }
+#endif
+            if constexpr (!Ends) {
+                float rho[NI][2] = {};
+                get_reference(step.heavy, step.share, memory.heavy + stage * VS, rho);
+                [[maybe_unused]] float lost[2] = {};
+#pragma unroll
+                for (int r = 0; r < 2; ++r) {
 #pragma unroll
                     for (int j = 0; j < NI; ++j) {
                         float x[2] = {acc[0][j][2 * r], acc[0][j][2 * r + 1]};
@@ -364,18 +439,29 @@ __device__ inline void walk_chunks(const mlstm_problem<T>& problem) {
                         }
                         if (Backward) {
                             round_pair<E>(x[0], x[1]);
-                            lost += (acc[0][j][2 * r] - x[0]) * rho[j][0] +
-                                    (acc[0][j][2 * r + 1] - x[1]) * rho[j][1];
+                            lost[r] += (acc[0][j][2 * r] - x[0]) * rho[j][0] +
+                                       (acc[0][j][2 * r + 1] - x[1]) * rho[j][1];
                         }
                     }
-                    if (Backward) {
-                        lost = row_sum(lost);
-                        if (lane % 4 == 0) {
-                            memory.lost[(n % 2 * WN + wn) * FS + row_of(r)] =
-                                lost + (part_v == 0 && wn == 0 ? z[r] : 0.0f);
-                        }
-                    } else if (part_v == 0 && wn == 0 && lane % 4 == 0) {
+                    if (!Backward && part_v == 0 && wn == 0 && lane % 4 == 0) {
                         problem.sums[chunk * F + f0 + row_of(r)] = z[r];
+                    }
+                }
+                if constexpr (Backward) {
+#pragma unroll
+                    for (int by = 1; by < 4; by *= 2) {  // side by side, since a shuffle takes its time
+                        lost[0] += __shfl_xor_sync(all_lanes, lost[0], by);
+                        lost[1] += __shfl_xor_sync(all_lanes, lost[1], by);
+                        if constexpr (Across) {
+                            crossing += __shfl_xor_sync(all_lanes, crossing, by);
+                        }
+                    }
+                    if (lane % 4 == 0) {
+#pragma unroll
+                        for (int r = 0; r < 2; ++r) {
+                            memory.lost[(n % 2 * WN + wn) * FS + row_of(r)] =
+                                lost[r] + (part_v == 0 && wn == 0 ? z[r] : 0.0f);
+                        }
                     }
                 }
             }
@@ -390,25 +476,34 @@ __device__ inline void walk_chunks(const mlstm_problem<T>& problem) {
         if constexpr (Hopper) {
 #if KVPOLICY_HOPPER_CODE
             const auto meanwhile = [&] {
+                if (Across && step.there != 0) {
+#pragma unroll
+                    for (int by = 4; by < 32; by *= 2) {
+                        crossing += __shfl_xor_sync(all_lanes, crossing, by);
+                    }
+                    if (lane == 0) {
+                        memory.crossing[n % 2 * (threads / 32) + warp_id()] = crossing;
+                    }
+                }
                 if (!Ends && step.there != 0) {  // by way of shared memory, so that whole lines leave
                     __syncwarp();
 #pragma unroll
                     for (int k = 0; k < NI / 2; ++k) {
-                        store_rows_of(memory.state, k, rounded[k]);
+                        store_rows_of(state, k, rounded[k]);
                     }
                     __syncwarp();
                     E* const rows = to - (lane / 4) * V - lane % 4 * 2;
 #pragma unroll
                     for (int i = 0; i < 16; i += 32 / (VS / 8)) {
                         const int r = i + lane / (VS / 8), c = lane % (VS / 8) * 8;
-                        *reinterpret_cast<uint4*>(rows + r * V + c) = *reinterpret_cast<const uint4*>(
-                            memory.state.data + memory.state.offset(m0 + r, c));
+                        *reinterpret_cast<uint4*>(rows + r * V + c) =
+                            *reinterpret_cast<const uint4*>(state.data + state.offset(m0 + r, c));
                     }
                 }
-                write_sums(n - 1);
+                write_sums(n - 1, there_before);
                 prefetch_one();
-                load_following(n + 1, after);
-                scale_stage(n + 1, after);
+                load_following(next_step, after);
+                scale_stage(n + 1, next_step, after);
             };
             // The same twice: where a product may or may not be under way, ptxas waits for each at once.
             if (step.adds != 0) {
@@ -420,12 +515,13 @@ __device__ inline void walk_chunks(const mlstm_problem<T>& problem) {
             }
 #endif
         } else {
-            write_sums(n - 1);
+            write_sums(n - 1, there_before);
             if (step.adds != 0) {
                 add_outer<NI>(acc[0], of_sums, memory.tile(stage), m0, FS + n0, split);
             }
-            scale_stage(n + 1, after);
+            scale_stage(n + 1, next_step, after);
         }
+        there_before = step.there != 0;
         if (step.there != 0) {
             if (Backward && step.fresh != 0) {
                 asm volatile("" ::: "memory");
@@ -439,7 +535,7 @@ __device__ inline void walk_chunks(const mlstm_problem<T>& problem) {
         }
     }
     __syncthreads();
-    write_sums(count - 1);
+    write_sums(count - 1, there_before);
     if constexpr (Ends) {
         part.template write_partial<F, V>(problem, partial, acc[0], of_sums);
         if (f0 == 0 && v0 == 0 && thread == 0) {
@@ -459,7 +555,7 @@ __global__ void __launch_bounds__(mlstm_walk_threads<false>)
 }
 /// The same by wgmma, for parts of 64 features and values.
 template <class T, int F, int V, bool Backward, bool Ends>
-__global__ void __launch_bounds__(KVPOLICY_HOPPER_THREADS(mlstm_walk_threads<true>))
+__global__ void __launch_bounds__(KVPOLICY_HOPPER_THREADS(mlstm_walk_threads<true>), 2)
     mlstm_walk_hopper_kernel([[maybe_unused]] const mlstm_problem<T> problem) {
 #if KVPOLICY_HOPPER_CODE
     walk_chunks<T, F, V, 64, 64, Backward, Ends, true>(problem);
