@@ -107,11 +107,12 @@ struct conv_call {
         from.heads = call.streams.heads;
         return from;
     }
-    template <int Inputs>
+    /// Forward: as conv_hopper_kernel takes them, else as the kernels of gradients do.
+    template <int Inputs, bool Forward>
     void pack_weights(const cuda& on) const {
         const std::int64_t eights =
             std::int64_t{call.streams.heads} * conv_hopper_shape<Inputs>::weights_before(4) / 8;
-        launch("pack_conv_kernel", pack_conv_kernel<T, Inputs>,
+        launch("pack_conv_kernel", pack_conv_kernel<T, Inputs, Forward>,
                std::min<std::int64_t>((eights + 255) / 256, 4096), 256, 0, on, to_pack(), packed, call.base,
                call.source.rotated, call.frequencies);
     }
@@ -139,7 +140,7 @@ struct conv_call {
             return false;
         }
         begin(on, status, true);
-        pack_weights<Inputs>(on);
+        pack_weights<Inputs, true>(on);
         // As many ranges as blocks run at once, or for many planes several rounds of them, but none shorter than a tile.
         const std::int64_t planes = std::int64_t{call.streams.batch} * call.streams.heads,
                            room = 2 * std::int64_t{device.attribute(cudaDevAttrMultiProcessorCount)};
@@ -150,8 +151,8 @@ struct conv_call {
         conv_problem<T> ranges = problem;
         ranges.streams.slots = conv_tiles(call.sequences, tokens);
         share_multiprocessors<kernel>(device);
-        launch_early<kernel>("conv_hopper_kernel", planes * ranges.streams.slots, conv_consumers + 32,
-                             conv_hopper_shape<Inputs>::shared_bytes, device, on, 1, ranges, tokens,
+        launch_early<kernel>("conv_hopper_kernel", planes * ranges.streams.slots, conv_consumers,
+                             conv_forward_shape<Inputs>::shared_bytes, device, on, 1, ranges, tokens,
                              call.frequencies != nullptr ? call.base : 0.0f, static_cast<const T*>(packed));
         return true;
     }
@@ -309,7 +310,7 @@ struct conv_backward_call {
         tiles.forward = conv.problem;
         tiles.forward.streams.slots = slots;
         const scorer_streams& streams = tiles.forward.streams;
-        conv.template pack_weights<Inputs>(on);
+        conv.template pack_weights<Inputs, false>(on);
         const std::int64_t eights = std::int64_t{streams.heads} * shape::weights / 8;
         launch("pack_conv_backward_kernel", pack_conv_backward_kernel<T, Inputs>,
                std::min<std::int64_t>((eights + 255) / 256, 4096), 256, 0, on, conv.to_pack(), back);

@@ -1,5 +1,5 @@
-// A convolution's weights on Hopper: how wide layers are, how weights lie in memory, the ring that they come through, and products with a tile of
-// tokens (conv_hopper.cuh).
+// A convolution's tiles on Hopper: how wide layers are and how rows lie in shared memory; and weights of the products tokens x weights, by which
+// gradients are made (conv_backward_hopper.cuh): how they lie in memory, and the ring that they come through.
 #pragma once
 
 #include <kvpolicy/cuda/blocks/async.cuh>
@@ -18,10 +18,10 @@ namespace cuda_backend {
 inline constexpr int conv_tile = 120;        // tokens of a tile that begins anew; others have conv_tile_rows
 inline constexpr int conv_tile_rows = 128;   // rows of a layer
 inline constexpr int conv_input_rows = 132;  // rows of x: those of a layer, and two taps' reach
-inline constexpr int conv_pitch = 133;  // rows of a tile; odd, so that columns of one row fall on all banks
-inline constexpr int conv_consumers = 256;  // threads; one more warp brings weights
-inline constexpr int conv_ring = 5;         // stages of weights
-inline constexpr int conv_stage = 8192;     // bytes
+inline constexpr int conv_pitch = 132;       // rows of a tile, that is
+inline constexpr int conv_consumers = 256;   // threads
+inline constexpr int conv_ring = 5;          // stages of weights
+inline constexpr int conv_stage = 8192;      // bytes
 
 /// Padded widths of a scorer of up to `Inputs` numbers a token (128 or 256): layer l takes channels(l - 1) and gives channels(l).
 template <int Inputs>
@@ -51,19 +51,9 @@ struct conv_hopper_shape {
     }
     /// Biases of the three layers, then the readout.
     static constexpr int constants = channels(1) + channels(2) + 2 * channels(3);
-    /// Four rows of x, y_1 and y_2.
-    static constexpr std::size_t kept_bytes =
-        static_cast<std::size_t>(4 * 2 * (channels(0) + channels(1) + channels(2)));
-    static constexpr int frequencies = Inputs / 2;
-    static constexpr std::size_t shared_bytes = tile_bytes(0) + conv_ring * conv_stage +
-                                                (constants + frequencies) * sizeof(float) +
-                                                2 * conv_ring * sizeof(std::uint64_t) + kept_bytes;
 
-    static_assert(tile_bytes(1) + tile_bytes(2) <= tile_bytes(0));
     static_assert(tile_bytes(0) % 16 == 0 && tile_bytes(1) % 16 == 0);
 };
-static_assert(conv_hopper_shape<256>::shared_bytes <= 113 * 1024, "two blocks a multiprocessor");
-
 /// A scorer's weights, [heads, width, 3, inputs] a layer.
 struct conv_weights {
     const float* layer[3];

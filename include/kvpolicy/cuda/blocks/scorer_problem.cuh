@@ -330,6 +330,21 @@ struct scorer_rows {
     __device__ const T* key(std::int32_t t) const { return k.row(s.b, s.h, t); }
     __device__ const T* value(std::int32_t t) const { return v.row(s.b, s.h, t); }
     __device__ float position(std::int32_t t) const { return static_cast<float>(t - s.begin); }
+
+    /// Keys or values of tokens t, t + step, ...: each call gives the next one's row, which exists where in(t).
+    struct path {
+        const T* at;
+        std::int64_t step;
+
+        __device__ const T* operator()(std::int32_t, bool) {
+            const T* const row = at;
+            at += step;
+            return row;
+        }
+    };
+    __device__ path path_from(bool of_key, std::int32_t t, std::int32_t step) const {
+        return {of_key ? key(t) : value(t), step * (of_key ? k.row_stride : v.row_stride)};
+    }
 };
 
 }  // namespace cuda_backend

@@ -43,8 +43,8 @@ struct conv_back_shape : conv_hopper_shape<Inputs> {
         return most < base::channels(layer) ? most : base::channels(layer);
     }
     static constexpr std::size_t shared_bytes =
-        base::shared_bytes - base::kept_bytes +
-        (8 * base::channels(1) + conv_tile_rows - base::frequencies) * sizeof(float);
+        base::tile_bytes(0) + conv_ring * conv_stage + 2 * conv_ring * sizeof(std::uint64_t) +
+        (base::constants + 8 * base::channels(1) + conv_tile_rows) * sizeof(float);
     static_assert(2 * base::tile_bytes(1) <= base::tile_bytes(0) &&
                   2 * base::tile_bytes(2) <= base::tile_bytes(1));
 };
