@@ -107,12 +107,11 @@ struct conv_call {
         from.heads = call.streams.heads;
         return from;
     }
-    /// Forward: as conv_hopper_kernel takes them, else as the kernels of gradients do.
-    template <int Inputs, bool Forward>
+    template <int Inputs>
     void pack_weights(const cuda& on) const {
         const std::int64_t eights =
             std::int64_t{call.streams.heads} * conv_hopper_shape<Inputs>::weights_before(4) / 8;
-        launch("pack_conv_kernel", pack_conv_kernel<T, Inputs, Forward>,
+        launch("pack_conv_kernel", pack_conv_kernel<T, Inputs>,
                std::min<std::int64_t>((eights + 255) / 256, 4096), 256, 0, on, to_pack(), packed, call.base,
                call.source.rotated, call.frequencies);
     }
@@ -140,7 +139,7 @@ struct conv_call {
             return false;
         }
         begin(on, status, true);
-        pack_weights<Inputs, true>(on);
+        pack_weights<Inputs>(on);
         // As many ranges as blocks run at once, or for many planes several rounds of them, but none shorter than a tile.
         const std::int64_t planes = std::int64_t{call.streams.batch} * call.streams.heads,
                            room = 2 * std::int64_t{device.attribute(cudaDevAttrMultiProcessorCount)};
@@ -310,12 +309,12 @@ struct conv_backward_call {
         tiles.forward = conv.problem;
         tiles.forward.streams.slots = slots;
         const scorer_streams& streams = tiles.forward.streams;
-        conv.template pack_weights<Inputs, false>(on);
+        conv.template pack_weights<Inputs>(on);
         const std::int64_t eights = std::int64_t{streams.heads} * shape::weights / 8;
         launch("pack_conv_backward_kernel", pack_conv_backward_kernel<T, Inputs>,
                std::min<std::int64_t>((eights + 255) / 256, 4096), 256, 0, on, conv.to_pack(), back);
         launch("conv_backward_hopper_kernel", conv_backward_hopper_kernel<T, Inputs>, tile_count(),
-               conv_consumers + 32, shape::shared_bytes, on, tiles, static_cast<const T*>(conv.packed),
+               conv_consumers, shape::shared_bytes, on, tiles, static_cast<const T*>(conv.packed),
                static_cast<const T*>(back));
         if (call.d_k.data != nullptr) {
             add_inputs<Inputs>(on, call);

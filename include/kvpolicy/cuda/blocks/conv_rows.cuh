@@ -18,29 +18,35 @@ namespace cuda_backend {
 
 #if KVPOLICY_HOPPER_CODE
 
-/// Undoes RoPE of two columns and those that their sines are shared with.
-template <class T, bool Quick>
+/// Undoes RoPE of two columns and those that their sines are shared with, by angles of up to most_quick_angle.
+template <class T>
 __device__ inline void turn_conv_pair(std::uint32_t& low, std::uint32_t& high, float position, float first,
                                       float second) {
     float x0, x1, y0, y1, sine, cosine;
     shared_tile<T>::load_pair(reinterpret_cast<const unsigned char*>(&low), x0, x1);
     shared_tile<T>::load_pair(reinterpret_cast<const unsigned char*>(&high), y0, y1);
-    const auto sines = [&](float frequency) {
-        if constexpr (Quick) {
-            rope_sine_quick(position * frequency, sine, cosine);
-        } else {
-            rope_sine<T>(position * frequency, sine, cosine);
-        }
-    };
-    sines(first);
+    rope_sine_quick(position * first, sine, cosine);
     const float low0 = x0 * cosine + y0 * sine, high0 = y0 * cosine - x0 * sine;
-    sines(second);
+    rope_sine_quick(position * second, sine, cosine);
     low = pack<T>(low0, x1 * cosine + y1 * sine);
     high = pack<T>(high0, y1 * cosine - x1 * sine);
 }
 
-/// Sends for rows [begin, 132) of x of a tile whose row 0 is token t0, as they lie in memory, where the source turns_eight(): what the rows
-/// lack (tokens before the stream's begin, and behind its end) becomes 0. finish_conv_rows() waits.
+/// Whether rows may come by begin_conv_rows(): the source turns_eight(), and no angle of tokens first to last is beyond most_quick_angle. By the whole
+/// block of conv_consumers threads.
+template <class T, class Rows>
+__device__ inline bool turns_conv_rows(const scorer_source<T>& source, const float* frequencies,
+                                       const Rows& rows, std::int32_t first, std::int32_t last, int thread) {
+    const float farthest = fmaxf(fabsf(rows.position(first)), fabsf(rows.position(last)));
+    bool far = false;
+    for (int i = thread; i < source.rotated / 2; i += conv_consumers) {
+        far = far || !(farthest * fabsf(frequencies[i]) <= most_quick_angle);
+    }
+    return source.turns_eight() && __syncthreads_or(far ? 1 : 0) == 0;
+}
+
+/// Sends for rows [begin, 132) of x of a tile whose row 0 is token t0, as they lie in memory (turns_conv_rows): what the rows lack
+/// (tokens before the stream's begin, and behind its end) becomes 0. finish_conv_rows() waits.
 template <int Inputs, class T, class Rows>
 __device__ inline void begin_conv_rows(const scorer_source<T>& source, const Rows& rows, std::int32_t t0,
                                        int begin, unsigned char* to, int thread) {
@@ -61,76 +67,77 @@ __device__ inline void begin_conv_rows(const scorer_source<T>& source, const Row
     copy_commit();
 }
 
-/// x of such a tile, all of it where the source does not turns_eight(); else what begin_conv_rows() has sent for, before RoPE. `frequencies` are
-/// source.frequencies, wherever they are. The block waits at a barrier before it reads the tile.
-template <int Inputs, class T, class Rows>
-__device__ inline void finish_conv_rows(const scorer_source<T>& source, const float* frequencies,
-                                        const Rows& rows, std::int32_t t0, int begin, unsigned char* to,
-                                        int thread) {
-    copy_wait<0>();
-    if (!source.turns_eight()) {
-        for (int i = thread + begin * (Inputs / 8); i < conv_input_rows * (Inputs / 8); i += conv_consumers) {
-            const int row = i / (Inputs / 8), c = i % (Inputs / 8) * 8;
-            float x[8] = {};
-            if (rows.in(t0 + row)) {
-                const T *const key = rows.key(t0 + row), *const value = rows.value(t0 + row);
-                const float position = rows.position(t0 + row);
-#pragma unroll
-                for (int e = 0; e < 8; ++e) {
-                    x[e] = c + e < source.size ? source.turned_number(key, value, position, c + e) : 0.0f;
-                }
-            }
-            *reinterpret_cast<uint4*>(to + conv_offset(row, c)) = make_uint4(
-                pack<T>(x[0], x[1]), pack<T>(x[2], x[3]), pack<T>(x[4], x[5]), pack<T>(x[6], x[7]));
-        }
-        return;
+/// Undoes RoPE of columns c to c + 7 of a row, and of those that a sine is shared with, where begin_conv_rows() has brought them. `frequencies` are
+/// source.frequencies, wherever they are, at a multiple of 16 bytes.
+template <class T>
+__device__ inline void turn_conv_row(const scorer_source<T>& source, const float* frequencies, float position,
+                                     int row, int c, unsigned char* tile) {
+    auto *const low = reinterpret_cast<uint4*>(tile + conv_offset(row, c)),
+                *const high = reinterpret_cast<uint4*>(tile + conv_offset(row, c + source.rotated / 2));
+    const float4 slow = *reinterpret_cast<const float4*>(frequencies + c),
+                 fast = *reinterpret_cast<const float4*>(frequencies + c + 4);
+    uint4 x = *low, y = *high;
+    turn_conv_pair<T>(x.x, y.x, position, slow.x, slow.y);
+    turn_conv_pair<T>(x.y, y.y, position, slow.z, slow.w);
+    turn_conv_pair<T>(x.z, y.z, position, fast.x, fast.y);
+    turn_conv_pair<T>(x.w, y.w, position, fast.z, fast.w);
+    *low = x;
+    *high = y;
+}
+/// The same of a warp's next rows, a row a lane: `at` is the first of them.
+template <class T, class Rows>
+__device__ inline void turn_conv_rows(const scorer_source<T>& source, const float* frequencies,
+                                      const Rows& rows, std::int32_t t0, int at, int c, unsigned char* tile,
+                                      int thread) {
+    const int row = at + thread % 32;
+    if (row < conv_input_rows && c < source.rotated / 2) {
+        turn_conv_row(source, frequencies, rows.position(t0 + row), row, c, tile);
     }
-    if (source.rotated == 0) {
-        return;
-    }
-    named_barrier(1, conv_consumers);  // others have copied what this thread turns
-    // A warp turns eight columns, and those that a sine is shared with, a row a lane.
-    for (int c = thread / 32 * 8; c < source.rotated / 2; c += conv_consumers / 32 * 8) {
-        float frequency[8], largest = 0.0f;
-#pragma unroll
-        for (int e = 0; e < 8; ++e) {
-            frequency[e] = frequencies[c + e];
-            largest = fmaxf(largest, fabsf(frequency[e]));
-        }
+}
+/// Those of all rows from `begin` on but the first `done` of a warp's first columns. The block has met at a barrier since all threads' copies have come,
+/// and meets at one before it reads the tile.
+template <class T, class Rows>
+__device__ inline void turn_conv_tile(const scorer_source<T>& source, const float* frequencies,
+                                      const Rows& rows, std::int32_t t0, int begin, int done,
+                                      unsigned char* tile, int thread) {
+    for (int c = thread / 32 * 8; c < source.rotated / 2; c += conv_consumers / 32 * 8, done = 0) {
 #pragma unroll 2
-        for (int row = begin + thread % 32; row < conv_input_rows; row += 32) {
-            auto *const low = reinterpret_cast<uint4*>(to + conv_offset(row, c)),
-                        *const high = reinterpret_cast<uint4*>(to + conv_offset(row, c + source.rotated / 2));
-            const float position = rows.position(t0 + row);
-            if (fabsf(position) * largest <= most_quick_angle) {
-                uint4 x = *low, y = *high;
-                turn_conv_pair<T, true>(x.x, y.x, position, frequency[0], frequency[1]);
-                turn_conv_pair<T, true>(x.y, y.y, position, frequency[2], frequency[3]);
-                turn_conv_pair<T, true>(x.z, y.z, position, frequency[4], frequency[5]);
-                turn_conv_pair<T, true>(x.w, y.w, position, frequency[6], frequency[7]);
-                *low = x;
-                *high = y;
-            } else {
-#pragma unroll 1
-                for (int e = 0; e < 8; e += 2) {
-                    turn_conv_pair<T, false>(reinterpret_cast<std::uint32_t*>(low)[e / 2],
-                                             reinterpret_cast<std::uint32_t*>(high)[e / 2], position,
-                                             frequencies[c + e], frequencies[c + e + 1]);
-                }
-            }
+        for (int at = begin + done; at < conv_input_rows; at += 32) {
+            turn_conv_rows(source, frequencies, rows, t0, at, c, tile, thread);
         }
     }
 }
 
-/// Both at once.
+/// x of such a tile, all of it, number by number. Not inlined: it would take registers from products.
 template <int Inputs, class T, class Rows>
-__device__ inline void load_conv_rows(const scorer_source<T>& source, const float* frequencies,
-                                      const Rows& rows, std::int32_t t0, int begin, unsigned char* to,
-                                      int thread) {
-    if (source.turns_eight()) {
-        begin_conv_rows<Inputs>(source, rows, t0, begin, to, thread);
+__device__ __noinline__ void load_conv_rows(const scorer_source<T>& source, const Rows& rows, std::int32_t t0,
+                                            int begin, unsigned char* to, int thread) {
+    for (int i = thread + begin * (Inputs / 8); i < conv_input_rows * (Inputs / 8); i += conv_consumers) {
+        const int row = i / (Inputs / 8), c = i % (Inputs / 8) * 8;
+        float x[8] = {};
+        if (rows.in(t0 + row)) {
+            const T *const key = rows.key(t0 + row), *const value = rows.value(t0 + row);
+            const float position = rows.position(t0 + row);
+#pragma unroll
+            for (int e = 0; e < 8; ++e) {
+                x[e] = c + e < source.size ? source.turned_number(key, value, position, c + e) : 0.0f;
+            }
+        }
+        *reinterpret_cast<uint4*>(to + conv_offset(row, c)) =
+            make_uint4(pack<T>(x[0], x[1]), pack<T>(x[2], x[3]), pack<T>(x[4], x[5]), pack<T>(x[6], x[7]));
     }
-    finish_conv_rows<Inputs>(source, frequencies, rows, t0, begin, to, thread);
+}
+
+/// What begin_conv_rows() has sent for, before RoPE. The block waits at a barrier before it reads the tile.
+template <class T, class Rows>
+__device__ inline void finish_conv_rows(const scorer_source<T>& source, const float* frequencies,
+                                        const Rows& rows, std::int32_t t0, int begin, unsigned char* to,
+                                        int thread) {
+    copy_wait<0>();
+    if (source.rotated > 0) {
+        named_barrier(1, conv_consumers);  // others have copied what this thread turns
+        turn_conv_tile(source, frequencies, rows, t0, begin, 0, to, thread);
+    }
 }
 
 #endif

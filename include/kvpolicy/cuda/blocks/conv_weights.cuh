@@ -1,5 +1,5 @@
-// A convolution's tiles on Hopper: how wide layers are and how rows lie in shared memory; and weights of the products tokens x weights, by which
-// gradients are made (conv_backward_hopper.cuh): how they lie in memory, and the ring that they come through.
+// A convolution's tiles on Hopper: how wide layers are and how rows lie in shared memory; and the ring through which weights come to products tokens
+// x weights, by which gradients of inputs are made (conv_inputs_hopper.cuh). Other products take theirs from registers (conv_fragments.cuh).
 #pragma once
 
 #include <kvpolicy/cuda/blocks/async.cuh>
@@ -35,17 +35,6 @@ struct conv_hopper_shape {
         }
         return before;
     }
-    /// Inputs of a tap that a stage of weights has.
-    KVPOLICY_HOST_DEVICE static constexpr int depth(int layer) {
-        const int most = conv_stage / 2 / channels(layer);
-        return most < channels(layer - 1) ? most : channels(layer - 1);
-    }
-    KVPOLICY_HOST_DEVICE static constexpr int stages(int layer) {
-        return 3 * channels(layer - 1) / depth(layer);
-    }
-    KVPOLICY_HOST_DEVICE static constexpr int stage_bytes(int layer) {
-        return 2 * depth(layer) * channels(layer);
-    }
     KVPOLICY_HOST_DEVICE static constexpr std::size_t tile_bytes(int layer) {
         return std::size_t{conv_pitch} * static_cast<std::size_t>(2 * channels(layer));
     }
@@ -54,52 +43,13 @@ struct conv_hopper_shape {
 
     static_assert(tile_bytes(0) % 16 == 0 && tile_bytes(1) % 16 == 0);
 };
+
 /// A scorer's weights, [heads, width, 3, inputs] a layer.
 struct conv_weights {
     const float* layer[3];
     std::int32_t width[3], inputs[3];
     std::int32_t heads;
 };
-/// The weights of all heads as Hopper kernels take them, to [heads][weights_before(4)]; 0 where a scorer is narrower. By thread `thread` of
-/// `threads` of the grid.
-template <int Inputs, class T>
-__device__ inline void pack_conv(const conv_weights& from, T* to, std::int64_t thread, std::int64_t threads) {
-    using shape = conv_hopper_shape<Inputs>;
-    constexpr int each = shape::weights_before(4) / 8;
-    const std::int64_t count = std::int64_t{from.heads} * each;
-    for (std::int64_t i = thread; i < count; i += threads) {
-        const std::int64_t h = i / each;
-        auto at = static_cast<int>(i % each);
-        int l = 1;
-        while (at >= shape::weights_before(l + 1) / 8) {
-            ++l;
-        }
-        at -= shape::weights_before(l) / 8;
-        const int n = at % shape::channels(l), k = at / shape::channels(l) * 8;
-        const int tap = k / shape::channels(l - 1), c = k % shape::channels(l - 1);
-        const std::int32_t inputs = from.inputs[l - 1];
-        float w[8] = {};
-        if (n < from.width[l - 1]) {
-            const float* const row =
-                from.layer[l - 1] + ((h * from.width[l - 1] + n) * 3 + tap) * std::int64_t{inputs};
-            if (inputs % 8 == 0 && reinterpret_cast<std::uintptr_t>(from.layer[l - 1]) % 16 == 0 &&
-                c < inputs) {
-                const float4 low = *reinterpret_cast<const float4*>(row + c),
-                             high = *reinterpret_cast<const float4*>(row + c + 4);
-                w[0] = low.x, w[1] = low.y, w[2] = low.z, w[3] = low.w;
-                w[4] = high.x, w[5] = high.y, w[6] = high.z, w[7] = high.w;
-            } else {
-#pragma unroll
-                for (int e = 0; e < 8; ++e) {
-                    w[e] = c + e < inputs ? row[c + e] : 0.0f;
-                }
-            }
-        }
-        reinterpret_cast<uint4*>(to)[i] =
-            make_uint4(pack<T>(w[0], w[1]), pack<T>(w[2], w[3]), pack<T>(w[4], w[5]), pack<T>(w[6], w[7]));
-    }
-}
-
 #if KVPOLICY_HOPPER_CODE
 
 /// A block's part of shared memory for weights: stages, and what says that one is full or free.
@@ -140,13 +90,6 @@ __device__ inline void bring_conv_weights(const T*& from, int stages, std::uint3
         from += bytes / 2;
         turn.next();
     }
-}
-/// Those of the three layers of a head.
-template <class Shape, class T>
-__device__ inline void bring_conv_layers(const T* from, const conv_weight_ring& ring, conv_turn& turn) {
-    bring_conv_weights(from, Shape::stages(1), Shape::stage_bytes(1), ring, turn);
-    bring_conv_weights(from, Shape::stages(2), Shape::stage_bytes(2), ring, turn);
-    bring_conv_weights(from, Shape::stages(3), Shape::stage_bytes(3), ring, turn);
 }
 /// Barriers of a ring, by the whole block.
 __device__ inline void begin_conv_ring(const conv_weight_ring& ring) {
@@ -197,14 +140,6 @@ __device__ inline void conv_taps_product(float (&acc)[Width / 2], std::uint32_t 
     pin(acc);
     warp_arrive(ring.empty_of(before), lane_id());
 }
-/// The same for a layer: rows of W_l; `in` is the layer before.
-template <int Layer, class Shape, class T>
-__device__ inline void conv_hopper_product(float (&acc)[Shape::channels(Layer) / 2], std::uint32_t in,
-                                           const conv_weight_ring& ring, conv_turn& turn) {
-    conv_taps_product<Shape::channels(Layer), Shape::channels(Layer - 1), Shape::depth(Layer), T>(acc, in,
-                                                                                                  ring, turn);
-}
-
 #endif
 
 }  // namespace cuda_backend

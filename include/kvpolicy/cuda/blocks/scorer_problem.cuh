@@ -108,14 +108,13 @@ enum class scorer_input : std::uint8_t {
 };
 
 /// Up to this angle rope_sine_quick is exact to 1e-6.
-inline constexpr float most_quick_angle = 1e5f;
-/// sin and cos by the special function unit, of an angle from which turns are taken first: angle - 2 pi k, whose first product is exact.
+inline constexpr float most_quick_angle = 16777216.0f;
+/// sin and cos by the special function unit, of an angle from which turns are taken first: angle - 2 pi k. The first step is exact: both terms are
+/// multiples of 2^-21, and little is left of them.
 __device__ inline void rope_sine_quick(float angle, float& sine, float& cosine) {
     constexpr float rounds = 12582912.0f;  // 1.5 2^23: adding it rounds to an integer
     const float turns = fmaf(angle, 0.15915494309189535f, rounds) - rounds;
-    float rest = fmaf(turns, -6.28125f, angle);
-    rest = fmaf(turns, -1.93530716933310031891e-3f, rest);
-    rest = fmaf(turns, -1.0253132e-11f, rest);
+    const float rest = fmaf(turns, 1.7484555314695172e-7f, fmaf(turns, -6.2831854820251465f, angle));
     sine = __sinf(rest);
     cosine = __cosf(rest);
 }

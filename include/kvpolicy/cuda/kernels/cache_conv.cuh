@@ -197,8 +197,7 @@ __global__ void __launch_bounds__(256)
     }
     const std::int64_t at = std::int64_t{blockIdx.x} * 256 + thread, all = std::int64_t{gridDim.x} * 256;
     if constexpr (Inputs != 0) {
-        pack_conv_fragments<Inputs>(from, to, static_cast<std::uint32_t>(at),
-                                    static_cast<std::uint32_t>(all));
+        pack_conv<Inputs>(from, to, static_cast<std::uint32_t>(at), static_cast<std::uint32_t>(all));
     } else {
         for (int l = 0; l < 3; ++l) {
             stack_conv(from.layer[l], from.heads, call.problem.layer[l],

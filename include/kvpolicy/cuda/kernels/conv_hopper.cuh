@@ -25,14 +25,15 @@
 
 #include <cstddef>
 #include <cstdint>
+#include <new>
 #include <type_traits>
 
 namespace kvpolicy {
 inline namespace KVPOLICY_CUDA_NAMESPACE KVPOLICY_HIDDEN {
 namespace cuda_backend {
 
-/// pack_conv() or, for the forward pass, pack_conv_fragments(), and the frequencies of a Rope that gives a base, where there is room for them.
-template <class T, int Inputs, bool Forward>
+/// pack_conv(), and the frequencies of a Rope that gives a base, where there is room for them.
+template <class T, int Inputs>
 __global__ void __launch_bounds__(256)
     pack_conv_kernel(const conv_weights from, T* const to, const float base, const std::int32_t rotated,
                      float* const frequencies) {
@@ -43,11 +44,7 @@ __global__ void __launch_bounds__(256)
             frequencies[i] = rope_frequency<float>(base, i, rotated);
         }
     }
-    if constexpr (Forward) {
-        pack_conv_fragments<Inputs>(from, to, blockIdx.x * 256 + threadIdx.x, gridDim.x * 256);
-    } else {
-        pack_conv<Inputs>(from, to, std::int64_t{blockIdx.x} * 256 + thread, std::int64_t{gridDim.x} * 256);
-    }
+    pack_conv<Inputs>(from, to, blockIdx.x * 256 + threadIdx.x, gridDim.x * 256);
 }
 
 #if KVPOLICY_HOPPER_CODE
@@ -82,20 +79,33 @@ __device__ inline void store_conv_layer(float (&acc)[Width / 2], const float* bi
     }
 }
 
-/// Biases and readout, 0 where a scorer is narrower, by the consumers; who reads them waits at a barrier first.
+/// Sends for biases and readout, 0 where a scorer is narrower. `somewhere` is any address that can be read.
 template <int Inputs, class T>
-__device__ inline void load_conv_constants(const conv_problem<T>& problem, std::int32_t head,
-                                           float* constants) {
+__device__ inline void copy_conv_constants(const conv_problem<T>& problem, std::int32_t head,
+                                           float* constants, const void* somewhere, int thread) {
     using shape = conv_hopper_shape<Inputs>;
     constexpr int c1 = shape::channels(1), c2 = shape::channels(2), c3 = shape::channels(3);
-    for (int i = static_cast<int>(threadIdx.x); i < shape::constants; i += conv_consumers) {
+    for (int i = thread; i < shape::constants; i += conv_consumers) {
         const int l = i < c1 ? 0 : i < c1 + c2 ? 1 : 2;
         const bool read = i >= c1 + c2 + c3;
         const int c = read ? i - c1 - c2 - c3 : i - (l == 0 ? 0 : l == 1 ? c1 : c1 + c2);
         const float* const from = read ? problem.readout : problem.layer[l].bias;
         const std::int32_t width = problem.layer[l].width;
-        constants[i] = from != nullptr && c < width ? from[std::int64_t{head} * width + c] : 0.0f;
+        const bool there = from != nullptr && c < width;
+        copy_4(shared_address(constants + i),
+               there ? static_cast<const void*>(from + std::int64_t{head} * width + c) : somewhere,
+               there ? 4 : 0);
     }
+    copy_commit();
+}
+
+/// Sends for `count` weights (a multiple of 8) that stay in shared memory.
+template <class T>
+__device__ inline void copy_conv_weights(const T* from, int count, unsigned char* to, int thread) {
+    for (int i = thread; i < count / 8; i += conv_consumers) {
+        copy_16(shared_address(to) + static_cast<std::uint32_t>(16 * i), from + 8 * i);
+    }
+    copy_commit();
 }
 
 /// Eight channels of a row of a tile.
@@ -174,27 +184,35 @@ __device__ inline void conv_hopper_block(const conv_problem<T>& problem, const T
     auto thread = static_cast<int>(threadIdx.x);
 
     // The first rows come while others make the weights.
-    const bool early = source.turns_eight();
+    copy_conv_constants<Inputs>(problem, head, constants, source.k.data, thread);
     const auto origin = [&](int i) { return tiles.first(i) + (tiles.follows(i) ? 2 : -conv_reach); };
+    bool early = source.turns_eight();
     if (early) {
         begin_conv_rows<Inputs>(source, tiles.rows(), origin(0), 0, x, thread);
         for (std::int32_t i = thread; i < source.rotated / 2; i += conv_consumers) {
             frequencies[i] =
                 base > 0.0f ? rope_frequency<float>(base, i, source.rotated) : source.frequencies[i];
         }
+        early = turns_conv_rows(source, frequencies, tiles.rows(), origin(0),
+                                origin(tiles.count - 1) + conv_input_rows, thread);
     }
-    load_conv_constants<Inputs>(problem, head, constants);
     const auto take_weights = [&] {
         ready();
-        for (int i = thread; i < shape::narrow / 8; i += conv_consumers) {
-            copy_16(shared_address(narrow) + static_cast<std::uint32_t>(16 * i),
-                    weights + shape::weights_before(shape::first_narrow) + 8 * i);
-        }
-        copy_commit();
+        copy_conv_weights(weights + shape::weights_before(shape::first_narrow), shape::narrow, narrow,
+                          thread);
     };
-    if (!early) {
+    if (early) {
+        finish_conv_rows(source, frequencies, tiles.rows(), origin(0), 0, x, thread);
         take_weights();
+    } else {
+        take_weights();
+        load_conv_rows<Inputs>(source, tiles.rows(), origin(0), 0, x, thread);
     }
+    conv_fragments<c1, c0, 4> weights_1(weights);
+    weights_1.begin();
+    copy_wait<0>();
+    fence_async_proxy();
+    named_barrier(1, conv_consumers);
     uint4 kept = make_uint4(0, 0, 0, 0);  // of the last rows of y_1 and y_2
 #pragma unroll 1
     for (int tile = 0; tile < tiles.count; ++tile) {
@@ -202,92 +220,94 @@ __device__ inline void conv_hopper_block(const conv_problem<T>& problem, const T
         asm volatile("" : "+r"(thread));
         thread &= conv_consumers - 1;
         const bool follows = tiles.follows(tile), keeps_1 = thread < c1 / 2,
-                   keeps_2 = !keeps_1 && thread < c1 / 2 + c2 / 2;
+                   keeps_2 = !keeps_1 && thread < c1 / 2 + c2 / 2, more = tile + 1 < tiles.count,
+                   next = more && tiles.follows(tile + 1);
         // One number for a warp, so that descriptors are made by its uniform registers.
         const int shift = follows ? 4 : 0, half = __shfl_sync(all_lanes, thread / 128, 0) * 64;
-        conv_fragments<1, shape> weights_1(weights);
-        const bool waits = early && tile == 0;
-        if (!waits) {
-            weights_1.begin();
-        }
-        finish_conv_rows<Inputs>(source, early ? frequencies : source.frequencies, tiles.rows(), origin(tile),
-                                 shift, x, thread);
-        if (waits) {
-            take_weights();
-            weights_1.begin();
-            copy_wait<0>();
-        }
-        fence_async_proxy();
-        named_barrier(1, conv_consumers);
-
-        float acc[shape::tokens(1) / 2];
-        constexpr bool all_tokens = shape::tokens(1) == conv_tile_rows;
-        conv_product<1, shape, T>(acc, shared_address(x) + conv_offset(all_tokens ? 0 : half, 0), weights_1);
+        float acc[weights_1.tokens / 2];
+        constexpr bool all_tokens = weights_1.tokens == conv_tile_rows;
+        conv_product<T>(acc, shared_address(x) + conv_offset(all_tokens ? 0 : half, 0), weights_1);
         uint4 last = make_uint4(0, 0, 0, 0);
         if (thread < c0 / 2) {
             last = conv_eight(x, conv_tile_rows + thread % 4, thread / 4 * 8);
         }
         named_barrier(1, conv_consumers);  // nobody reads x any more
-        if (tile + 1 < tiles.count) {
-            const bool next = tiles.follows(tile + 1);
-            if (next && thread < c0 / 2) {
-                conv_eight(x, thread % 4, thread / 4 * 8) = last;
-            }
-            if (early) {
-                begin_conv_rows<Inputs>(source, tiles.rows(), origin(tile + 1), next ? 4 : 0, x, thread);
-            }
+        if (next && thread < c0 / 2) {
+            conv_eight(x, thread % 4, thread / 4 * 8) = last;
+        }
+        if (more && early) {
+            begin_conv_rows<Inputs>(source, tiles.rows(), origin(tile + 1), next ? 4 : 0, x, thread);
         }
         if (follows && keeps_1) {
             conv_eight(y_1, thread % 4, thread / 4 * 8) = kept;
         }
-        const auto finish_second = [&] {
+        // The next tile's keys are turned while the second layer is multiplied, 32 rows of a warp's columns at once; the rest after `done` rows.
+        const bool turns = more && early;
+        const auto turn_rest = [&](int done) {
+            if (turns) {
+                turn_conv_tile(source, frequencies, tiles.rows(), origin(tile + 1), next ? 4 : 0, done, x,
+                               thread);
+            }
+        };
+        const auto stored_first = [&] {
+            copy_wait<0>();
+            fence_async_proxy();
+            named_barrier(1, conv_consumers);
+        };
+        const auto multiplied_second = [&] {
             if constexpr (shape::overlaid) {
-                named_barrier(1, conv_consumers);  // nor y_1
+                named_barrier(1, conv_consumers);  // nobody reads y_1 any more
             }
             if (follows && keeps_2) {
                 conv_eight(y_2, thread % 4, (thread - c1 / 2) / 4 * 8) = kept;
             }
         };
-        const auto keep_first = [&] {
-            fence_async_proxy();
-            named_barrier(1, conv_consumers);
-        };
         const std::uint32_t second = shared_address(y_1) + conv_offset(half, 0);
-        uint4 own = kept;
         if constexpr (shape::in_registers(2)) {
-            conv_fragments<2, shape> weights_2(weights);
+            conv_fragments<c2, c1, 2> weights_2(weights + shape::weights_before(2));
+            store_conv_layer_transposed<weights_1.tokens, T>(acc, constants, y_1, thread, half, shift);
             weights_2.begin();
-            store_conv_layer_transposed<shape::tokens(1), T>(acc, constants, y_1, thread, half, shift);
-            keep_first();
+            stored_first();
             if (keeps_1) {
-                own = conv_eight(y_1, conv_tile_rows - 4 + shift + thread % 4, thread / 4 * 8);
+                kept = conv_eight(y_1, conv_tile_rows - 4 + shift + thread % 4, thread / 4 * 8);
             }
-            float sums[shape::tokens(2) / 2];
-            conv_product<2, shape, T>(sums, second, weights_2);
-            finish_second();
-            store_conv_layer_transposed<shape::tokens(2), T>(sums, constants + c1, y_2, thread, 0,
+            float sums[weights_2.tokens / 2];
+            conv_product<T>(sums, second, weights_2, [&](int group) {
+                if (turns && group % 3 == 0) {
+                    turn_conv_rows(source, frequencies, tiles.rows(), origin(tile + 1),
+                                   (next ? 4 : 0) + group / 3 * 32, thread / 32 * 8, x, thread);
+                }
+            });
+            turn_rest(128);
+            multiplied_second();
+            store_conv_layer_transposed<weights_2.tokens, T>(sums, constants + c1, y_2, thread, 0,
                                                              half + shift);
         } else {
-            store_conv_layer_transposed<shape::tokens(1), T>(acc, constants, y_1, thread, 0, half + shift);
-            keep_first();
+            store_conv_layer_transposed<weights_1.tokens, T>(acc, constants, y_1, thread, 0, half + shift);
+            stored_first();
             if (keeps_1) {
-                own = conv_eight(y_1, conv_tile_rows - 4 + shift + thread % 4, thread / 4 * 8);
+                kept = conv_eight(y_1, conv_tile_rows - 4 + shift + thread % 4, thread / 4 * 8);
             }
             float sums[c2 / 2];
-            conv_narrow_product<2, shape, T>(sums, second, shared_address(narrow));
-            finish_second();
+            conv_narrow_product<T, c2, c1>(sums, second, shared_address(narrow), [&] { turn_rest(0); });
+            multiplied_second();
             store_conv_layer<c2, T>(sums, constants + c1, y_2, thread, shift);
+        }
+        if (more && !early) {
+            load_conv_rows<Inputs>(source, tiles.rows(), origin(tile + 1), next ? 4 : 0, x, thread);
+        }
+        if (more) {
+            weights_1.begin();
         }
         fence_async_proxy();
         named_barrier(1, conv_consumers);
         if (keeps_2) {
-            own = conv_eight(y_2, (follows ? conv_tile_rows : conv_tile) + thread % 4,
-                             (thread - c1 / 2) / 4 * 8);
+            kept = conv_eight(y_2, (follows ? conv_tile_rows : conv_tile) + thread % 4,
+                              (thread - c1 / 2) / 4 * 8);
         }
-        kept = own;
 
         float sums[c3 / 2];
-        conv_narrow_product<3, shape, T>(
+        conv_narrow_product<T, c3, c2>(
             sums, shared_address(y_2) + conv_offset(half, 0),
             shared_address(narrow) +
                 2 * (shape::weights_before(3) - shape::weights_before(shape::first_narrow)));
@@ -338,16 +358,22 @@ __global__ void __launch_bounds__(KVPOLICY_HOPPER_THREADS(conv_consumers), 2)
                        [[maybe_unused]] const T* const weights) {
 #if KVPOLICY_HOPPER_CODE
     const scorer_streams& streams = problem.streams;
-    const scorer_span s = streams.span(static_cast<std::int32_t>(blockIdx.x) / streams.slots,
-                                       static_cast<std::int32_t>(blockIdx.x) % streams.slots, tokens);
-    const std::int32_t skipped = max(0, s.begin + streams.delay - s.first);
-    if (skipped >= s.count) {
+    // In shared memory: in registers it would leave too few for the products.
+    __shared__ alignas(conv_stream_tiles<T>) unsigned char memory[sizeof(conv_stream_tiles<T>)];
+    if (threadIdx.x == 0) {
+        const scorer_span s = streams.span(static_cast<std::int32_t>(blockIdx.x) / streams.slots,
+                                           static_cast<std::int32_t>(blockIdx.x) % streams.slots, tokens);
+        new (static_cast<void*>(memory))
+            conv_stream_tiles<T>(problem, s, max(0, s.begin + streams.delay - s.first));
+    }
+    __syncthreads();
+    const auto& tiles = *reinterpret_cast<const conv_stream_tiles<T>*>(memory);
+    if (tiles.scores <= 0) {
         wait_for_kernel_before();
         return;
     }
     // The kernel before makes the weights, and the frequencies of a Rope that gives a base. All else was there when that one began.
-    conv_hopper_block<Inputs>(problem, weights, s.h, conv_stream_tiles<T>(problem, s, skipped), base,
-                              [] { wait_for_kernel_before(); });
+    conv_hopper_block<Inputs>(problem, weights, tiles.s.h, tiles, base, [] { wait_for_kernel_before(); });
 #endif
 }
 
