@@ -37,7 +37,11 @@ struct conv_forward_shape : conv_hopper_shape<Inputs> {
     /// Whether y_2 takes the place of y_1, so that two blocks fit on a multiprocessor.
     static constexpr bool overlaid = Inputs == 256;
     static constexpr int frequencies = Inputs / 2;
-    static constexpr std::size_t layers_bytes = base::tile_bytes(1) + (overlaid ? 0 : base::tile_bytes(2));
+    /// y_1 and y_2, and room for four rows of each: behind y_2, in y_1's where they are overlaid.
+    static constexpr int kept = 4 * (base::channels(1) + base::channels(2)) / 8;  // times eight numbers
+    static constexpr std::size_t layers_bytes =
+        base::tile_bytes(1) + (overlaid ? 0 : base::tile_bytes(2) + 16 * kept);
+    static_assert(!overlaid || base::tile_bytes(2) + 16 * kept <= base::tile_bytes(1));
     static constexpr std::size_t shared_bytes =
         base::tile_bytes(0) + layers_bytes + 2 * narrow + (base::constants + frequencies) * sizeof(float);
     static_assert(base::channels(1) <= 128);

@@ -213,7 +213,8 @@ __device__ inline void conv_hopper_block(const conv_problem<T>& problem, const T
     copy_wait<0>();
     fence_async_proxy();
     named_barrier(1, conv_consumers);
-    uint4 kept = make_uint4(0, 0, 0, 0);  // of the last rows of y_1 and y_2
+    // The last rows of y_1 and y_2 wait behind y_2, until the next y_1 comes.
+    uint4* const kept_rows = reinterpret_cast<uint4*>(y_1 + shape::layers_bytes) - shape::kept;
 #pragma unroll 1
     for (int tile = 0; tile < tiles.count; ++tile) {
         // Made anew for every tile: addresses that outlive one would fill the registers.
@@ -227,7 +228,10 @@ __device__ inline void conv_hopper_block(const conv_problem<T>& problem, const T
         float acc[weights_1.tokens / 2];
         constexpr bool all_tokens = weights_1.tokens == conv_tile_rows;
         conv_product<T>(acc, shared_address(x) + conv_offset(all_tokens ? 0 : half, 0), weights_1);
-        uint4 last = make_uint4(0, 0, 0, 0);
+        uint4 last = make_uint4(0, 0, 0, 0), kept = last;
+        if (keeps_1 || keeps_2) {
+            kept = kept_rows[thread];
+        }
         if (thread < c0 / 2) {
             last = conv_eight(x, conv_tile_rows + thread % 4, thread / 4 * 8);
         }
@@ -261,6 +265,9 @@ __device__ inline void conv_hopper_block(const conv_problem<T>& problem, const T
             if (follows && keeps_2) {
                 conv_eight(y_2, thread % 4, (thread - c1 / 2) / 4 * 8) = kept;
             }
+            if (keeps_1) {
+                kept_rows[thread] = kept;
+            }
         };
         const std::uint32_t second = shared_address(y_1) + conv_offset(half, 0);
         if constexpr (shape::in_registers(2)) {
@@ -274,8 +281,10 @@ __device__ inline void conv_hopper_block(const conv_problem<T>& problem, const T
             float sums[weights_2.tokens / 2];
             conv_product<T>(sums, second, weights_2, [&](int group) {
                 if (turns && group % 3 == 0) {
+                    int own = thread;
+                    asm volatile("" : "+r"(own));  // addresses are made anew each time
                     turn_conv_rows(source, frequencies, tiles.rows(), origin(tile + 1),
-                                   (next ? 4 : 0) + group / 3 * 32, thread / 32 * 8, x, thread);
+                                   (next ? 4 : 0) + group / 3 * 32, own / 32 * 8, x, own);
                 }
             });
             turn_rest(128);
@@ -302,8 +311,8 @@ __device__ inline void conv_hopper_block(const conv_problem<T>& problem, const T
         fence_async_proxy();
         named_barrier(1, conv_consumers);
         if (keeps_2) {
-            kept = conv_eight(y_2, (follows ? conv_tile_rows : conv_tile) + thread % 4,
-                              (thread - c1 / 2) / 4 * 8);
+            kept_rows[thread] = conv_eight(y_2, (follows ? conv_tile_rows : conv_tile) + thread % 4,
+                                           (thread - c1 / 2) / 4 * 8);
         }
 
         float sums[c3 / 2];
