@@ -343,9 +343,9 @@ struct conv_backward_call {
         launch("pack_conv_inputs_kernel", pack_conv_inputs_kernel<T, Inputs>,
                std::min<std::int64_t>((eights + 255) / 256, 4096), 256, 0, on, conv.to_pack(), back_inputs);
         launch("conv_inputs_hopper_kernel", conv_inputs_hopper_kernel<T, Inputs>,
-               std::int64_t{parts.batch} * parts.heads * parts.slots, conv_consumers + 32,
-               shape::shared_bytes, on, parts, tiles.forward.streams, tiles.forward.source,
-               static_cast<const T*>(tiles.d[0]), static_cast<const T*>(back_inputs), call.d_k, call.d_v);
+               std::int64_t{parts.batch} * parts.heads * parts.slots, conv_consumers, shape::shared_bytes, on,
+               parts, tiles.forward.streams, tiles.forward.source, static_cast<const T*>(tiles.d[0]),
+               static_cast<const T*>(back_inputs), call.d_k, call.d_v);
     }
     /// into += d W of layer l + 1, whose inputs stand `shift` rows after its gradients.
     template <int Width>
