@@ -37,11 +37,7 @@ struct conv_forward_shape : conv_hopper_shape<Inputs> {
     /// Whether y_2 takes the place of y_1, so that two blocks fit on a multiprocessor.
     static constexpr bool overlaid = Inputs == 256;
     static constexpr int frequencies = Inputs / 2;
-    /// y_1 and y_2, and room for four rows of each: behind y_2, in y_1's where they are overlaid.
-    static constexpr int kept = 4 * (base::channels(1) + base::channels(2)) / 8;  // times eight numbers
-    static constexpr std::size_t layers_bytes =
-        base::tile_bytes(1) + (overlaid ? 0 : base::tile_bytes(2) + 16 * kept);
-    static_assert(!overlaid || base::tile_bytes(2) + 16 * kept <= base::tile_bytes(1));
+    static constexpr std::size_t layers_bytes = base::tile_bytes(1) + (overlaid ? 0 : base::tile_bytes(2));
     static constexpr std::size_t shared_bytes =
         base::tile_bytes(0) + layers_bytes + 2 * narrow + (base::constants + frequencies) * sizeof(float);
     static_assert(base::channels(1) <= 128);
@@ -115,7 +111,7 @@ __device__ inline void pack_conv(const conv_weights& from, T* to, std::uint32_t 
 #if KVPOLICY_HOPPER_CODE
 
 /// A thread's weights on their way into a product of `Results` channels, 64 or 128, of three taps of `Inputs` numbers; room for `Slots` groups of steps.
-template <int Results, int Inputs, int Slots>
+template <int Results, int Inputs, int Slots = 4>
 struct conv_fragments {
     static constexpr int steps = 3 * Inputs / 16, groups = steps / conv_group,
                          tokens = Results == 128 ? conv_tile_rows : conv_tile_rows / 2;
@@ -159,11 +155,10 @@ struct conv_fragments {
     }
 };
 
-/// acc [64 channels][tokens] = sum over taps of weights times rows i + 2 tap of the tile at `in`. After begin(). Meanwhile beside(group) is called after
-/// each group of steps.
-template <class T, int Results, int Inputs, int Slots, int N, class Beside>
+/// acc [64 channels][tokens] = sum over taps of weights times rows i + 2 tap of the tile at `in`. After begin().
+template <class T, int Results, int Inputs, int Slots, int N>
 __device__ inline void conv_product(float (&acc)[N], std::uint32_t in,
-                                    conv_fragments<Results, Inputs, Slots>& weights, const Beside& beside) {
+                                    conv_fragments<Results, Inputs, Slots>& weights) {
     using fragments = conv_fragments<Results, Inputs, Slots>;
     static_assert(N == fragments::tokens / 2);
     constexpr int of_tap = Inputs / 16;
@@ -191,23 +186,16 @@ __device__ inline void conv_product(float (&acc)[N], std::uint32_t in,
         if (g + Slots - 1 < fragments::groups) {
             weights.load(g + Slots - 1);
         }
-        beside(g);
     }
     wgmma_wait<0>();
     pin(acc);
     pin(weights.of[(fragments::groups - 1) % Slots]);
 }
 
-template <class T, int Results, int Inputs, int Slots, int N>
-__device__ inline void conv_product(float (&acc)[N], std::uint32_t in,
-                                    conv_fragments<Results, Inputs, Slots>& weights) {
-    conv_product<T>(acc, in, weights, [](int) {});
-}
-
-/// acc [64 tokens][Results] = sum over taps of rows i + 2 tap of the tile at `in` times weights in shared memory; beside() meanwhile.
-template <class T, int Results, int Inputs, class Beside>
-__device__ inline void conv_narrow_product(float (&acc)[Results / 2], std::uint32_t in, std::uint32_t weights,
-                                           const Beside& beside) {
+/// acc [64 tokens][Results] = sum over taps of rows i + 2 tap of the tile at `in` times weights in shared memory.
+template <class T, int Results, int Inputs>
+__device__ inline void conv_narrow_product(float (&acc)[Results / 2], std::uint32_t in,
+                                           std::uint32_t weights) {
     const std::uint64_t a = describe_columns(in, conv_pitch * 16),
                         b = describe_columns(weights, Results * 16);
 #pragma unroll
@@ -222,16 +210,9 @@ __device__ inline void conv_narrow_product(float (&acc)[Results / 2], std::uint3
                        b + static_cast<std::uint64_t>(k / 8 * Results), 1);
     }
     wgmma_commit();
-    beside();
     wgmma_wait<0>();
     pin(acc);
 }
-template <class T, int Results, int Inputs>
-__device__ inline void conv_narrow_product(float (&acc)[Results / 2], std::uint32_t in,
-                                           std::uint32_t weights) {
-    conv_narrow_product<T, Results, Inputs>(acc, in, weights, [] {});
-}
-
 #endif
 
 }  // namespace cuda_backend

@@ -84,30 +84,6 @@ __device__ inline void turn_conv_row(const scorer_source<T>& source, const float
     *low = x;
     *high = y;
 }
-/// The same of a warp's next rows, a row a lane: `at` is the first of them.
-template <class T, class Rows>
-__device__ inline void turn_conv_rows(const scorer_source<T>& source, const float* frequencies,
-                                      const Rows& rows, std::int32_t t0, int at, int c, unsigned char* tile,
-                                      int thread) {
-    const int row = at + thread % 32;
-    if (row < conv_input_rows && c < source.rotated / 2) {
-        turn_conv_row(source, frequencies, rows.position(t0 + row), row, c, tile);
-    }
-}
-/// Those of all rows from `begin` on but the first `done` of a warp's first columns. The block has met at a barrier since all threads' copies have come,
-/// and meets at one before it reads the tile.
-template <class T, class Rows>
-__device__ inline void turn_conv_tile(const scorer_source<T>& source, const float* frequencies,
-                                      const Rows& rows, std::int32_t t0, int begin, int done,
-                                      unsigned char* tile, int thread) {
-    for (int c = thread / 32 * 8; c < source.rotated / 2; c += conv_consumers / 32 * 8, done = 0) {
-#pragma unroll 2
-        for (int at = begin + done; at < conv_input_rows; at += 32) {
-            turn_conv_rows(source, frequencies, rows, t0, at, c, tile, thread);
-        }
-    }
-}
-
 /// x of such a tile, all of it, number by number. Not inlined: it would take registers from products.
 template <int Inputs, class T, class Rows>
 __device__ __noinline__ void load_conv_rows(const scorer_source<T>& source, const Rows& rows, std::int32_t t0,
@@ -128,15 +104,21 @@ __device__ __noinline__ void load_conv_rows(const scorer_source<T>& source, cons
     }
 }
 
-/// What begin_conv_rows() has sent for, before RoPE. The block waits at a barrier before it reads the tile.
+/// What begin_conv_rows() has sent for, before RoPE: a warp turns eight columns of 32 rows at once. The block waits at a barrier before it reads the tile.
 template <class T, class Rows>
 __device__ inline void finish_conv_rows(const scorer_source<T>& source, const float* frequencies,
                                         const Rows& rows, std::int32_t t0, int begin, unsigned char* to,
                                         int thread) {
     copy_wait<0>();
-    if (source.rotated > 0) {
-        named_barrier(1, conv_consumers);  // others have copied what this thread turns
-        turn_conv_tile(source, frequencies, rows, t0, begin, 0, to, thread);
+    if (source.rotated == 0) {
+        return;
+    }
+    named_barrier(1, conv_consumers);  // others have copied what this thread turns
+    for (int c = thread / 32 * 8; c < source.rotated / 2; c += conv_consumers / 32 * 8) {
+#pragma unroll 2
+        for (int row = begin + thread % 32; row < conv_input_rows; row += 32) {
+            turn_conv_row(source, frequencies, rows.position(t0 + row), row, c, to);
+        }
     }
 }
 

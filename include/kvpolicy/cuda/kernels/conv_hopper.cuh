@@ -6,8 +6,8 @@
 // layer hold anything, and reach none of the 120 that are looked at. A block goes through a range of tokens, and keeps the last four rows of x and
 // of each layer: so all tiles but the first have 128 tokens, whose rows stand behind those four.
 //
-// A layer is weights times tokens, with weights from registers (conv_fragments.cuh). x of the next tile is copied while layers 2 and 3 are
-// computed; two blocks fit on a multiprocessor, of which one undoes RoPE or applies SiLU while the other multiplies.
+// A layer is weights times tokens, with weights from registers (conv_fragments.cuh). x of the next tile is copied when layer 1 has read this one's, and
+// its RoPE is undone in place. Two blocks fit on a multiprocessor, of which one turns keys or applies SiLU while the other multiplies.
 #pragma once
 
 #include <kvpolicy/cuda/blocks/async.cuh>
@@ -25,7 +25,6 @@
 
 #include <cstddef>
 #include <cstdint>
-#include <new>
 #include <type_traits>
 
 namespace kvpolicy {
@@ -34,7 +33,7 @@ namespace cuda_backend {
 
 /// pack_conv(), and the frequencies of a Rope that gives a base, where there is room for them.
 template <class T, int Inputs>
-__global__ void __launch_bounds__(256)
+__global__ void __launch_bounds__(256, 8)  // registers that leave room for a block of the kernel that follows
     pack_conv_kernel(const conv_weights from, T* const to, const float base, const std::int32_t rotated,
                      float* const frequencies) {
     let_next_kernel_start();
@@ -201,62 +200,63 @@ __device__ inline void conv_hopper_block(const conv_problem<T>& problem, const T
         copy_conv_weights(weights + shape::weights_before(shape::first_narrow), shape::narrow, narrow,
                           thread);
     };
-    if (early) {
-        finish_conv_rows(source, frequencies, tiles.rows(), origin(0), 0, x, thread);
+    if (!early) {
         take_weights();
-    } else {
-        take_weights();
-        load_conv_rows<Inputs>(source, tiles.rows(), origin(0), 0, x, thread);
     }
-    conv_fragments<c1, c0, 4> weights_1(weights);
-    weights_1.begin();
-    copy_wait<0>();
-    fence_async_proxy();
-    named_barrier(1, conv_consumers);
-    // The last rows of y_1 and y_2 wait behind y_2, until the next y_1 comes.
-    uint4* const kept_rows = reinterpret_cast<uint4*>(y_1 + shape::layers_bytes) - shape::kept;
+    uint4 kept = make_uint4(0, 0, 0, 0);  // of the last rows of y_1 and y_2
 #pragma unroll 1
     for (int tile = 0; tile < tiles.count; ++tile) {
         // Made anew for every tile: addresses that outlive one would fill the registers.
         asm volatile("" : "+r"(thread));
         thread &= conv_consumers - 1;
         const bool follows = tiles.follows(tile), keeps_1 = thread < c1 / 2,
-                   keeps_2 = !keeps_1 && thread < c1 / 2 + c2 / 2, more = tile + 1 < tiles.count,
-                   next = more && tiles.follows(tile + 1);
+                   keeps_2 = !keeps_1 && thread < c1 / 2 + c2 / 2;
         // One number for a warp, so that descriptors are made by its uniform registers.
         const int shift = follows ? 4 : 0, half = __shfl_sync(all_lanes, thread / 128, 0) * 64;
+        conv_fragments<c1, c0> weights_1(weights);
+        const bool waits = early && tile == 0;
+        if (!waits) {
+            weights_1.begin();
+        }
+        if (early) {
+            finish_conv_rows(source, frequencies, tiles.rows(), origin(tile), shift, x, thread);
+        } else {
+            load_conv_rows<Inputs>(source, tiles.rows(), origin(tile), shift, x, thread);
+        }
+        if (waits) {
+            take_weights();
+            weights_1.begin();
+        }
+        copy_wait<0>();
+        fence_async_proxy();
+        named_barrier(1, conv_consumers);
+
         float acc[weights_1.tokens / 2];
         constexpr bool all_tokens = weights_1.tokens == conv_tile_rows;
         conv_product<T>(acc, shared_address(x) + conv_offset(all_tokens ? 0 : half, 0), weights_1);
-        uint4 last = make_uint4(0, 0, 0, 0), kept = last;
-        if (keeps_1 || keeps_2) {
-            kept = kept_rows[thread];
-        }
+        uint4 last = make_uint4(0, 0, 0, 0);
         if (thread < c0 / 2) {
             last = conv_eight(x, conv_tile_rows + thread % 4, thread / 4 * 8);
         }
         named_barrier(1, conv_consumers);  // nobody reads x any more
-        if (next && thread < c0 / 2) {
-            conv_eight(x, thread % 4, thread / 4 * 8) = last;
-        }
-        if (more && early) {
-            begin_conv_rows<Inputs>(source, tiles.rows(), origin(tile + 1), next ? 4 : 0, x, thread);
+        if (tile + 1 < tiles.count) {
+            const bool next = tiles.follows(tile + 1);
+            if (next && thread < c0 / 2) {
+                conv_eight(x, thread % 4, thread / 4 * 8) = last;
+            }
+            if (early) {
+                begin_conv_rows<Inputs>(source, tiles.rows(), origin(tile + 1), next ? 4 : 0, x, thread);
+            }
         }
         if (follows && keeps_1) {
             conv_eight(y_1, thread % 4, thread / 4 * 8) = kept;
         }
-        // The next tile's keys are turned while the second layer is multiplied, 32 rows of a warp's columns at once; the rest after `done` rows.
-        const bool turns = more && early;
-        const auto turn_rest = [&](int done) {
-            if (turns) {
-                turn_conv_tile(source, frequencies, tiles.rows(), origin(tile + 1), next ? 4 : 0, done, x,
-                               thread);
-            }
-        };
         const auto stored_first = [&] {
-            copy_wait<0>();
             fence_async_proxy();
             named_barrier(1, conv_consumers);
+            if (keeps_1) {
+                kept = conv_eight(y_1, conv_tile_rows - 4 + shift + thread % 4, thread / 4 * 8);
+            }
         };
         const auto multiplied_second = [&] {
             if constexpr (shape::overlaid) {
@@ -265,54 +265,31 @@ __device__ inline void conv_hopper_block(const conv_problem<T>& problem, const T
             if (follows && keeps_2) {
                 conv_eight(y_2, thread % 4, (thread - c1 / 2) / 4 * 8) = kept;
             }
-            if (keeps_1) {
-                kept_rows[thread] = kept;
-            }
         };
         const std::uint32_t second = shared_address(y_1) + conv_offset(half, 0);
         if constexpr (shape::in_registers(2)) {
-            conv_fragments<c2, c1, 2> weights_2(weights + shape::weights_before(2));
-            store_conv_layer_transposed<weights_1.tokens, T>(acc, constants, y_1, thread, half, shift);
+            conv_fragments<c2, c1> weights_2(weights + shape::weights_before(2));
             weights_2.begin();
+            store_conv_layer_transposed<weights_1.tokens, T>(acc, constants, y_1, thread, half, shift);
             stored_first();
-            if (keeps_1) {
-                kept = conv_eight(y_1, conv_tile_rows - 4 + shift + thread % 4, thread / 4 * 8);
-            }
             float sums[weights_2.tokens / 2];
-            conv_product<T>(sums, second, weights_2, [&](int group) {
-                if (turns && group % 3 == 0) {
-                    int own = thread;
-                    asm volatile("" : "+r"(own));  // addresses are made anew each time
-                    turn_conv_rows(source, frequencies, tiles.rows(), origin(tile + 1),
-                                   (next ? 4 : 0) + group / 3 * 32, own / 32 * 8, x, own);
-                }
-            });
-            turn_rest(128);
+            conv_product<T>(sums, second, weights_2);
             multiplied_second();
             store_conv_layer_transposed<weights_2.tokens, T>(sums, constants + c1, y_2, thread, 0,
                                                              half + shift);
         } else {
             store_conv_layer_transposed<weights_1.tokens, T>(acc, constants, y_1, thread, 0, half + shift);
             stored_first();
-            if (keeps_1) {
-                kept = conv_eight(y_1, conv_tile_rows - 4 + shift + thread % 4, thread / 4 * 8);
-            }
             float sums[c2 / 2];
-            conv_narrow_product<T, c2, c1>(sums, second, shared_address(narrow), [&] { turn_rest(0); });
+            conv_narrow_product<T, c2, c1>(sums, second, shared_address(narrow));
             multiplied_second();
             store_conv_layer<c2, T>(sums, constants + c1, y_2, thread, shift);
-        }
-        if (more && !early) {
-            load_conv_rows<Inputs>(source, tiles.rows(), origin(tile + 1), next ? 4 : 0, x, thread);
-        }
-        if (more) {
-            weights_1.begin();
         }
         fence_async_proxy();
         named_barrier(1, conv_consumers);
         if (keeps_2) {
-            kept_rows[thread] = conv_eight(y_2, (follows ? conv_tile_rows : conv_tile) + thread % 4,
-                                           (thread - c1 / 2) / 4 * 8);
+            kept = conv_eight(y_2, (follows ? conv_tile_rows : conv_tile) + thread % 4,
+                              (thread - c1 / 2) / 4 * 8);
         }
 
         float sums[c3 / 2];
@@ -367,22 +344,16 @@ __global__ void __launch_bounds__(KVPOLICY_HOPPER_THREADS(conv_consumers), 2)
                        [[maybe_unused]] const T* const weights) {
 #if KVPOLICY_HOPPER_CODE
     const scorer_streams& streams = problem.streams;
-    // In shared memory: in registers it would leave too few for the products.
-    __shared__ alignas(conv_stream_tiles<T>) unsigned char memory[sizeof(conv_stream_tiles<T>)];
-    if (threadIdx.x == 0) {
-        const scorer_span s = streams.span(static_cast<std::int32_t>(blockIdx.x) / streams.slots,
-                                           static_cast<std::int32_t>(blockIdx.x) % streams.slots, tokens);
-        new (static_cast<void*>(memory))
-            conv_stream_tiles<T>(problem, s, max(0, s.begin + streams.delay - s.first));
-    }
-    __syncthreads();
-    const auto& tiles = *reinterpret_cast<const conv_stream_tiles<T>*>(memory);
-    if (tiles.scores <= 0) {
+    const scorer_span s = streams.span(static_cast<std::int32_t>(blockIdx.x) / streams.slots,
+                                       static_cast<std::int32_t>(blockIdx.x) % streams.slots, tokens);
+    const std::int32_t skipped = max(0, s.begin + streams.delay - s.first);
+    if (skipped >= s.count) {
         wait_for_kernel_before();
         return;
     }
     // The kernel before makes the weights, and the frequencies of a Rope that gives a base. All else was there when that one began.
-    conv_hopper_block<Inputs>(problem, weights, tiles.s.h, tiles, base, [] { wait_for_kernel_before(); });
+    conv_hopper_block<Inputs>(problem, weights, s.h, conv_stream_tiles<T>(problem, s, skipped), base,
+                              [] { wait_for_kernel_before(); });
 #endif
 }
 
