@@ -84,6 +84,7 @@ __device__ inline void turn_conv_row(const scorer_source<T>& source, const float
     *low = x;
     *high = y;
 }
+
 /// x of such a tile, all of it, number by number. Not inlined: it would take registers from products.
 template <int Inputs, class T, class Rows>
 __device__ __noinline__ void load_conv_rows(const scorer_source<T>& source, const Rows& rows, std::int32_t t0,

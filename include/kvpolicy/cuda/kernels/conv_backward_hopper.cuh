@@ -338,6 +338,7 @@ __device__ inline void conv_backward_tile(const conv_back_problem<T>& problem, c
             finish_conv_rows(source, memory.frequencies, x, a - 10, 0, tile, thread);
         } else {
             copy_wait<0>();
+            named_barrier(1, conv_consumers);  // no copy is under way any more
             load_conv_rows<Inputs>(source, x, a - 10, 0, tile, thread);
         }
     }

@@ -201,6 +201,8 @@ __device__ inline void conv_hopper_block(const conv_problem<T>& problem, const T
                           thread);
     };
     if (!early) {
+        copy_wait<0>();
+        named_barrier(1, conv_consumers);  // no copy is under way any more
         take_weights();
     }
     uint4 kept = make_uint4(0, 0, 0, 0);  // of the last rows of y_1 and y_2
