@@ -98,7 +98,7 @@ struct LayerRef {
     std::int32_t dim_v = 0;
     std::int32_t page_rows = 1;
     std::int32_t proposals = 0;
-    bool on_device = false;  // what the pointers are
+    std::int32_t device = -1;  // the card whose memory the pointers are; -1: the host's
     Attention attention;
     position_t rebase_limit = kvpolicy::rebase_limit;
 

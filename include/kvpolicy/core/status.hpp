@@ -19,6 +19,8 @@ enum status_bits : std::uint32_t {
     status_taken_twice = 1u << 5,
     /// advance(): a layer of a cache has not taken these tokens, or has taken others: the sequence did not move.
     status_not_taken = 1u << 6,
+    /// evict() in a graph captured before slabs were lent: the sequence has more rows than its workspace is for; nothing was evicted.
+    status_small_workspace = 1u << 7,
 };
 
 /// What one bit of a status word says, as a sentence; null for a word of no bit or of several.
@@ -40,6 +42,10 @@ constexpr const char* status_sentence(std::uint32_t bit) {
             return "a layer has not taken these tokens, so advance() did not move the sequence: call that "
                    "layer, "
                    "then advance() again";
+        case status_small_workspace:
+            return "a graph captured before slabs were lent has a workspace for fewer rows: nothing was "
+                   "evicted "
+                   "from this sequence; capture it again";
         default:
             return nullptr;
     }
