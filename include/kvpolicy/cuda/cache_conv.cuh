@@ -121,8 +121,8 @@ class late_scores {
     template <int Inputs>
     void run_hopper(const cuda& on, const device_scope& device) {
         constexpr auto kernel = cache_conv_hopper_kernel<View, Gate, Inputs>;
-        launch_early<kernel>("cache_conv_hopper_kernel", heads() * call_.blocks, conv_consumers + 32,
-                             conv_hopper_shape<Inputs>::shared_bytes, device, on, 1, call_, gate_,
+        launch_early<kernel>("cache_conv_hopper_kernel", heads() * call_.blocks, conv_consumers,
+                             conv_forward_shape<Inputs>::shared_bytes, device, on, 1, call_, gate_,
                              static_cast<const T*>(conv_.packed));
     }
 

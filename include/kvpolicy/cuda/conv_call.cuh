@@ -150,8 +150,8 @@ struct conv_call {
         conv_problem<T> ranges = problem;
         ranges.streams.slots = conv_tiles(call.sequences, tokens);
         share_multiprocessors<kernel>(device);
-        launch_early<kernel>("conv_hopper_kernel", planes * ranges.streams.slots, conv_consumers + 32,
-                             conv_hopper_shape<Inputs>::shared_bytes, device, on, 1, ranges, tokens,
+        launch_early<kernel>("conv_hopper_kernel", planes * ranges.streams.slots, conv_consumers,
+                             conv_forward_shape<Inputs>::shared_bytes, device, on, 1, ranges, tokens,
                              call.frequencies != nullptr ? call.base : 0.0f, static_cast<const T*>(packed));
         return true;
     }
@@ -315,7 +315,7 @@ struct conv_backward_call {
         launch("pack_conv_backward_kernel", pack_conv_backward_kernel<T, Inputs>,
                std::min<std::int64_t>((eights + 255) / 256, 4096), 256, 0, on, conv.to_pack(), back);
         launch("conv_backward_hopper_kernel", conv_backward_hopper_kernel<T, Inputs>, tile_count(),
-               conv_consumers + 32, shape::shared_bytes, on, tiles, static_cast<const T*>(conv.packed),
+               conv_consumers, shape::shared_bytes, on, tiles, static_cast<const T*>(conv.packed),
                static_cast<const T*>(back));
         if (call.d_k.data != nullptr) {
             add_inputs<Inputs>(on, call);
@@ -344,9 +344,9 @@ struct conv_backward_call {
         launch("pack_conv_inputs_kernel", pack_conv_inputs_kernel<T, Inputs>,
                std::min<std::int64_t>((eights + 255) / 256, 4096), 256, 0, on, conv.to_pack(), back_inputs);
         launch("conv_inputs_hopper_kernel", conv_inputs_hopper_kernel<T, Inputs>,
-               std::int64_t{parts.batch} * parts.heads * parts.slots, conv_consumers + 32,
-               shape::shared_bytes, on, parts, tiles.forward.streams, tiles.forward.source,
-               static_cast<const T*>(tiles.d[0]), static_cast<const T*>(back_inputs), call.d_k, call.d_v);
+               std::int64_t{parts.batch} * parts.heads * parts.slots, conv_consumers, shape::shared_bytes, on,
+               parts, tiles.forward.streams, tiles.forward.source, static_cast<const T*>(tiles.d[0]),
+               static_cast<const T*>(back_inputs), call.d_k, call.d_v);
     }
     /// into += d W of layer l + 1, whose inputs stand `shift` rows after its gradients.
     template <int Width>

@@ -116,6 +116,13 @@ TEST_CASE("tiles of the Hopper kernel: edges, widths, both halves of RoPE") {
     check<bf16>(c, "bf16, 160", shaped(c, rope_layout::half_split));
 }
 
+TEST_CASE("angles beyond what is turned quickly") {
+    const Case c = sized(300, 20, 64);
+    ConvScorer<> scorer = shaped(c, rope_layout::half_split);
+    scorer.rope.base = 0x1p-32f;  // frequencies 1, 2, 4, ... 2^31, so that fp32 angles are the host's
+    check<bf16>(c, "bf16", scorer);
+}
+
 TEST_CASE("tiles of the Hopper kernel: ragged, packed, continued") {
     Case ragged = sized(380, 14, 64);
     ragged.name = "ragged";

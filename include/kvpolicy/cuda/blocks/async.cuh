@@ -26,6 +26,10 @@ __device__ inline void copy_16(std::uint32_t to, const void* from, std::uint32_t
 __device__ inline void copy_8(std::uint32_t to, const void* from) {
     asm volatile("cp.async.ca.shared.global [%0], [%1], 8;" ::"r"(to), "l"(from) : "memory");
 }
+/// 4 bytes, or zeros where bytes = 0.
+__device__ inline void copy_4(std::uint32_t to, const void* from, std::uint32_t bytes = 4) {
+    asm volatile("cp.async.ca.shared.global [%0], [%1], 4, %2;" ::"r"(to), "l"(from), "r"(bytes) : "memory");
+}
 /// Closes a group of this thread's copies.
 __device__ inline void copy_commit() { asm volatile("cp.async.commit_group;" ::: "memory"); }
 /// Waits until at most `Pending` groups of this thread are still under way.

@@ -1,10 +1,6 @@
-// A convolution's weights on Hopper: how wide layers are, how weights lie in memory, the ring that they come through, and products with a tile of
-// tokens (conv_hopper.cuh).
+// A convolution on Hopper: how wide layers are, what weights they are made of, and how rows of a tile lie in shared memory.
 #pragma once
 
-#include <kvpolicy/cuda/blocks/async.cuh>
-#include <kvpolicy/cuda/blocks/mma.cuh>
-#include <kvpolicy/cuda/blocks/wgmma.cuh>
 #include <kvpolicy/cuda/config.cuh>
 #include <kvpolicy/cuda/hopper.cuh>
 
@@ -18,10 +14,8 @@ namespace cuda_backend {
 inline constexpr int conv_tile = 120;        // tokens of a tile that begins anew; others have conv_tile_rows
 inline constexpr int conv_tile_rows = 128;   // rows of a layer
 inline constexpr int conv_input_rows = 132;  // rows of x: those of a layer, and two taps' reach
-inline constexpr int conv_pitch = 133;  // rows of a tile; odd, so that columns of one row fall on all banks
-inline constexpr int conv_consumers = 256;  // threads; one more warp brings weights
-inline constexpr int conv_ring = 5;         // stages of weights
-inline constexpr int conv_stage = 8192;     // bytes
+inline constexpr int conv_pitch = 132;       // rows of a tile, that is
+inline constexpr int conv_consumers = 256;   // threads
 
 /// Padded widths of a scorer of up to `Inputs` numbers a token (128 or 256): layer l takes channels(l - 1) and gives channels(l).
 template <int Inputs>
@@ -35,34 +29,14 @@ struct conv_hopper_shape {
         }
         return before;
     }
-    /// Inputs of a tap that a stage of weights has.
-    KVPOLICY_HOST_DEVICE static constexpr int depth(int layer) {
-        const int most = conv_stage / 2 / channels(layer);
-        return most < channels(layer - 1) ? most : channels(layer - 1);
-    }
-    KVPOLICY_HOST_DEVICE static constexpr int stages(int layer) {
-        return 3 * channels(layer - 1) / depth(layer);
-    }
-    KVPOLICY_HOST_DEVICE static constexpr int stage_bytes(int layer) {
-        return 2 * depth(layer) * channels(layer);
-    }
     KVPOLICY_HOST_DEVICE static constexpr std::size_t tile_bytes(int layer) {
         return std::size_t{conv_pitch} * static_cast<std::size_t>(2 * channels(layer));
     }
     /// Biases of the three layers, then the readout.
     static constexpr int constants = channels(1) + channels(2) + 2 * channels(3);
-    /// Four rows of x, y_1 and y_2.
-    static constexpr std::size_t kept_bytes =
-        static_cast<std::size_t>(4 * 2 * (channels(0) + channels(1) + channels(2)));
-    static constexpr int frequencies = Inputs / 2;
-    static constexpr std::size_t shared_bytes = tile_bytes(0) + conv_ring * conv_stage +
-                                                (constants + frequencies) * sizeof(float) +
-                                                2 * conv_ring * sizeof(std::uint64_t) + kept_bytes;
 
-    static_assert(tile_bytes(1) + tile_bytes(2) <= tile_bytes(0));
     static_assert(tile_bytes(0) % 16 == 0 && tile_bytes(1) % 16 == 0);
 };
-static_assert(conv_hopper_shape<256>::shared_bytes <= 113 * 1024, "two blocks a multiprocessor");
 
 /// A scorer's weights, [heads, width, 3, inputs] a layer.
 struct conv_weights {
@@ -70,151 +44,12 @@ struct conv_weights {
     std::int32_t width[3], inputs[3];
     std::int32_t heads;
 };
-/// The weights of all heads as Hopper kernels take them, to [heads][weights_before(4)]; 0 where a scorer is narrower. By thread `thread` of
-/// `threads` of the grid.
-template <int Inputs, class T>
-__device__ inline void pack_conv(const conv_weights& from, T* to, std::int64_t thread, std::int64_t threads) {
-    using shape = conv_hopper_shape<Inputs>;
-    constexpr int each = shape::weights_before(4) / 8;
-    const std::int64_t count = std::int64_t{from.heads} * each;
-    for (std::int64_t i = thread; i < count; i += threads) {
-        const std::int64_t h = i / each;
-        auto at = static_cast<int>(i % each);
-        int l = 1;
-        while (at >= shape::weights_before(l + 1) / 8) {
-            ++l;
-        }
-        at -= shape::weights_before(l) / 8;
-        const int n = at % shape::channels(l), k = at / shape::channels(l) * 8;
-        const int tap = k / shape::channels(l - 1), c = k % shape::channels(l - 1);
-        const std::int32_t inputs = from.inputs[l - 1];
-        float w[8] = {};
-        if (n < from.width[l - 1]) {
-            const float* const row =
-                from.layer[l - 1] + ((h * from.width[l - 1] + n) * 3 + tap) * std::int64_t{inputs};
-            if (inputs % 8 == 0 && reinterpret_cast<std::uintptr_t>(from.layer[l - 1]) % 16 == 0 &&
-                c < inputs) {
-                const float4 low = *reinterpret_cast<const float4*>(row + c),
-                             high = *reinterpret_cast<const float4*>(row + c + 4);
-                w[0] = low.x, w[1] = low.y, w[2] = low.z, w[3] = low.w;
-                w[4] = high.x, w[5] = high.y, w[6] = high.z, w[7] = high.w;
-            } else {
-#pragma unroll
-                for (int e = 0; e < 8; ++e) {
-                    w[e] = c + e < inputs ? row[c + e] : 0.0f;
-                }
-            }
-        }
-        reinterpret_cast<uint4*>(to)[i] =
-            make_uint4(pack<T>(w[0], w[1]), pack<T>(w[2], w[3]), pack<T>(w[4], w[5]), pack<T>(w[6], w[7]));
-    }
-}
 
 #if KVPOLICY_HOPPER_CODE
-
-/// A block's part of shared memory for weights: stages, and what says that one is full or free.
-struct conv_weight_ring {
-    std::uint32_t data, full, empty;
-
-    __device__ std::uint32_t stage(int i) const { return data + static_cast<std::uint32_t>(i * conv_stage); }
-    __device__ std::uint32_t full_of(int i) const { return full + static_cast<std::uint32_t>(i * 8); }
-    __device__ std::uint32_t empty_of(int i) const { return empty + static_cast<std::uint32_t>(i * 8); }
-};
-/// Which stage is next, and the parity of its phase.
-struct conv_turn {
-    int stage = 0;
-    std::uint32_t parity = 0;
-
-    __device__ void next() {
-        if (++stage == conv_ring) {
-            stage = 0;
-            parity ^= 1;
-        }
-    }
-};
-
 /// Byte offset of eight columns (c, a multiple of 8) of a row of a tile.
 __device__ inline std::uint32_t conv_offset(int row, int c) {
     return static_cast<std::uint32_t>((c / 8 * conv_pitch + row) * 16);
 }
-
-/// `stages` stages of weights through the ring, in the order in which they are taken; by one thread.
-template <class T>
-__device__ inline void bring_conv_weights(const T*& from, int stages, std::uint32_t bytes,
-                                          const conv_weight_ring& ring, conv_turn& turn) {
-#pragma unroll 1
-    for (int i = 0; i < stages; ++i) {
-        barrier_wait(ring.empty_of(turn.stage), turn.parity ^ 1);
-        barrier_expect(ring.full_of(turn.stage), bytes);
-        copy_bulk(ring.stage(turn.stage), from, bytes, ring.full_of(turn.stage));
-        from += bytes / 2;
-        turn.next();
-    }
-}
-/// Those of the three layers of a head.
-template <class Shape, class T>
-__device__ inline void bring_conv_layers(const T* from, const conv_weight_ring& ring, conv_turn& turn) {
-    bring_conv_weights(from, Shape::stages(1), Shape::stage_bytes(1), ring, turn);
-    bring_conv_weights(from, Shape::stages(2), Shape::stage_bytes(2), ring, turn);
-    bring_conv_weights(from, Shape::stages(3), Shape::stage_bytes(3), ring, turn);
-}
-/// Barriers of a ring, by the whole block.
-__device__ inline void begin_conv_ring(const conv_weight_ring& ring) {
-    if (threadIdx.x == 0) {
-        for (int i = 0; i < conv_ring; ++i) {
-            barrier_init(ring.full_of(i), 1);
-            barrier_init(ring.empty_of(i), conv_consumers / 32 * arrivals_of_warp);
-        }
-        barrier_init_fence();
-    }
-    __syncthreads();
-}
-
-/// acc = sum over taps of rows i + 2 tap of `in`, from the warpgroup's first row on, times what the ring brings: weights of Width results and Inputs inputs
-/// a tap, Depth of them a stage.
-template <int Width, int Inputs, int Depth, class T>
-__device__ inline void conv_taps_product(float (&acc)[Width / 2], std::uint32_t in,
-                                         const conv_weight_ring& ring, conv_turn& turn) {
-    constexpr int across = Inputs / Depth;
-    // Zeros, though a product could overwrite: what is read without a value would be alive between tiles, and take registers there.
-#pragma unroll
-    for (float& sum : acc) {
-        sum = 0.0f;
-    }
-    pin(acc);
-    int before = 0;
-#pragma unroll 1
-    for (int i = 0; i < 3 * across; ++i) {
-        barrier_wait(ring.full_of(turn.stage), turn.parity);
-        const std::uint64_t a =
-            describe_columns(in + conv_offset(2 * (i / across), i % across * Depth), conv_pitch * 16);
-        const std::uint64_t b = describe_columns(ring.stage(turn.stage), Width * 16);
-        wgmma_fence();
-#pragma unroll
-        for (int k = 0; k < Depth; k += 16) {
-            wgmma<T, 0, 0>(acc, a + static_cast<std::uint64_t>(k / 8 * conv_pitch),
-                           b + static_cast<std::uint64_t>(k / 8 * Width), 1);
-        }
-        wgmma_commit();
-        if (i > 0) {
-            wgmma_wait<1>();
-            warp_arrive(ring.empty_of(before), lane_id());
-        }
-        before = turn.stage;
-        turn.next();
-    }
-    wgmma_wait<0>();
-    pin(acc);
-    warp_arrive(ring.empty_of(before), lane_id());
-}
-/// The same for a layer: rows of W_l; `in` is the layer before.
-template <int Layer, class Shape, class T>
-__device__ inline void conv_hopper_product(float (&acc)[Shape::channels(Layer) / 2], std::uint32_t in,
-                                           const conv_weight_ring& ring, conv_turn& turn) {
-    conv_taps_product<Shape::channels(Layer), Shape::channels(Layer - 1), Shape::depth(Layer), T>(acc, in,
-                                                                                                  ring, turn);
-}
-
 #endif
 
 }  // namespace cuda_backend

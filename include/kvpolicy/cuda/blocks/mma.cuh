@@ -39,6 +39,14 @@ __device__ inline void store_matrices(std::uint32_t row, const std::uint32_t (&f
                  : "memory");
 }
 
+/// The same, each matrix transposed.
+template <class = void>
+__device__ inline void store_matrices_transposed(std::uint32_t row, const std::uint32_t (&from)[4]) {
+    asm volatile("stmatrix.sync.aligned.m8n8.x4.trans.shared.b16 [%0], {%1, %2, %3, %4};" ::"r"(row),
+                 "r"(from[0]), "r"(from[1]), "r"(from[2]), "r"(from[3])
+                 : "memory");
+}
+
 /// An 8 x 8 matrix of 16-bit elements, two of row lane / 4 in each lane, transposed: two of column lane / 4.
 __device__ inline std::uint32_t transpose_8x8(std::uint32_t rows) {
     std::uint32_t columns;

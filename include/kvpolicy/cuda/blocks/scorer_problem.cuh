@@ -127,14 +127,13 @@ enum class scorer_input : std::uint8_t {
 };
 
 /// Up to this angle rope_sine_quick is exact to 1e-6.
-inline constexpr float most_quick_angle = 1e5f;
-/// sin and cos by the special function unit, of an angle from which turns are taken first: angle - 2 pi k, whose first product is exact.
+inline constexpr float most_quick_angle = 16777216.0f;
+/// sin and cos by the special function unit, of an angle from which turns are taken first: angle - 2 pi k. The first step is exact: both terms are
+/// multiples of 2^-21, and little is left of them.
 __device__ inline void rope_sine_quick(float angle, float& sine, float& cosine) {
     constexpr float rounds = 12582912.0f;  // 1.5 2^23: adding it rounds to an integer
     const float turns = fmaf(angle, 0.15915494309189535f, rounds) - rounds;
-    float rest = fmaf(turns, -6.28125f, angle);
-    rest = fmaf(turns, -1.93530716933310031891e-3f, rest);
-    rest = fmaf(turns, -1.0253132e-11f, rest);
+    const float rest = fmaf(turns, 1.7484555314695172e-7f, fmaf(turns, -6.2831854820251465f, angle));
     sine = __sinf(rest);
     cosine = __cosf(rest);
 }
@@ -349,6 +348,21 @@ struct scorer_rows {
     __device__ const T* key(std::int32_t t) const { return k.row(s.b, s.h, t); }
     __device__ const T* value(std::int32_t t) const { return v.row(s.b, s.h, t); }
     __device__ float position(std::int32_t t) const { return static_cast<float>(t - s.begin); }
+
+    /// Keys or values of tokens t, t + step, ...: each call gives the next one's row, which exists where in(t).
+    struct path {
+        const T* at;
+        std::int64_t step;
+
+        __device__ const T* operator()(std::int32_t, bool) {
+            const T* const row = at;
+            at += step;
+            return row;
+        }
+    };
+    __device__ path path_from(bool of_key, std::int32_t t, std::int32_t step) const {
+        return {of_key ? key(t) : value(t), step * (of_key ? k.row_stride : v.row_stride)};
+    }
 };
 
 }  // namespace cuda_backend

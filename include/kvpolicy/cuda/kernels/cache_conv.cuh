@@ -159,6 +159,17 @@ struct late_rows {
                      : head.call.tokens.value(head.at.rows, head.at.entry, head.at.head, t);
     }
     __device__ float position(std::int32_t t) const { return static_cast<float>(head.at.base + t); }
+
+    /// As scorer_rows has it; rows are where they are.
+    struct path {
+        const late_rows& rows;
+        bool of_key;
+
+        __device__ const T* operator()(std::int32_t t, bool there) const {
+            return !there ? nullptr : of_key ? rows.key(t) : rows.value(t);
+        }
+    };
+    __device__ path path_from(bool of_key, std::int32_t, std::int32_t) const { return {*this, of_key}; }
 };
 
 /// Weights and frequencies, where some head of the call scores anything: most steps end here.
@@ -186,7 +197,7 @@ __global__ void __launch_bounds__(256)
     }
     const std::int64_t at = std::int64_t{blockIdx.x} * 256 + thread, all = std::int64_t{gridDim.x} * 256;
     if constexpr (Inputs != 0) {
-        pack_conv<Inputs>(from, to, at, all);
+        pack_conv<Inputs>(from, to, static_cast<std::uint32_t>(at), static_cast<std::uint32_t>(all));
     } else {
         for (int l = 0; l < 3; ++l) {
             stack_conv(from.layer[l], from.heads, call.problem.layer[l],
@@ -230,23 +241,22 @@ template <class View, class Gate>
 struct late_tiles {
     const late_head<View>& head;
     const Gate& gate;
-    std::int32_t first;  // of the first tile
+    std::int32_t from;  // the first tile's first token
     std::int32_t stride;
     int count;
 
-    template <class Body>
-    __device__ void operator()(int i, const Body& body) const {
-        const std::int32_t begin = first + i * stride;
-        body(late_rows<View>{head}, begin, 0, min(head.end - begin, conv_tile), false,
-             [&](std::int32_t r, float score) {
-                 head.write(begin + r, score, detail::holds(gate, head.at.base + begin + r));
-             });
+    __device__ late_rows<View> rows() const { return {head}; }
+    __device__ std::int32_t first(int i) const { return from + i * stride; }
+    __device__ std::int32_t high(int i) const { return min(head.end - first(i), conv_tile); }
+    __device__ bool follows(int) const { return false; }
+    __device__ void write(int i, std::int32_t r, float score) const {
+        head.write(first(i) + r, score, detail::holds(gate, head.at.base + first(i) + r));
     }
 };
 #endif
 
 template <class View, class Gate, int Inputs>
-__global__ void __launch_bounds__(KVPOLICY_HOPPER_THREADS(conv_consumers + 32), 2)
+__global__ void __launch_bounds__(KVPOLICY_HOPPER_THREADS(conv_consumers), 2)
     cache_conv_hopper_kernel([[maybe_unused]] const __grid_constant__ late_launch<View> call,
                              [[maybe_unused]] const Gate gate,
                              [[maybe_unused]] const typename View::value_type* const weights) {
@@ -259,7 +269,7 @@ __global__ void __launch_bounds__(KVPOLICY_HOPPER_THREADS(conv_consumers + 32), 
         return;
     }
     if (block == 0 && !call.in_rows) {
-        head.fill(static_cast<std::int32_t>(threadIdx.x), conv_consumers + 32);
+        head.fill(static_cast<std::int32_t>(threadIdx.x), conv_consumers);
     }
     const std::int32_t first = head.from + block * conv_tile, stride = call.blocks * conv_tile;
     const std::int32_t tiles = first < head.end ? (head.end - first + stride - 1) / stride : 0;

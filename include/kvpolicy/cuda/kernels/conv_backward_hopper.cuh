@@ -20,6 +20,7 @@
 
 #include <cstddef>
 #include <cstdint>
+#include <new>
 #include <type_traits>
 
 namespace kvpolicy {
@@ -31,20 +32,21 @@ inline constexpr int conv_back_rows =
     112;  // rows of gradients in memory: at most these have one that the tile answers for
 inline constexpr int conv_back_inputs = 120;  // rows of layers' results in memory
 
-/// Sizes beyond conv_hopper_shape's.
+/// Sizes beyond conv_forward_shape's.
 template <int Inputs>
-struct conv_back_shape : conv_hopper_shape<Inputs> {
-    using base = conv_hopper_shape<Inputs>;
-    /// Transposed weights of a head, layer 3 before layer 2, and how a stage cuts a tap of them.
-    static constexpr int weights =
-        3 * (base::channels(3) * base::channels(2) + base::channels(2) * base::channels(1));
-    KVPOLICY_HOST_DEVICE static constexpr int back_depth(int layer) {
-        const int most = conv_stage / 2 / base::channels(layer - 1);
-        return most < base::channels(layer) ? most : base::channels(layer);
-    }
+struct conv_back_shape : conv_forward_shape<Inputs> {
+    using base = conv_forward_shape<Inputs>;
+    /// Transposed weights of a head, layer 3 before layer 2: those of layer 3, and all.
+    static constexpr int third = 3 * base::channels(3) * base::channels(2),
+                         weights = third + 3 * base::channels(2) * base::channels(1);
+    /// Those of layer 3 that stay in shared memory.
+    static constexpr int back_narrow = base::in_registers(2) ? 0 : third;
+    /// For sums of columns: a warp's of narrow results, or a warpgroup's.
+    static constexpr int columns = 8 * base::channels(base::first_narrow);
+    static_assert(columns >= 2 * 64);
     static constexpr std::size_t shared_bytes =
-        base::shared_bytes - base::kept_bytes +
-        (8 * base::channels(1) + conv_tile_rows - base::frequencies) * sizeof(float);
+        base::tile_bytes(0) + 2 * (base::narrow + back_narrow) +
+        (base::constants + base::frequencies + columns + conv_tile_rows) * sizeof(float);
     static_assert(2 * base::tile_bytes(1) <= base::tile_bytes(0) &&
                   2 * base::tile_bytes(2) <= base::tile_bytes(1));
 };
@@ -94,30 +96,31 @@ struct conv_back_span {
     }
 };
 
-/// [heads][W_3, then W_2][(tap, c_out) / 8][c_in][8 of c_out], taps the other way. By a grid.
+/// Transposed weights of layer `Layer` of head `h`, taps the other way (conv_eight_weights).
+template <int Layer, class Shape, class T>
+__device__ inline uint4 conv_back_weights(const conv_weights& from, std::uint32_t h, std::uint32_t at) {
+    constexpr std::uint32_t of_tap = Shape::channels(Layer);
+    const auto inputs = static_cast<std::uint32_t>(from.inputs[Layer - 1]),
+               width = static_cast<std::uint32_t>(from.width[Layer - 1]);
+    return conv_eight_weights<Shape::channels(Layer - 1), Shape::channels(Layer), T>(
+        at, [&](std::uint32_t c, std::uint32_t k) {
+            const std::uint32_t tap = 2 - k / of_tap, n = k % of_tap;
+            const float* const column =
+                from.layer[Layer - 1] + (std::uint64_t{h} * width * 3 + n * 3 + tap) * inputs + c;
+            return make_float2(c < inputs && n < width ? column[0] : 0.0f,
+                               c < inputs && n + 1 < width ? column[std::uint64_t{3} * inputs] : 0.0f);
+        });
+}
+/// To [heads][W_3, then W_2].
 template <class T, int Inputs>
 __global__ void __launch_bounds__(256) pack_conv_backward_kernel(const conv_weights from, T* const to) {
     using shape = conv_back_shape<Inputs>;
-    constexpr int third = 3 * shape::channels(3) * shape::channels(2) / 8, each = shape::weights / 8;
-    const std::int64_t count = std::int64_t{from.heads} * each;
-    for (std::int64_t i = std::int64_t{blockIdx.x} * 256 + threadIdx.x; i < count;
-         i += std::int64_t{gridDim.x} * 256) {
-        const std::int64_t h = i / each;
-        auto at = static_cast<int>(i % each);
-        const int l = at < third ? 3 : 2;
-        at -= l == 3 ? 0 : third;
-        const int c = at % shape::channels(l - 1), k = at / shape::channels(l - 1) * 8;
-        const int tap = 2 - k / shape::channels(l), n = k % shape::channels(l);
-        const std::int32_t inputs = from.inputs[l - 1], width = from.width[l - 1];
-        float w[8];
-#pragma unroll
-        for (int e = 0; e < 8; ++e) {
-            w[e] = n + e < width && c < inputs
-                       ? from.layer[l - 1][((h * width + n + e) * 3 + tap) * std::int64_t{inputs} + c]
-                       : 0.0f;
-        }
-        reinterpret_cast<uint4*>(to)[i] =
-            make_uint4(pack<T>(w[0], w[1]), pack<T>(w[2], w[3]), pack<T>(w[4], w[5]), pack<T>(w[6], w[7]));
+    constexpr std::uint32_t third = shape::third / 8, each = shape::weights / 8;
+    const std::uint32_t count = static_cast<std::uint32_t>(from.heads) * each;
+    for (std::uint32_t i = blockIdx.x * 256 + threadIdx.x; i < count; i += gridDim.x * 256) {
+        const std::uint32_t h = i / each, at = i % each;
+        reinterpret_cast<uint4*>(to)[i] = at < third ? conv_back_weights<3, shape, T>(from, h, at)
+                                                     : conv_back_weights<2, shape, T>(from, h, at - third);
     }
 }
 
@@ -135,12 +138,6 @@ template <class T>
 __device__ inline bool finite_pair(std::uint32_t pair) {
     constexpr std::uint32_t exponent = std::is_same_v<T, bf16> ? 0x7f80u : 0x7c00u;
     return (pair & exponent) != exponent && (pair >> 16 & exponent) != exponent;
-}
-
-/// Two neighbouring numbers of an accumulator at a row of an image.
-template <class T>
-__device__ inline void put_conv_pair(T* image, int rows, int row, int c, std::uint32_t pair) {
-    *reinterpret_cast<std::uint32_t*>(image + (c / 8 * rows + row) * 8 + c % 8) = pair;
 }
 
 /// The block's sums of columns: of_thread(j, e) is a thread's own sum of column 8 j + 2 (lane % 4) + e; into(c, sum). Begins and ends with a
@@ -171,10 +168,24 @@ __device__ inline void sum_conv_columns(float* memory, int thread, const Of& of_
     }
 }
 
-/// A layer again: y_l and its slope into tiles, y_l into the image.
+/// Rows first .. first + Rows - 1 of a tile's channels as an image; 0 for those outside of [begin, end).
+template <int Channels, int Rows, class T>
+__device__ inline void copy_conv_image(unsigned char* tile, int first, T* image, int begin, int end,
+                                       int thread) {
+    for (int i = thread; i < Channels / 8 * Rows; i += conv_consumers) {
+        const int row = i % Rows;
+        uint4 of = make_uint4(0, 0, 0, 0);
+        if (row >= begin && row < end) {
+            of = conv_eight(tile, first + row, i / Rows * 8);
+        }
+        reinterpret_cast<uint4*>(image)[i] = of;
+    }
+}
+
+/// A layer again: y_l and its slope into tiles, from results [64 tokens][channels].
 template <int Width, class T>
-__device__ inline void store_conv_layer(float (&acc)[Width / 2], const float* bias, unsigned char* to,
-                                        unsigned char* slopes, T* image, int thread) {
+__device__ inline void store_conv_slopes(float (&acc)[Width / 2], const float* bias, unsigned char* to,
+                                         unsigned char* slopes, int thread) {
     const int row = thread / 32 * 16 + thread % 32 / 4, pair = thread % 4;
 #pragma unroll
     for (int j = 0; j < Width / 8; ++j) {
@@ -184,22 +195,43 @@ __device__ inline void store_conv_layer(float (&acc)[Width / 2], const float* bi
             float first, second;
             const float y0 = conv_silu(acc[4 * j + 2 * r] + b.x, first),
                         y1 = conv_silu(acc[4 * j + 2 * r + 1] + b.y, second);
-            const std::uint32_t y = pack<T>(y0, y1), offset = conv_offset(row + 8 * r, 8 * j) + 4 * pair;
-            *reinterpret_cast<std::uint32_t*>(to + offset) = y;
+            const std::uint32_t offset = conv_offset(row + 8 * r, 8 * j) + 4 * pair;
+            *reinterpret_cast<std::uint32_t*>(to + offset) = pack<T>(y0, y1);
             *reinterpret_cast<std::uint32_t*>(slopes + offset) = pack<T>(first, second);
-            if (row + 8 * r < conv_back_inputs) {
-                put_conv_pair(image, conv_back_inputs, row + 8 * r, 8 * j + 2 * pair, y);
-            }
         }
     }
 }
+/// The same from [64 channels][tokens].
+template <class T, int N>
+__device__ inline void store_conv_slopes_transposed(float (&acc)[N], const float* bias, unsigned char* to,
+                                                    unsigned char* slopes, int thread, int channel, int row) {
+    const int lane = thread % 32;
+    channel += thread / 32 % 4 * 16;
+    const float b[2] = {bias[channel + lane / 4], bias[channel + lane / 4 + 8]};
+    const std::uint32_t at = conv_offset(row + lane / 16 * 8 + lane % 8, channel + lane / 8 % 2 * 8),
+                        y = shared_address(to) + at, slope = shared_address(slopes) + at;
+#pragma unroll
+    for (int j = 0; j < N / 4; j += 2) {
+        std::uint32_t of[4], slope_of[4];
+#pragma unroll
+        for (int i = 0; i < 4; ++i) {
+            const int from = 4 * (j + i / 2) + i % 2 * 2;
+            float first, second;
+            const float y0 = conv_silu(acc[from] + b[i % 2], first),
+                        y1 = conv_silu(acc[from + 1] + b[i % 2], second);
+            of[i] = pack<T>(y0, y1);
+            slope_of[i] = pack<T>(first, second);
+        }
+        store_matrices_transposed(y + static_cast<std::uint32_t>(j * 128), of);
+        store_matrices_transposed(slope + static_cast<std::uint32_t>(j * 128), slope_of);
+    }
+}
 
-/// Gradients of layer l after the product: times the slopes of rows + `shift`, 0 from row `valid` on; into the tile `to` (null: nowhere), and those
-/// that the tile answers for into the image. acc becomes the latter, for the sums of the biases.
+/// Gradients of layer l after the product [64 tokens][channels]: times the slopes of rows + `shift`, 0 from row `valid` on, into the tile `to`. acc
+/// becomes those of rows [begin, end), for the sums of the biases.
 template <int Width, class T>
 __device__ inline void store_conv_gradients(float (&acc)[Width / 2], const unsigned char* slopes, int shift,
-                                            int valid, unsigned char* to, T* image, int thread, int begin,
-                                            int end) {
+                                            int valid, unsigned char* to, int thread, int begin, int end) {
     const int row = thread / 32 * 16 + thread % 32 / 4, pair = thread % 4;
 #pragma unroll
     for (int r = 0; r < 2; ++r) {
@@ -213,33 +245,75 @@ __device__ inline void store_conv_gradients(float (&acc)[Width / 2], const unsig
                 first *= acc[4 * j + 2 * r];
                 second *= acc[4 * j + 2 * r + 1];
             }
-            if (to != nullptr) {
-                *reinterpret_cast<std::uint32_t*>(to + conv_offset(i, 8 * j) + 4 * pair) =
-                    pack<T>(first, second);
-            }
+            *reinterpret_cast<std::uint32_t*>(to + conv_offset(i, 8 * j) + 4 * pair) = pack<T>(first, second);
             acc[4 * j + 2 * r] = owned ? first : 0.0f;
             acc[4 * j + 2 * r + 1] = owned ? second : 0.0f;
-            if (i < conv_back_rows) {
-                put_conv_pair(image, conv_back_rows, i, 8 * j + 2 * pair,
-                              pack<T>(acc[4 * j + 2 * r], acc[4 * j + 2 * r + 1]));
-            }
+        }
+    }
+}
+/// The same of [64 channels][tokens]; of_rows(c, sum) gets the sum of the warpgroup's rows in [begin, end) for each of its channels.
+template <class T, int N, class OfRows>
+__device__ inline void store_conv_gradients_transposed(const float (&acc)[N], unsigned char* slopes,
+                                                       int shift, int valid, unsigned char* to, int thread,
+                                                       int channel, int row, int begin, int end,
+                                                       const OfRows& of_rows) {
+    const int lane = thread % 32, first = row + lane % 4 * 2;
+    channel += thread / 32 % 4 * 16;
+    row += lane / 16 * 8 + lane % 8;
+    const int c = channel + lane / 8 % 2 * 8;
+    const std::uint32_t slope = shared_address(slopes) + conv_offset(row + shift, c),
+                        d = shared_address(to) + conv_offset(row, c);
+    float sums[2] = {};
+#pragma unroll
+    for (int j = 0; j < N / 4; j += 2) {
+        std::uint32_t of[4];
+        load_matrices_transposed(of, slope + static_cast<std::uint32_t>(j * 128));
+#pragma unroll
+        for (int i = 0; i < 4; ++i) {
+            const int from = 4 * (j + i / 2) + i % 2 * 2, token = first + 8 * (j + i / 2);
+            float x, y;
+            shared_tile<T>::load_pair(reinterpret_cast<const unsigned char*>(&of[i]), x, y);
+            x = token < valid ? x * acc[from] : 0.0f;
+            y = token + 1 < valid ? y * acc[from + 1] : 0.0f;
+            sums[i % 2] += (token >= begin && token < end ? x : 0.0f) +
+                           (token + 1 >= begin && token + 1 < end ? y : 0.0f);
+            of[i] = pack<T>(x, y);
+        }
+        store_matrices_transposed(d + static_cast<std::uint32_t>(j * 128), of);
+    }
+#pragma unroll
+    for (int r = 0; r < 2; ++r) {
+        sums[r] = row_sum(sums[r]);
+        if (lane % 4 == 0) {
+            of_rows(channel + lane / 4 + 8 * r, sums[r]);
         }
     }
 }
 
-/// The consumers' part of a tile.
+/// What a block has in shared memory besides the tile.
+struct conv_back_memory {
+    unsigned char *tile, *narrow, *back_narrow;
+    float *constants, *frequencies, *columns, *d_score;
+};
+
+/// A block's tile. `weights` and `back` are the head's.
 template <int Inputs, class T>
 __device__ inline void conv_backward_tile(const conv_back_problem<T>& problem, const conv_back_span& span,
-                                          std::int64_t number, unsigned char* tile,
-                                          const conv_weight_ring& ring, const float* constants,
-                                          float* columns, float* d_score) {
+                                          std::int64_t number, const T* weights, const T* back,
+                                          const conv_back_memory& memory) {
     using shape = conv_back_shape<Inputs>;
     constexpr int c1 = shape::channels(1), c2 = shape::channels(2), c3 = shape::channels(3);
+    constexpr bool wide = shape::in_registers(2);
     const conv_problem<T>& forward = problem.forward;
+    unsigned char* const tile = memory.tile;
+    const float* const constants = memory.constants;
+    float* const d_score = memory.d_score;
     const auto thread = static_cast<int>(threadIdx.x);
     const std::int32_t a = span.origin();
     const auto image = [&](T* of, int channels, int rows) { return of + number * channels * rows; };
     float* const sums = problem.sums + number * problem.sums_width;
+    conv_fragments<c1, Inputs, 2> weights_1(weights);
+    weights_1.begin();
     for (int i = thread; i < conv_tile_rows; i += conv_consumers) {
         const std::int32_t t = a - 4 + i;
         const bool there = t >= span.lowest && t < span.highest;
@@ -249,17 +323,32 @@ __device__ inline void conv_backward_tile(const conv_back_problem<T>& problem, c
         }
         d_score[i] = d;
     }
-    load_conv_rows<Inputs>(forward.source, forward.source.frequencies,
-                           scorer_rows<T>{forward.source.k, forward.source.v, span.s}, a - 10, 0, tile,
-                           thread);
+    {
+        const scorer_source<T>& source = forward.source;
+        const scorer_rows<T> x{source.k, source.v, span.s};
+        bool early = source.turns_eight();
+        if (early) {
+            begin_conv_rows<Inputs>(source, x, a - 10, 0, tile, thread);
+            for (std::int32_t i = thread; i < source.rotated / 2; i += conv_consumers) {
+                memory.frequencies[i] = source.frequencies[i];
+            }
+            early = turns_conv_rows(source, memory.frequencies, x, a - 10, a - 10 + conv_input_rows, thread);
+        }
+        if (early) {
+            finish_conv_rows(source, memory.frequencies, x, a - 10, 0, tile, thread);
+        } else {
+            copy_wait<0>();
+            named_barrier(1, conv_consumers);  // no copy is under way any more
+            load_conv_rows<Inputs>(source, x, a - 10, 0, tile, thread);
+        }
+    }
     fence_async_proxy();
     named_barrier(1, conv_consumers);
     {
         T* const x = image(problem.in[0], Inputs, conv_back_inputs);
         bool finite = true;
         for (int i = thread; i < Inputs / 8 * conv_back_inputs; i += conv_consumers) {
-            const int row = i % conv_back_inputs, c = i / conv_back_inputs * 8;
-            const uint4 of = *reinterpret_cast<const uint4*>(tile + conv_offset(row + 8, c));
+            const uint4 of = conv_eight(tile, i % conv_back_inputs + 8, i / conv_back_inputs * 8);
             reinterpret_cast<uint4*>(x)[i] = of;
             finite = finite && finite_pair<T>(of.x) && finite_pair<T>(of.y) && finite_pair<T>(of.z) &&
                      finite_pair<T>(of.w);
@@ -268,39 +357,60 @@ __device__ inline void conv_backward_tile(const conv_back_problem<T>& problem, c
             forward.streams.report(span.s.b, status_not_finite);
         }
     }
-    const std::int32_t begin2 = span.begin_of(2), end2 = span.end_of(2), begin3 = span.begin_of(3),
-                       end3 = span.end_of(3), end1 = span.end_of(1);
-    conv_turn turn;
-    const int first_row = thread / 128 * 64;
-    const std::uint32_t rows = shared_address(tile) + conv_offset(first_row, 0);
+    // One number for a warp, so that descriptors are made by its uniform registers. Of 128 channels, it is a warpgroup's first channel, else its first row.
+    const int half = __shfl_sync(all_lanes, thread / 128, 0) * 64, channel_1 = c1 == 128 ? half : 0,
+              row_1 = c1 == 128 ? 0 : half;
+    const std::uint32_t all = shared_address(tile), rows = all + conv_offset(half, 0);
     unsigned char *const slopes1 = tile + shape::tile_bytes(1), *const slopes2 = tile + shape::tile_bytes(2);
+    // What two warpgroups see of a channel, each its rows of it, and where the sum goes.
+    const auto of_half = [&](int c, float sum) { memory.columns[half + c] = sum; };
+    const auto add_halves = [&](float* to, std::int32_t width) {
+        if (thread < 64 && thread < width) {
+            to[thread] = memory.columns[thread] + memory.columns[64 + thread];
+        }
+    };
+    const std::int32_t w1 = forward.layer[0].width, w2 = forward.layer[1].width, w3 = forward.layer[2].width;
     {
-        float acc[c1 / 2];
-        conv_hopper_product<1, shape, T>(acc, rows, ring, turn);
+        float acc[weights_1.tokens / 2];
+        conv_product<T>(acc, all + conv_offset(row_1, 0), weights_1);
         named_barrier(1, conv_consumers);  // nobody reads x any more
-        store_conv_layer<c1, T>(acc, constants, tile, slopes1, image(problem.in[1], c1, conv_back_inputs),
-                                thread);
+        store_conv_slopes_transposed<T>(acc, constants, tile, slopes1, thread, channel_1, row_1);
     }
     fence_async_proxy();
     named_barrier(1, conv_consumers);
     {
+        T* const y_1 = image(problem.in[1], c1, conv_back_inputs);
         float acc[c2 / 2];
-        conv_hopper_product<2, shape, T>(acc, rows, ring, turn);
-        named_barrier(1, conv_consumers);  // nor y_1
-        store_conv_layer<c2, T>(acc, constants + c1, tile, slopes2,
-                                image(problem.in[2], c2, conv_back_inputs), thread);
+        if constexpr (wide) {
+            conv_fragments<c2, c1, 2> weights_2(weights + shape::weights_before(2));
+            weights_2.begin();
+            copy_conv_image<c1, conv_back_inputs>(tile, 0, y_1, 0, conv_back_inputs, thread);
+            conv_product<T>(acc, rows, weights_2);
+            named_barrier(1, conv_consumers);  // nor y_1
+            store_conv_slopes_transposed<T>(acc, constants + c1, tile, slopes2, thread, 0, half);
+        } else {
+            copy_conv_image<c1, conv_back_inputs>(tile, 0, y_1, 0, conv_back_inputs, thread);
+            conv_narrow_product<T, c2, c1>(acc, rows, shared_address(memory.narrow));
+            named_barrier(1, conv_consumers);
+            store_conv_slopes<c2, T>(acc, constants + c1, tile, slopes2, thread);
+        }
     }
     fence_async_proxy();
     named_barrier(1, conv_consumers);
 
     // The last layer, down to d y_3, which takes the place of y_2.
-    const int row = thread / 32 * 16 + thread % 32 / 4, pair = thread % 4;
+    copy_conv_image<c2, conv_back_inputs>(tile, 0, image(problem.in[2], c2, conv_back_inputs), 0,
+                                          conv_back_inputs, thread);
     {
+        const int row = thread / 32 * 16 + thread % 32 / 4, pair = thread % 4;
+        const std::int32_t begin3 = span.begin_of(3), end3 = span.end_of(3);
         float acc[c3 / 2];
-        conv_hopper_product<3, shape, T>(acc, rows, ring, turn);
+        conv_narrow_product<T, c3, c2>(
+            acc, rows,
+            shared_address(memory.narrow) +
+                2 * (shape::weights_before(3) - shape::weights_before(shape::first_narrow)));
         named_barrier(1, conv_consumers);  // nor y_2
         float of_readout[c3 / 4] = {}, of_bias[c3 / 4] = {};
-        T* const d_image = image(problem.d[2], c3, conv_back_rows);
 #pragma unroll
         for (int j = 0; j < c3 / 8; ++j) {
             const int c = 8 * j + 2 * pair;
@@ -325,24 +435,19 @@ __device__ inline void conv_backward_tile(const conv_back_problem<T>& problem, c
                         of_bias[2 * j + 1] += d[1];
                     }
                 }
-                const std::uint32_t both = pack<T>(d[0], d[1]);
-                *reinterpret_cast<std::uint32_t*>(tile + conv_offset(i, 8 * j) + 4 * pair) = both;
-                if (i < conv_back_rows) {
-                    put_conv_pair(d_image, conv_back_rows, i, c, owned ? both : 0u);
-                }
+                *reinterpret_cast<std::uint32_t*>(tile + conv_offset(i, 8 * j) + 4 * pair) =
+                    pack<T>(d[0], d[1]);
             }
         }
-        const std::int32_t w1 = forward.layer[0].width, w2 = forward.layer[1].width,
-                           w3 = forward.layer[2].width;
         sum_conv_columns<c3>(
-            columns, thread, [&](int j, int e) { return of_bias[2 * j + e]; },
+            memory.columns, thread, [&](int j, int e) { return of_bias[2 * j + e]; },
             [&](int c, float sum) {
                 if (c < w3) {
                     sums[w1 + w2 + c] = sum;
                 }
             });
         sum_conv_columns<c3>(
-            columns, thread, [&](int j, int e) { return of_readout[2 * j + e]; },
+            memory.columns, thread, [&](int j, int e) { return of_readout[2 * j + e]; },
             [&](int c, float sum) {
                 if (c < w3) {
                     sums[w1 + w2 + w3 + c] = sum;
@@ -358,75 +463,100 @@ __device__ inline void conv_backward_tile(const conv_back_problem<T>& problem, c
     }
     fence_async_proxy();
     named_barrier(1, conv_consumers);
+    copy_conv_image<c3, conv_back_rows>(tile, 0, image(problem.d[2], c3, conv_back_rows), span.begin_of(3),
+                                        span.end_of(3), thread);
     {
         float acc[c2 / 2];
-        conv_taps_product<c2, c3, shape::back_depth(3), T>(acc, rows, ring, turn);
-        named_barrier(1, conv_consumers);  // nobody reads d y_3 any more
-        store_conv_gradients<c2, T>(acc, slopes2, 4, 116, tile, image(problem.d[1], c2, conv_back_rows),
-                                    thread, begin2, end2);
-        sum_conv_columns<c2>(
-            columns, thread, [&](int j, int e) { return acc[4 * j + e] + acc[4 * j + 2 + e]; },
-            [&](int c, float sum) {
-                if (c < forward.layer[1].width) {
-                    sums[forward.layer[0].width + c] = sum;
-                }
-            });
+        if constexpr (wide) {
+            conv_fragments<c2, c3, 2> back_3(back);
+            back_3.begin();
+            conv_product<T>(acc, rows, back_3);
+            named_barrier(1, conv_consumers);  // nobody reads d y_3 any more
+            store_conv_gradients_transposed<T>(acc, slopes2, 4, 116, tile, thread, 0, half, span.begin_of(2),
+                                               span.end_of(2), of_half);
+        } else {
+            conv_narrow_product<T, c2, c3>(acc, rows, shared_address(memory.back_narrow));
+            named_barrier(1, conv_consumers);
+            store_conv_gradients<c2, T>(acc, slopes2, 4, 116, tile, thread, span.begin_of(2), span.end_of(2));
+            sum_conv_columns<c2>(
+                memory.columns, thread, [&](int j, int e) { return acc[4 * j + e] + acc[4 * j + 2 + e]; },
+                [&](int c, float sum) {
+                    if (c < w2) {
+                        sums[w1 + c] = sum;
+                    }
+                });
+        }
     }
+    conv_fragments<c1, c2, 2> back_2(back + shape::third);
+    back_2.begin();
     fence_async_proxy();
     named_barrier(1, conv_consumers);
-    float acc[c1 / 2];
-    conv_taps_product<c1, c2, shape::back_depth(2), T>(acc, rows, ring, turn);
-    store_conv_gradients<c1, T>(acc, slopes1, 8, conv_back_rows, static_cast<unsigned char*>(nullptr),
-                                image(problem.d[0], c1, conv_back_rows), thread, 0, end1);
-    sum_conv_columns<c1>(
-        columns, thread, [&](int j, int e) { return acc[4 * j + e] + acc[4 * j + 2 + e]; },
-        [&](int c, float sum) {
-            if (c < forward.layer[0].width) {
-                sums[c] = sum;
-            }
-        });
+    if constexpr (wide) {
+        add_halves(sums + w1, w2);
+    }
+    copy_conv_image<c2, conv_back_rows>(tile, 0, image(problem.d[1], c2, conv_back_rows), span.begin_of(2),
+                                        span.end_of(2), thread);
+    float acc[back_2.tokens / 2];
+    conv_product<T>(acc, all + conv_offset(row_1, 0), back_2);
+    named_barrier(1, conv_consumers);  // nobody reads d y_2 any more
+    store_conv_gradients_transposed<T>(acc, slopes1, 8, conv_back_rows, tile, thread, channel_1, row_1, 0,
+                                       span.end_of(1), [&](int c, float sum) {
+                                           if constexpr (c1 == 128) {
+                                               if (c < w1) {
+                                                   sums[c] = sum;
+                                               }
+                                           } else {
+                                               of_half(c, sum);
+                                           }
+                                       });
+    named_barrier(1, conv_consumers);
+    if constexpr (c1 == 64) {
+        add_halves(sums, w1);
+    }
+    copy_conv_image<c1, conv_back_rows>(tile, 0, image(problem.d[0], c1, conv_back_rows), 0, span.end_of(1),
+                                        thread);
 }
 
 #endif
 
 /// A block a tile. `weights` is pack_conv_kernel's, `back` pack_conv_backward_kernel's. No dropout.
 template <class T, int Inputs>
-__global__ void __launch_bounds__(KVPOLICY_HOPPER_THREADS(conv_consumers + 32), 2)
-    conv_backward_hopper_kernel([[maybe_unused]] const conv_back_problem<T> problem,
+__global__ void __launch_bounds__(KVPOLICY_HOPPER_THREADS(conv_consumers), 2)
+    conv_backward_hopper_kernel([[maybe_unused]] const __grid_constant__ conv_back_problem<T> problem,
                                 [[maybe_unused]] const T* const weights,
                                 [[maybe_unused]] const T* const back) {
 #if KVPOLICY_HOPPER_CODE
     using shape = conv_back_shape<Inputs>;
     const std::int64_t number = blockIdx.x;
-    const conv_back_span span(problem.forward.streams, number);
+    // In shared memory: in registers it would leave too few for the products.
+    __shared__ alignas(conv_back_span) unsigned char span_memory[sizeof(conv_back_span)];
+    if (threadIdx.x == 0) {
+        new (static_cast<void*>(span_memory)) conv_back_span(problem.forward.streams, number);
+    }
+    __syncthreads();
+    const auto& span = *reinterpret_cast<const conv_back_span*>(span_memory);
+    const auto thread = static_cast<std::int32_t>(threadIdx.x);
     if (!span.any) {
-        for (auto i = static_cast<std::int32_t>(threadIdx.x); i < problem.sums_width;
-             i += conv_consumers + 32) {
+        for (std::int32_t i = thread; i < problem.sums_width; i += conv_consumers) {
             problem.sums[number * problem.sums_width + i] = 0.0f;
         }
         return;
     }
-    unsigned char* const tile = dynamic_shared();
-    unsigned char* const stages = tile + shape::tile_bytes(0);
-    auto* const constants = reinterpret_cast<float*>(stages + conv_ring * conv_stage);
-    float *const columns = constants + shape::constants, *const d_score = columns + 8 * shape::channels(1);
-    const std::uint32_t barriers = shared_address(d_score + conv_tile_rows);
-    const conv_weight_ring ring{shared_address(stages), barriers, barriers + 8 * conv_ring};
-    begin_conv_ring(ring);
-    if (threadIdx.x >= conv_consumers) {
-        if (threadIdx.x == conv_consumers) {
-            conv_turn turn;
-            bring_conv_layers<shape>(weights + std::int64_t{span.s.h} * shape::weights_before(4), ring, turn);
-            const T* from = back + std::int64_t{span.s.h} * shape::weights;
-            for (int l = 3; l >= 2; --l) {
-                bring_conv_weights(from, 3 * shape::channels(l) / shape::back_depth(l),
-                                   2 * shape::back_depth(l) * shape::channels(l - 1), ring, turn);
-            }
-        }
-        return;
-    }
-    load_conv_constants<Inputs>(problem.forward, span.s.h, constants);
-    conv_backward_tile<Inputs>(problem, span, number, tile, ring, constants, columns, d_score);
+    conv_back_memory memory{};
+    memory.tile = dynamic_shared();
+    memory.narrow = memory.tile + shape::tile_bytes(0);
+    memory.back_narrow = memory.narrow + 2 * shape::narrow;
+    memory.constants = reinterpret_cast<float*>(memory.back_narrow + 2 * shape::back_narrow);
+    memory.frequencies = memory.constants + shape::constants;
+    memory.columns = memory.frequencies + shape::frequencies;
+    memory.d_score = memory.columns + shape::columns;
+    const T *const of_head = weights + std::int64_t{span.s.h} * shape::weights_before(4),
+                   *const back_of_head = back + std::int64_t{span.s.h} * shape::weights;
+    copy_conv_weights(of_head + shape::weights_before(shape::first_narrow), shape::narrow, memory.narrow,
+                      thread);
+    copy_conv_weights(back_of_head, shape::back_narrow, memory.back_narrow, thread);
+    copy_conv_constants<Inputs>(problem.forward, span.s.h, memory.constants, weights, thread);
+    conv_backward_tile<Inputs>(problem, span, number, of_head, back_of_head, memory);
 #endif
 }
 

@@ -6,6 +6,7 @@
 #pragma once
 
 #include <kvpolicy/cuda/blocks/async.cuh>
+#include <kvpolicy/cuda/blocks/conv_fragments.cuh>
 #include <kvpolicy/cuda/blocks/scorer_problem.cuh>
 #include <kvpolicy/cuda/config.cuh>
 #include <kvpolicy/cuda/hopper.cuh>
@@ -25,38 +26,21 @@ template <int Inputs>
 struct conv_input_shape : conv_back_shape<Inputs> {
     using base = conv_back_shape<Inputs>;
     static constexpr int c1 = base::channels(1), products = Inputs / conv_input_width;
-    static constexpr int depth = conv_stage / 2 / conv_input_width;  // channels of a stage of weights
-    static constexpr int stages = products * 3 * c1 / depth;
-    static constexpr int weights = 3 * c1 * Inputs;  // of a head
+    static constexpr int each = 3 * c1 * conv_input_width;  // weights of a product
+    static constexpr int weights = products * each;         // of a head
     static constexpr int pitch = conv_input_width + 4;
-    static constexpr std::size_t shared_bytes = base::tile_bytes(1) + conv_ring * conv_stage +
-                                                sizeof(float) * conv_tile_rows * pitch +
-                                                2 * conv_ring * sizeof(std::uint64_t);
-    static_assert(depth <= c1 && base::tile_bytes(1) % 16 == 0);
+    static constexpr std::size_t shared_bytes = base::tile_bytes(1) + sizeof(float) * conv_tile_rows * pitch;
+    static_assert(base::tile_bytes(1) % 16 == 0 && shared_bytes <= 113 * 1024);
 };
 
-/// W_1 to [heads][Inputs / 128][(tap, c_out) / 8][128 of c_in][8 of c_out], taps the other way. By a grid.
+/// W_1 of all heads, transposed, taps the other way, to [heads][weights] (conv_eight_weights). By a grid.
 template <class T, int Inputs>
 __global__ void __launch_bounds__(256) pack_conv_inputs_kernel(const conv_weights from, T* const to) {
     using shape = conv_input_shape<Inputs>;
-    constexpr int each = shape::weights / 8, product = each / shape::products;
-    const std::int64_t count = std::int64_t{from.heads} * each;
-    const std::int32_t inputs = from.inputs[0], width = from.width[0];
-    for (std::int64_t i = std::int64_t{blockIdx.x} * 256 + threadIdx.x; i < count;
-         i += std::int64_t{gridDim.x} * 256) {
-        const std::int64_t h = i / each;
-        const auto at = static_cast<int>(i % each);
-        const int c = at / product * conv_input_width + at % conv_input_width,
-                  k = at % product / conv_input_width * 8, tap = 2 - k / shape::c1, n = k % shape::c1;
-        float w[8];
-#pragma unroll
-        for (int e = 0; e < 8; ++e) {
-            w[e] = n + e < width && c < inputs
-                       ? from.layer[0][((h * width + n + e) * 3 + tap) * std::int64_t{inputs} + c]
-                       : 0.0f;
-        }
-        reinterpret_cast<uint4*>(to)[i] =
-            make_uint4(pack<T>(w[0], w[1]), pack<T>(w[2], w[3]), pack<T>(w[4], w[5]), pack<T>(w[6], w[7]));
+    constexpr std::uint32_t each = shape::weights / 8;
+    const std::uint32_t count = static_cast<std::uint32_t>(from.heads) * each;
+    for (std::uint32_t i = blockIdx.x * 256 + threadIdx.x; i < count; i += gridDim.x * 256) {
+        reinterpret_cast<uint4*>(to)[i] = conv_back_weights<1, shape, T>(from, i / each, i % each);
     }
 }
 
@@ -93,7 +77,7 @@ struct conv_input_images {
 /// d_k and d_v of 128 tokens a block, of which streams.slots counts the parts of a plane; overwrites. `tiles`: those of conv_backward_hopper_kernel,
 /// which left d_y; `weights` is what pack_conv_inputs_kernel made. Keys have at most 128 numbers.
 template <class T, int Inputs>
-__global__ void __launch_bounds__(KVPOLICY_HOPPER_THREADS(conv_consumers + 32), 1)
+__global__ void __launch_bounds__(KVPOLICY_HOPPER_THREADS(conv_consumers), 2)
     conv_inputs_hopper_kernel([[maybe_unused]] const scorer_streams streams,
                               [[maybe_unused]] const scorer_streams tiles,
                               [[maybe_unused]] const scorer_source<T> source,
@@ -109,19 +93,7 @@ __global__ void __launch_bounds__(KVPOLICY_HOPPER_THREADS(conv_consumers + 32), 
         return;
     }
     unsigned char* const tile = dynamic_shared();
-    unsigned char* const stages = tile + shape::tile_bytes(1);
-    auto* const results = reinterpret_cast<float*>(stages + conv_ring * conv_stage);
-    const std::uint32_t barriers = shared_address(results + conv_tile_rows * shape::pitch);
-    const conv_weight_ring ring{shared_address(stages), barriers, barriers + 8 * conv_ring};
-    begin_conv_ring(ring);
-    conv_turn turn;
-    if (threadIdx.x >= conv_consumers) {
-        if (threadIdx.x == conv_consumers) {
-            const T* from = weights + std::int64_t{s.h} * shape::weights;
-            bring_conv_weights(from, shape::stages, conv_stage, ring, turn);
-        }
-        return;
-    }
+    auto* const results = reinterpret_cast<float*>(tile + shape::tile_bytes(1));
     const auto thread = static_cast<int>(threadIdx.x);
     // Row i is token s.first - 2 + i of y_1, for token s.first + i of x that of tap 2.
     const conv_input_images images(tiles, s);
@@ -138,17 +110,18 @@ __global__ void __launch_bounds__(KVPOLICY_HOPPER_THREADS(conv_consumers + 32), 
     copy_wait<0>();
     fence_async_proxy();
     named_barrier(1, conv_consumers);
-    const int first_row = thread / 128 * 64, row = thread / 32 * 16 + thread % 32 / 4, pair = thread % 4;
     for (int product = 0; product < shape::products; ++product) {
-        float acc[conv_input_width / 2];
-        conv_taps_product<conv_input_width, c1, shape::depth, T>(
-            acc, shared_address(tile) + conv_offset(first_row, 0), ring, turn);
+        conv_fragments<conv_input_width, c1, 4> of_product(weights + std::int64_t{s.h} * shape::weights +
+                                                           product * shape::each);
+        of_product.begin();
+        float acc[of_product.tokens / 2];
+        conv_product<T>(acc, shared_address(tile), of_product);
+        float* const to = results + thread / 32 * 16 + thread % 32 / 4 + thread % 4 * 2 * shape::pitch;
 #pragma unroll
-        for (int j = 0; j < conv_input_width / 8; ++j) {
+        for (int j = 0; j < conv_tile_rows / 8; ++j) {
 #pragma unroll
-            for (int r = 0; r < 2; ++r) {
-                *reinterpret_cast<float2*>(results + (row + 8 * r) * shape::pitch + 8 * j + 2 * pair) =
-                    make_float2(acc[4 * j + 2 * r], acc[4 * j + 2 * r + 1]);
+            for (int e = 0; e < 4; ++e) {
+                to[(8 * j + e % 2) * shape::pitch + e / 2 * 8] = acc[4 * j + e];
             }
         }
         named_barrier(1, conv_consumers);
