@@ -277,6 +277,31 @@ int largest_cluster(const device_scope& device, int most, int threads, std::size
     });
 }
 
+/// How many clusters of so many blocks a device runs at once, of a kernel always launched by such sizes; 0: it has no clusters, or no room.
+template <auto Kernel>
+int clusters_at_once(const device_scope& device, int blocks, int threads, std::size_t shared_bytes) {
+    if (!runs_as_hopper<Kernel>(device)) {
+        return 0;
+    }
+    return asked_once<Kernel, 3>(device, [&] {
+        allow_shared("cudaFuncSetAttribute", reinterpret_cast<const void*>(Kernel), shared_bytes);
+        launch_attributes attributes;
+        attributes.add_cluster(static_cast<unsigned>(blocks));
+        cudaLaunchConfig_t config{};
+        config.gridDim = dim3(static_cast<unsigned>(blocks));
+        config.blockDim = dim3(static_cast<unsigned>(threads));
+        config.dynamicSmemBytes = shared_bytes;
+        config.attrs = attributes.all;
+        config.numAttrs = attributes.count;
+        int clusters = 0;
+        if (cudaOccupancyMaxActiveClusters(&clusters, Kernel, &config) != cudaSuccess) {
+            static_cast<void>(cudaGetLastError());  // there is a way without
+            return 0;
+        }
+        return clusters;
+    });
+}
+
 /// A multiprocessor runs blocks of two kernels at once only where both want the same cut between its L1 cache and shared memory:
 /// those that shall run beside each other ask for as much shared memory as there is.
 template <auto Kernel>

@@ -59,6 +59,7 @@ TEST_CASE("mLSTMScorer, many sequences") {
     auto hedgehog = sized<mLSTMScorer<>>();
     hedgehog.d_qk = 20;
     check_scorer(hedgehog, true, 150, 12);
+    check_scorer(hedgehog, true, 17, 12);  // the last block has none
     auto direct = sized<mLSTMScorer<dynamic, Softmax, DirectValues>>();
     check_scorer(direct, false, 37, 12);
 }
@@ -86,7 +87,7 @@ TEST_CASE("mLSTMScorer, odd sizes") {
 
 // As for other scorers (scorers.cu).
 TEST_CASE("16-bit caches") {
-    for (const std::int32_t count : {3, 40, 150}) {
+    for (const std::int32_t count : {3, 17, 40, 150}) {
         CAPTURE(count);
         check_scorer<bf16>(sized<mLSTMScorer<>>(), true, count, 12);
     }

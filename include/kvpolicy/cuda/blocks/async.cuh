@@ -146,20 +146,28 @@ __device__ inline void prefetch_to_l2([[maybe_unused]] const void* from,
     asm volatile("cp.async.bulk.prefetch.L2.global [%0], %1;" ::"l"(from), "r"(bytes) : "memory");
 #endif
 }
-/// Adds `bytes` of fp32 (a multiple of 16) in shared memory to global memory; close with reduce_commit.
+/// Adds `bytes` of fp32 (a multiple of 16) in shared memory to global memory; close with bulk_commit.
 template <class = void>
 __device__ inline void reduce_add_bulk(float* to, std::uint32_t from, std::uint32_t bytes) {
     asm volatile("cp.reduce.async.bulk.global.shared::cta.bulk_group.add.f32 [%0], [%1], %2;" ::"l"(to),
                  "r"(from), "r"(bytes)
                  : "memory");
 }
+/// `bytes` (a multiple of 16) from shared to global memory, both aligned to 16 bytes; close with bulk_commit.
 template <class = void>
-__device__ inline void reduce_commit() {
+__device__ inline void store_bulk(void* to, std::uint32_t from, std::uint32_t bytes) {
+    asm volatile("cp.async.bulk.global.shared::cta.bulk_group [%0], [%1], %2;" ::"l"(to), "r"(from),
+                 "r"(bytes)
+                 : "memory");
+}
+/// Closes a group of this thread's reductions and stores.
+template <class = void>
+__device__ inline void bulk_commit() {
     asm volatile("cp.async.bulk.commit_group;" ::: "memory");
 }
-/// Waits until all but `Pending` groups of this thread's reductions have read their shared memory.
+/// Waits until all but `Pending` of these groups have read their shared memory.
 template <int Pending>
-__device__ inline void reduce_wait_read() {
+__device__ inline void bulk_wait_read() {
     asm volatile("cp.async.bulk.wait_group.read %0;" ::"n"(Pending) : "memory");
 }
 /// Barrier `id` (1 to 15; 0 is __syncthreads) for `threads` threads of the block.

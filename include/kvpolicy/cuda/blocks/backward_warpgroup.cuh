@@ -256,7 +256,7 @@ struct hopper_backward_warpgroup {
         const int warp = thread / 32, lane = thread % 32;
         const std::uint32_t at = base + L::sums + (group * 4 + warp) * 4096;
         if (lane == 0) {
-            reduce_wait_read<0>();
+            bulk_wait_read<0>();
         }
         __syncwarp();
 #pragma unroll
@@ -267,7 +267,7 @@ struct hopper_backward_warpgroup {
         __syncwarp();
         if (lane == 0) {
             reduce_add_bulk(to + warp * 1024, at, 4096);
-            reduce_commit();
+            bulk_commit();
         }
     }
     __device__ void add_sums(const float (&sums)[sum_values], float* to, std::int64_t line,

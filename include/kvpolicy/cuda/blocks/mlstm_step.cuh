@@ -108,6 +108,123 @@ __device__ inline void mma_16x8x8(float (&sum)[4], const float (&a)[4], float b0
           "r"(__float_as_uint(a[3])), "r"(__float_as_uint(b0)), "r"(__float_as_uint(b1)));
 }
 
+/// Four elements of a row, whose first is a multiple of 4. Those of 16 bits stay as they are until they are needed, so that nobody waits
+/// for them where they are asked for.
+template <class T>
+struct four_elements {
+    float4 x{};
+
+    __device__ void load(const T* from) {
+        x = make_float4(static_cast<float>(from[0]), static_cast<float>(from[1]), static_cast<float>(from[2]),
+                        static_cast<float>(from[3]));
+    }
+    [[nodiscard]] __device__ float4 numbers() const { return x; }
+};
+template <class T>
+requires(sizeof(T) == 2) struct four_elements<T> {
+    uint2 bits{};
+
+    __device__ void load(const T* from) { bits = *reinterpret_cast<const uint2*>(from); }
+    [[nodiscard]] __device__ float4 numbers() const {
+        T x[4];
+        static_assert(sizeof(x) == sizeof(bits));
+        std::memcpy(x, &bits, sizeof(bits));
+        return make_float4(static_cast<float>(x[0]), static_cast<float>(x[1]), static_cast<float>(x[2]),
+                           static_cast<float>(x[3]));
+    }
+};
+
+/// Sixteen columns of a tile of the weights, in three parts that a tensor core takes as they are, so that products are exact: rows lane / 4
+/// and + 8, columns 4 (lane % 4) to + 3. T: of the tokens' numbers. For bf16 parts have 8 bits, else 11.
+template <class T>
+struct weight_parts {
+    static constexpr bool exact = sizeof(T) == 2;  // tokens have no more than 11 bits
+    float high[2][4], middle[2][4], low[2][4];
+
+    __device__ weight_parts(const float4& upper, const float4& lower) {
+        split(0, upper.x, lower.x, upper.y, lower.y);
+        split(1, upper.z, lower.z, upper.w, lower.w);
+    }
+    /// sum += the columns times eight tokens, four numbers of token lane / 4, columns 4 (lane % 4) to + 3, in each lane.
+    __device__ void add(const float4& token, float (&sum)[4]) const {
+        // Short sums of their own: those of tensor cores are cut off, not rounded.
+        float some[4] = {};
+        add_half(0, token.x, token.y, some);
+        add_half(1, token.z, token.w, some);
+#pragma unroll
+        for (int i = 0; i < 4; ++i) {
+            sum[i] += some[i];
+        }
+    }
+
+  private:
+    __device__ void split(int half, float a, float b, float c, float d) {
+        const float weight[4] = {a, b, c, d};
+#pragma unroll
+        for (int i = 0; i < 4; ++i) {
+            high[half][i] = first_bits(weight[i]);
+            const float rest = weight[i] - high[half][i];
+            middle[half][i] = first_bits(rest);
+            low[half][i] = rest - middle[half][i];
+        }
+    }
+    __device__ void add_half(int half, float x, float y, float (&some)[4]) const {
+        const float x_high = exact ? x : first_bits(x), y_high = exact ? y : first_bits(y);
+        mma_16x8x8(some, low[half], x_high, y_high);
+        if constexpr (!exact) {
+            const float x_rest = x - x_high, y_rest = y - y_high;
+            const float x_middle = first_bits(x_rest), y_middle = first_bits(y_rest);
+            mma_16x8x8(some, high[half], x_rest - x_middle, y_rest - y_middle);
+            mma_16x8x8(some, middle[half], x_middle, y_middle);
+            mma_16x8x8(some, middle[half], x_high, y_high);
+            mma_16x8x8(some, high[half], x_middle, y_middle);
+        } else {
+            mma_16x8x8(some, middle[half], x_high, y_high);
+        }
+        mma_16x8x8(some, high[half], x_high, y_high);
+    }
+};
+template <>
+struct weight_parts<bf16> {
+    std::uint32_t high[4], middle[4], low[4];
+
+    __device__ weight_parts(float4 upper, float4 lower) {
+        const auto take = [&](std::uint32_t(&part)[4]) {
+            part[0] = take_halves(upper.x, upper.y);
+            part[1] = take_halves(lower.x, lower.y);
+            part[2] = take_halves(upper.z, upper.w);
+            part[3] = take_halves(lower.z, lower.w);
+        };
+        take(high);
+        take(middle);
+        take(low);
+    }
+    __device__ void add(const float4& token, float (&sum)[4]) const {
+        const std::uint32_t x = first_halves(token.x, token.y), y = first_halves(token.z, token.w);
+        float some[4] = {};
+        mma_16x8x16<bf16>(some, low, x, y);
+        mma_16x8x16<bf16>(some, middle, x, y);
+        mma_16x8x16<bf16>(some, high, x, y);
+#pragma unroll
+        for (int i = 0; i < 4; ++i) {
+            sum[i] += some[i];
+        }
+    }
+
+  private:
+    /// The first 8 bits of two numbers, as bf16.
+    __device__ static std::uint32_t first_halves(float a, float b) {
+        return __byte_perm(__float_as_uint(a), __float_as_uint(b), 0x7632);
+    }
+    /// Takes the first 8 bits from two numbers.
+    __device__ static std::uint32_t take_halves(float& a, float& b) {
+        const std::uint32_t halves = first_halves(a, b);
+        a -= __uint_as_float(__float_as_uint(a) & 0xffff0000u);
+        b -= __uint_as_float(__float_as_uint(b) & 0xffff0000u);
+        return halves;
+    }
+};
+
 /// A quarter of the columns, 64, of a tile of the weights, as the lanes of a warp hold them: of rows lane / 4 and lane / 4 + 8, columns
 /// 4 (lane % 4) to + 3 of every 16.
 struct weight_quarter {
@@ -142,86 +259,67 @@ struct weight_quarter {
             if (16 * (blocks * quarter + b) >= inputs) {
                 break;
             }
-            multiply_block<T>(b, x, quarter, inputs, sum);
+            const float4 token = *reinterpret_cast<const float4*>(
+                x + lane_id() / 4 * token_stride(inputs) + lane_id() % 4 * 4 + 16 * (blocks * quarter + b));
+            weight_parts<T>(upper[b], lower[b]).add(token, sum);
         }
     }
-    /// The part of columns below `inputs`, added to sum.
-    template <class T>
-    __device__ void multiply_block(int b, const float* x, std::int32_t quarter, std::int32_t inputs,
-                                   float (&sum)[4]) const {
-        const float4 token = *reinterpret_cast<const float4*>(
-            x + lane_id() / 4 * token_stride(inputs) + lane_id() % 4 * 4 + 16 * (blocks * quarter + b));
-        // Short sums of their own: those of tensor cores are cut off, not rounded.
-        float some[4] = {};
-        if constexpr (std::is_same_v<T, bf16>) {
-            add_short(some, upper[b], lower[b], first_halves(token.x, token.y),
-                      first_halves(token.z, token.w));
-        } else {
-            constexpr bool exact = sizeof(T) == 2;  // no more than 11 bits
-            add<exact>(some, {upper[b].x, lower[b].x, upper[b].y, lower[b].y}, token.x, token.y);
-            add<exact>(some, {upper[b].z, lower[b].z, upper[b].w, lower[b].w}, token.z, token.w);
-        }
-#pragma unroll
-        for (int i = 0; i < 4; ++i) {
-            sum[i] += some[i];
-        }
-    }
+};
 
-  private:
-    struct four {
-        float at[4];
-    };
-    /// The first 8 bits of two numbers, as bf16.
-    __device__ static std::uint32_t first_halves(float a, float b) {
-        return __byte_perm(__float_as_uint(a), __float_as_uint(b), 0x7632);
+/// A quarter for tokens that lie as they are stored, eight at a time.
+template <class T>
+struct quarter_parts {
+    const weight_quarter& weight;
+
+    __device__ explicit quarter_parts(const weight_quarter& of) : weight(of) {}
+    /// sum = the quarter times eight tokens: x has the lane's four numbers of every 16 columns, sum is as weight_quarter's. All columns that
+    /// there are not are 0.
+    __device__ void multiply(const four_elements<T>* x, float (&sum)[4]) const {
+        sum[0] = sum[1] = sum[2] = sum[3] = 0.0f;
+#pragma unroll
+        for (int b = 0; b < weight_quarter::blocks; ++b) {
+            weight_parts<T>(weight.upper[b], weight.lower[b]).add(x[4 * b].numbers(), sum);
+        }
     }
-    /// Takes the first 8 bits from two numbers.
-    __device__ static std::uint32_t take_halves(float& a, float& b) {
-        const std::uint32_t halves = first_halves(a, b);
-        a -= __uint_as_float(__float_as_uint(a) & 0xffff0000u);
-        b -= __uint_as_float(__float_as_uint(b) & 0xffff0000u);
-        return halves;
-    }
-    /// Tokens of 8 bits: twice as many columns a product, of weights in parts of 8 bits.
-    __device__ static void add_short(float (&sum)[4], float4 upper, float4 lower, std::uint32_t x,
-                                     std::uint32_t y) {
-        const auto take = [&](std::uint32_t(&part)[4]) {
-            part[0] = take_halves(upper.x, upper.y);
-            part[1] = take_halves(lower.x, lower.y);
-            part[2] = take_halves(upper.z, upper.w);
-            part[3] = take_halves(lower.z, lower.w);
-        };
-        std::uint32_t high[4], middle[4], low[4];
-        take(high);
-        take(middle);
-        take(low);
-        mma_16x8x16<bf16>(sum, low, x, y);
-        mma_16x8x16<bf16>(sum, middle, x, y);
-        mma_16x8x16<bf16>(sum, high, x, y);
-    }
-    template <bool Exact>
-    __device__ static void add(float (&sum)[4], const four& weight, float x, float y) {
-        float high[4], middle[4], low[4];
+};
+template <>
+struct quarter_parts<bf16> {
+    weight_parts<bf16> part[weight_quarter::blocks];
+
+    __device__ explicit quarter_parts(const weight_quarter& of)
+        : part{{of.upper[0], of.lower[0]},
+               {of.upper[1], of.lower[1]},
+               {of.upper[2], of.lower[2]},
+               {of.upper[3], of.lower[3]}} {}
+    __device__ void multiply(const four_elements<bf16>* x, float (&sum)[4]) const {
+        constexpr int blocks = weight_quarter::blocks;
+        uint2 token[blocks];
+        float some[blocks][4] = {};
+#pragma unroll
+        for (int b = 0; b < blocks; ++b) {
+            token[b] = x[4 * b].bits;
+        }
+        // A block's three products wait for each other: meanwhile others' begin.
+#pragma unroll
+        for (int b = 0; b < blocks; ++b) {
+            mma_16x8x16<bf16>(some[b], part[b].low, token[b].x, token[b].y);
+        }
+#pragma unroll
+        for (int b = 0; b < blocks; ++b) {
+            mma_16x8x16<bf16>(some[b], part[b].middle, token[b].x, token[b].y);
+        }
+#pragma unroll
+        for (int b = 0; b < blocks; ++b) {
+            mma_16x8x16<bf16>(some[b], part[b].high, token[b].x, token[b].y);
+        }
 #pragma unroll
         for (int i = 0; i < 4; ++i) {
-            high[i] = first_bits(weight.at[i]);
-            const float rest = weight.at[i] - high[i];
-            middle[i] = first_bits(rest);
-            low[i] = rest - middle[i];
+            sum[i] = 0.0f;
+#pragma unroll
+            for (int b = 0; b < blocks; ++b) {
+                sum[i] += some[b][i];
+            }
         }
-        const float x_high = Exact ? x : first_bits(x), y_high = Exact ? y : first_bits(y);
-        mma_16x8x8(sum, low, x_high, y_high);
-        if constexpr (!Exact) {
-            const float x_rest = x - x_high, y_rest = y - y_high;
-            const float x_middle = first_bits(x_rest), y_middle = first_bits(y_rest);
-            mma_16x8x8(sum, high, x_rest - x_middle, y_rest - y_middle);
-            mma_16x8x8(sum, middle, x_middle, y_middle);
-            mma_16x8x8(sum, middle, x_high, y_high);
-            mma_16x8x8(sum, high, x_middle, y_middle);
-        } else {
-            mma_16x8x8(sum, middle, x_high, y_high);
-        }
-        mma_16x8x8(sum, high, x_high, y_high);
     }
 };
 
@@ -251,6 +349,28 @@ __device__ void make_features(const float* y, const mlstm_rows& rows, std::int32
     const std::int32_t mine = (count - lane + lanes - 1) / lanes;
     const float sign = second ? -1.0f : 1.0f;
     float largest = -INFINITY;
+    if (count <= lanes * each) {  // all of it in registers
+        float x[each], all = 0.0f;
+#pragma unroll
+        for (int i = 0; i < each; ++i) {
+            x[i] = i < mine ? sign * from[i * lanes] : -INFINITY;
+            largest = fmaxf(largest, x[i]);
+        }
+        largest = over_eight(largest, [](float a, float b) { return fmaxf(a, b); });
+#pragma unroll
+        for (int i = 0; i < each; ++i) {
+            x[i] = expf(x[i] - largest);
+            all += x[i];
+        }
+        const float factor = 1.0f / over_eight(all, [](float a, float b) { return a + b; });
+#pragma unroll
+        for (int i = 0; i < each; ++i) {
+            if (there && i < mine) {
+                to[i * lanes] = x[i] * factor;
+            }
+        }
+        return;
+    }
 #pragma unroll 1
     for (std::int32_t first = 0; first < mine; first += each) {
 #pragma unroll
@@ -411,32 +531,6 @@ __device__ float read_out(const float* h, const float* divisors, std::int32_t fo
     return score + (weights.readout_bias != nullptr ? weights.readout_bias[head] : 0.0f);
 }
 
-/// Four elements of a row, whose first is a multiple of 4. Those of 16 bits stay as they are until they are needed, so that nobody waits
-/// for them where they are asked for.
-template <class T>
-struct four_elements {
-    float4 x{};
-
-    __device__ void load(const T* from) {
-        x = make_float4(static_cast<float>(from[0]), static_cast<float>(from[1]), static_cast<float>(from[2]),
-                        static_cast<float>(from[3]));
-    }
-    [[nodiscard]] __device__ float4 numbers() const { return x; }
-};
-template <class T>
-requires(sizeof(T) == 2) struct four_elements<T> {
-    uint2 bits{};
-
-    __device__ void load(const T* from) { bits = *reinterpret_cast<const uint2*>(from); }
-    [[nodiscard]] __device__ float4 numbers() const {
-        T x[4];
-        static_assert(sizeof(x) == sizeof(bits));
-        std::memcpy(x, &bits, sizeof(bits));
-        return make_float4(static_cast<float>(x[0]), static_cast<float>(x[1]), static_cast<float>(x[2]),
-                           static_cast<float>(x[3]));
-    }
-};
-
 /// The numbers of an entry's token and of its leaving key, by the lanes of a warp.
 template <class T>
 struct token_rows {
@@ -476,12 +570,47 @@ __device__ void ask_for_entries(const View& cache, const Batch& batch, std::int3
                                 std::int32_t count) {
     if (lane_id() == 0) {
         ask_for_line(cache.rules + head);
-        ask_for_line(cache.length);
+        ask_for_line(cache.length + (batch.slots == nullptr ? first : 0));
         if constexpr (requires { cache.row_offset; }) {
             ask_for_line(cache.row_offset + head);
         }
     } else if (batch.slots == nullptr && lane_id() <= count && first + lane_id() <= batch.count) {
         ask_for_line(cache.taken + (first + lane_id() - 1) * std::int64_t{cache.kv_heads});
+    }
+}
+
+/// Asks the L2 cache for the rows of `count` entries' tokens, and of the keys that leave, by what is known of them now, which need not be so
+/// then: nothing but what the cache and the call have is asked for. A row is two lanes'. By a warp.
+template <class View, class Tokens>
+__device__ void ask_for_rows(const View& cache, const Batch& batch, const Tokens& tokens, std::int32_t head,
+                             std::int32_t first, std::int32_t count) {
+    if constexpr (requires { cache.row_offset; }) {
+        const std::int32_t entry = first + lane_id() / 2;
+        if (batch.slots != nullptr || lane_id() / 2 >= count || entry >= cache.slots) {
+            return;
+        }
+        const bool of_value = lane_id() % 2 != 0;
+        const std::int32_t dim = of_value ? cache.dim_v : cache.dim_k;
+        const auto ask = [&](const auto* row) {
+            constexpr std::int32_t line = 128 / sizeof(*row);
+            for (std::int32_t i = 0; i < dim; i += line) {
+                ask_for_line(row + i);
+            }
+        };
+        if (!tokens.spare) {
+            ask(of_value ? tokens.v.row(entry, head, 0) : tokens.k.row(entry, head, 0));
+        }
+        // Not through the L1 cache, which would keep what it finds until after.
+        const std::int32_t sinks = __ldcg(&cache.rules[head].sinks),
+                           window = __ldcg(&cache.rules[head].window);
+        const position_t u = __ldcg(cache.length + entry) - window;
+        if (window > 0 && u >= sinks) {
+            const std::int64_t row = __ldcg(cache.row_offset + head) + HeadRows{sinks, window}.recent(u);
+            if (row >= 0 && row < cache.rows) {
+                const std::int64_t at = entry * cache.rows + row;
+                ask((of_value ? cache.v : cache.k) + at * dim);
+            }
+        }
     }
 }
 

@@ -1,6 +1,9 @@
-// An mLSTM scorer's tokens of a step of many sequences: a block has some of one head, which share a look at the weights, and streams their
-// states through a ring in its shared memory. What costs is that every state is read and written once; all else has to be done meanwhile.
-// So a warp of its own brings states by bulk copies, as many as the ring holds, before anything is known of what happens to them.
+// An mLSTM scorer's tokens of a step of many sequences, for compute capability 9.0. What costs is that every state is read and written once; all
+// else has to be done meanwhile. A block has some sequences of one head, and streams their states through a ring in its shared memory:
+// a warp of its own brings them by bulk copies, as many as the ring holds, before anything is known of what happens to them.
+//
+// Two blocks of one head are a cluster and share its weights: a block has half of their columns, meets with them the tokens of both, and sends
+// each block what its tokens gave. So no weight is read twice in a cluster. (Of four blocks 30 clusters fit on an H200, 120 blocks of 132.)
 //
 // A working warp has a few rows of every state, and waits for no other between one state and the next. Other warps read the scores out,
 // in turn, since one alone would not keep up; the first of them has the gates.
@@ -8,11 +11,13 @@
 
 #include <kvpolicy/cuda/blocks/async.cuh>
 #include <kvpolicy/cuda/blocks/cache_view.cuh>
+#include <kvpolicy/cuda/blocks/cluster.cuh>
 #include <kvpolicy/cuda/blocks/mlstm_step.cuh>
 #include <kvpolicy/cuda/blocks/score_block.cuh>
 #include <kvpolicy/cuda/config.cuh>
 
 #include <cstdint>
+#include <type_traits>
 
 namespace kvpolicy {
 inline namespace KVPOLICY_CUDA_NAMESPACE KVPOLICY_HIDDEN {
@@ -23,13 +28,14 @@ inline constexpr int many_workers = 32 * many_warps;
 inline constexpr int many_readers = 3;
 inline constexpr int many_threads = many_workers + 32 + 32 * many_readers;
 inline constexpr int many_entries = 16;  // of a block
-inline constexpr int many_slots = 8;     // of the ring, at most
+inline constexpr int many_blocks = 2;    // of a cluster: each has half of the columns of the weights
+inline constexpr int many_tokens = many_blocks * many_entries;
+inline constexpr int many_slots = 8;  // of the ring, at most
 inline constexpr int many_least_slots = 2;
-inline constexpr int many_flight = 4;  // states under way to it at once
 // States that the L2 cache is asked for before the kernel before has ended.
-inline constexpr int many_early = 3;
+inline constexpr int many_early = 1;
 inline constexpr int many_reads = 4;  // entries that wait to be read out
-static_assert(many_entries <= many_warps && 4 * many_entries <= many_workers && 2 * many_entries <= 32);
+static_assert(many_tokens == 2 * many_warps && 2 * many_entries <= 32);
 
 /// Whether a scorer's sizes fit: a thread has two columns of a fold.
 constexpr bool many_fit(std::int32_t inputs, std::int32_t features, std::int32_t width) {
@@ -41,60 +47,88 @@ constexpr bool many_fit(std::int32_t inputs, std::int32_t features, std::int32_t
 /// Shared memory of a block.
 template <class T>
 struct many_memory {
+    // Four numbers of a token, as they are stored, or as fp32.
+    using four = four_elements<T>;
+    static constexpr std::int32_t quarter = 16 * weight_quarter::blocks;  // columns
+    static constexpr std::int32_t quarters_each = 4 / many_blocks;        // that a block has
+    static constexpr std::int32_t columns = quarter * quarters_each;
+    // Of a token's columns, in fours: reads of tokens next to each other meet all banks.
+    static constexpr std::int32_t stride = (columns + 16) / 4;
+
     struct alignas(16) Tokens {
-        const T* from[many_entries][2][2];  // see cluster_memory
+        const T* value[many_entries];  // the newcomers'
         std::int64_t state[many_entries], new_state[many_entries];
         std::int32_t count[many_entries], leaves[many_entries];
-        // Barriers: a state has come, has been looked at; an entry may be read out, has been.
-        std::uint64_t full[many_slots], empty[many_slots], summed[many_reads], read[many_reads];
-        std::uint64_t projected;  // tokens are no longer needed, where they share the ring's memory
+        // Barriers: a state has come, has taken in its token; an entry may be read out, has been.
+        std::uint64_t full[many_slots], taken[many_slots], summed[many_reads], read[many_reads];
+        std::uint64_t projected;  // quarters of projections have come from all blocks
+        std::uint64_t joined;     // they are no longer needed
     };
     Tokens* tokens;
-    unsigned char* ring;    // [slots, slot_bytes]
-    float* x;               // [2, many_entries, token_stride]
-    float* y;               // [many_entries, rows]
-    float *k, *q;           // [many_entries, padded]
-    float* gate;            // [many_entries, 2]
-    float* h;               // [many_reads, folds, width]
-    float* divisor;         // [many_reads, folds]
+    unsigned char* ring;  // [slots, slot_bytes]
+    float* quarters;  // [4, tiles, many_entries, tile] in the ring's last slots, which get no states before
+    four* x;          // [2, many_tokens, stride], where y, k, q and h will be
+    float* y;         // [many_entries, rows]
+    float *k, *q;     // [many_entries, padded]
+    float* h;         // [many_reads, folds, width]
+    float* gate;      // [many_entries, 2]
+    float* divisor;   // [many_reads, folds]
     float *readout, *gain;  // [width]
+    float* value;           // [many_entries, width], if values are not projected
 
-    /// A state begins where the ring's slot does, or 8 bytes later: as its place in memory lies to 16 bytes.
+    /// A state lies in a slot as in memory to lines: copies of whole lines are quicker. It begins at a multiple of 8 bytes.
+    static constexpr std::int32_t line = 128;
     __host__ __device__ static constexpr std::int64_t slot_bytes(std::int64_t state_size) {
-        return (state_size * 4 + 8 + 127) / 128 * 128;
+        return (state_size * 4 + line - 8 + line - 1) / line * line;
     }
-    __host__ __device__ static constexpr std::int64_t tokens_bytes(std::int32_t inputs) {
-        return std::int64_t{8} * many_entries * token_stride(inputs);
+    __host__ __device__ static constexpr std::int64_t quarters_bytes(std::int32_t rows) {
+        return std::int64_t{4} * 4 * many_entries * rows;
     }
-    /// `shared`: tokens lie in the ring's last slot, which gets no state before they have been projected.
-    __host__ __device__ static constexpr std::int64_t bytes(std::int32_t inputs, std::int32_t rows,
-                                                            std::int32_t features, std::int32_t width,
-                                                            std::int64_t state_size, std::int32_t slots,
-                                                            bool shared) {
-        const std::int64_t folds = folds_of(features), slot = slot_bytes(state_size),
-                           of_tokens = tokens_bytes(inputs),
-                           last = shared && of_tokens > slot ? of_tokens : slot;
-        return static_cast<std::int64_t>((sizeof(Tokens) + 127) / 128 * 128) + (slots - 1) * slot + last +
-               (shared ? 0 : of_tokens) +
-               4 * (many_entries * (rows + 2 * folds * fold_rows + 2) + many_reads * folds * (width + 1) +
-                    2 * width);
+    /// Slots that have states before projections are done.
+    __host__ __device__ static constexpr std::int32_t free_slots(std::int32_t rows, std::int64_t state_size,
+                                                                 std::int32_t slots) {
+        const std::int64_t left = slots * slot_bytes(state_size) - quarters_bytes(rows);
+        return left < 0 ? 0 : static_cast<std::int32_t>(left / slot_bytes(state_size));
     }
-    __device__ many_memory(unsigned char* at, std::int32_t inputs, std::int32_t rows, std::int32_t features,
-                           std::int32_t width, std::int64_t state_size, std::int32_t slots, bool shared)
+    __host__ __device__ static constexpr std::int64_t ring_bytes(std::int32_t rows, std::int64_t state_size,
+                                                                 std::int32_t slots) {
+        const std::int64_t all = slots * slot_bytes(state_size), least = quarters_bytes(rows);
+        return all > least ? all : least;
+    }
+    /// Of x, or of y, k, q and h.
+    __host__ __device__ static constexpr std::int64_t middle_bytes(std::int32_t rows, std::int32_t features,
+                                                                   std::int32_t width) {
+        const std::int64_t folds = folds_of(features),
+                           x = std::int64_t{2} * many_tokens * stride * sizeof(four),
+                           others = 4 * (many_entries * (rows + 2 * folds * fold_rows) +
+                                         many_reads * folds * width);
+        return x > others ? x : others;
+    }
+    __host__ __device__ static constexpr std::int64_t bytes(std::int32_t rows, std::int32_t features,
+                                                            std::int32_t width, std::int64_t state_size,
+                                                            std::int32_t slots, bool projected) {
+        return static_cast<std::int64_t>((sizeof(Tokens) + 127) / 128 * 128) +
+               ring_bytes(rows, state_size, slots) + middle_bytes(rows, features, width) +
+               4 * (std::int64_t{2} * many_entries + many_reads * folds_of(features) + 2 * width +
+                    (projected ? 0 : many_entries * width));
+    }
+    __device__ many_memory(unsigned char* at, std::int32_t rows, std::int32_t features, std::int32_t width,
+                           std::int64_t state_size, std::int32_t slots)
         : tokens(reinterpret_cast<Tokens*>(at)), ring(at + (sizeof(Tokens) + 127) / 128 * 128) {
         const std::int32_t folds = folds_of(features);
-        const std::int64_t slot = slot_bytes(state_size), of_tokens = tokens_bytes(inputs),
-                           last = shared && of_tokens > slot ? of_tokens : slot;
-        unsigned char* const end = ring + (slots - 1) * slot + last;
-        x = reinterpret_cast<float*>(shared ? ring + (slots - 1) * slot : end);
-        y = reinterpret_cast<float*>(shared ? end : end + of_tokens);
+        const std::int64_t of_ring = ring_bytes(rows, state_size, slots);
+        unsigned char* const middle = ring + of_ring;
+        quarters = reinterpret_cast<float*>(middle - quarters_bytes(rows));
+        x = reinterpret_cast<four*>(middle);
+        y = reinterpret_cast<float*>(middle);
         k = y + many_entries * rows;
         q = k + many_entries * folds * fold_rows;
         h = q + many_entries * folds * fold_rows;
-        gate = h + many_reads * folds * width;
+        gate = reinterpret_cast<float*>(middle + middle_bytes(rows, features, width));
         divisor = gate + many_entries * 2;
         readout = divisor + many_reads * folds;
         gain = readout + width;
+        value = gain + width;
     }
 };
 
@@ -103,7 +137,6 @@ class score_many {
     using Scorer = mLSTMScorer<D, Feature, Values>;
     using Launch = score_launch<View, Scorer>;
     using T = typename View::value_type;
-    static constexpr int Entries = many_entries;
 
   public:
     using Memory = many_memory<T>;
@@ -113,55 +146,63 @@ class score_many {
           rows_{call.projection, Values::projected ? call.width : 0, call.scorer.weights.skip != nullptr},
           inputs_(call.cache.dim_k + call.cache.dim_v),
           folds_(folds_of(call.features)),
-          memory_(shared, inputs_, rows_.count(), call.features, call.width, call.cache.state_size,
-                  call.slots, Values::projected) {
-        head_ = static_cast<std::int32_t>(blockIdx.x) % call.cache.kv_heads;
-        fold_ = thread() / (call.width / 2);
-        column_ = thread() % (call.width / 2) * 2;
+          memory_(shared, rows_.count(), call.features, call.width, call.cache.state_size, call.slots) {
+        const auto number = static_cast<std::int32_t>(blockIdx.x), cluster = number / many_blocks;
+        block_ = number % many_blocks;
+        head_ = cluster % call.cache.kv_heads;
+        first_of_all_ = cluster / call.cache.kv_heads * many_blocks * call.together;
+        first_ = first_of_all_ + block_ * call.together;
+        count_ = within(call.batch.count - first_, call.together);
+        all_ = within(call.batch.count - first_of_all_, many_blocks * call.together);
     }
 
-    /// Asks the L2 cache for the weights of the warp's first tile, 16 rows of 256 numbers, and the first states. They need not be what
-    /// they will be after the kernels before.
+    /// Asks the L2 cache for the block's weights, its first states, and its tokens. None of it need be what it will be after the kernels
+    /// before.
     __device__ void ask_early() const {
         if (warp_ < many_warps) {
             const float* const row =
                 rows_.weights(call_.scorer.weights, head_, warp_ * mlstm_rows::tile + lane_id() / 2, inputs_);
-            for (std::int32_t column = lane_id() % 2 * 32; column < inputs_; column += 64) {
-                ask_for_line(row + column);
+            for (std::int32_t i = lane_id() % 2 * 32; i < Memory::columns; i += 64) {
+                if (first_column() + i < inputs_) {
+                    ask_for_line(row + first_column() + i);
+                }
             }
         } else if (warp_ == many_warps && call_.batch.slots == nullptr) {
-            const std::int32_t entry =
-                static_cast<std::int32_t>(blockIdx.x) / call_.cache.kv_heads * call_.together + lane_id();
-            if (lane_id() < many_early && lane_id() < call_.together && entry < call_.batch.count) {
-                const whole_part part =
-                    whole_part_of(call_.cache.state + (std::int64_t{entry} * call_.cache.kv_heads + head_) *
-                                                          call_.cache.state_size);
+            if (lane_id() < many_early && lane_id() < count_) {
+                const whole_part part = whole_part_of(
+                    call_.cache.state + (std::int64_t{first_ + lane_id()} * call_.cache.kv_heads + head_) *
+                                            call_.cache.state_size);
                 prefetch_to_l2(part.from, part.bytes);
             }
         } else if (warp_ == many_warps + 1) {
-            ask_for_entries(call_.cache, call_.batch, head_,
-                            static_cast<std::int32_t>(blockIdx.x) / call_.cache.kv_heads * call_.together,
-                            call_.together);
+            ask_for_entries(call_.cache, call_.batch, head_, first_, call_.together);
+        } else if (warp_ == many_warps + 2) {
+            ask_for_rows(call_.cache, call_.batch, call_.tokens, head_, first_, count_);
         }
     }
 
-    /// Entries first to first + call.together of the block.
+    /// The block's entries. A block that has none still has its quarter of the others' projections.
     __device__ void run() {
-        const std::int32_t first =
-                               static_cast<std::int32_t>(blockIdx.x) / call_.cache.kv_heads * call_.together,
-                           left = call_.batch.count - first,
-                           count = left < call_.together ? left : call_.together;
         begin();
-        if (thread() < 4 * Entries) {
-            find(first, count);
+        cluster_arrive_relaxed();
+        weight_quarter weight;  // on its way while tokens are
+        tile_rows rows{};
+        if (warp_ < many_warps && warp_ < rows_.tiles()) {
+            rows = rows_of(warp_);
+            weight.load(rows.first, rows.second, first_quarter(), inputs_);
         }
         __syncthreads();
         if (warp_ < many_warps) {
-            work(count);
+            work(weight, rows);
         } else if (warp_ == many_warps) {
-            bring(count);
+            bring();
         } else {
-            read(first, count);
+            read();
+        }
+        // A block may end before the other: what it sent needs it no more, and what was sent to it was counted before it went on. But
+        // racecheck reported what meet() orders, presumably where a block without entries ends at once: in its build both end together.
+        if constexpr (arrivals_of_warp == 32) {
+            cluster_barrier();
         }
     }
 
@@ -171,16 +212,30 @@ class score_many {
         state_piece c;
         float z;
     };
+    /// The lane's two rows of a tile of the weights.
+    struct tile_rows {
+        const float *first, *second;
+    };
     [[nodiscard]] __device__ static std::int32_t thread() { return static_cast<std::int32_t>(threadIdx.x); }
+    [[nodiscard]] __device__ static std::int32_t within(std::int32_t count, std::int32_t most) {
+        return count < 0 ? 0 : count < most ? count : most;
+    }
     [[nodiscard]] __device__ std::int64_t state_numbers() const {
         return std::int64_t{call_.features} * call_.width;
     }
     [[nodiscard]] __device__ float* new_states() const {
         return call_.state == nullptr ? call_.cache.state : call_.state;
     }
-    [[nodiscard]] __device__ bool has(std::int32_t e, std::int32_t count) const {
-        return e < count && memory_.tokens->count[e] != 0;
+    /// The first number of the state of a slot, or of an entry where new ones go.
+    [[nodiscard]] __device__ std::int64_t state_of(std::int64_t slot) const {
+        return (slot * call_.cache.kv_heads + head_) * call_.cache.state_size;
     }
+    /// Quarters of the columns that there are.
+    [[nodiscard]] __device__ std::int32_t quarters() const {
+        return (inputs_ + Memory::quarter - 1) / Memory::quarter;
+    }
+    [[nodiscard]] __device__ std::int32_t first_quarter() const { return block_ * Memory::quarters_each; }
+    [[nodiscard]] __device__ std::int32_t first_column() const { return block_ * Memory::columns; }
 
     /// Once: what is the same for all tokens.
     __device__ void begin() const {
@@ -189,54 +244,37 @@ class score_many {
             for (int i = 0; i < call_.slots; ++i) {
                 barrier_init(shared_address(&all.full[i]),
                              2);  // a bulk copy, and what does not lie to 16 bytes
-                barrier_init(shared_address(&all.empty[i]), many_warps * arrivals_of_warp);
+                barrier_init(shared_address(&all.taken[i]), many_warps * arrivals_of_warp);
             }
             for (int i = 0; i < many_reads; ++i) {
                 barrier_init(shared_address(&all.summed[i]), many_warps * arrivals_of_warp);
                 barrier_init(shared_address(&all.read[i]), arrivals_of_warp);
             }
-            barrier_init(shared_address(&all.projected), many_warps * arrivals_of_warp);
+            barrier_init(shared_address(&all.projected), 1);
+            barrier_init(shared_address(&all.joined), many_warps * arrivals_of_warp);
             barrier_init_fence();
-        }
-        const auto& weights = call_.scorer.weights;
-        if (thread() < call_.width) {
-            const std::int64_t at = std::int64_t{head_} * call_.width + thread();
-            memory_.readout[thread()] = weights.readout[at];
-            memory_.gain[thread()] = weights.norm_gain != nullptr ? weights.norm_gain[at] : 1.0f;
-        }
-        const std::int32_t padded = folds_ * fold_rows, row = padded - fold_rows + thread() % fold_rows;
-        if (thread() < Entries * fold_rows && row >= call_.features) {
-            memory_.k[thread() / fold_rows * padded + row] = memory_.q[thread() / fold_rows * padded + row] =
-                0.0f;
+            barrier_expect(shared_address(&all.projected),
+                           static_cast<std::uint32_t>(4 * quarters() * count_ * rows_.count()));
         }
     }
 
-    /// Where the tokens and states are, by four lanes an entry.
-    __device__ void find(std::int32_t first, std::int32_t count) const {
-        const std::int32_t mine = thread() / 4, entry = first + mine;
-        std::int32_t tokens = 0, slot = 0;
-        const T* from = nullptr;
-        const bool leaving = thread() % 4 >= 2, of_value = thread() % 2 != 0;
-        if (mine < count) {
-            const token_entry<View> known(call_.cache, call_.batch, entry, 1, head_);
-            tokens = known.active.tokens;
-            if (tokens != 0) {
-                slot = known.active.slot;
-                from = token_source(known.rows, call_.tokens, entry, head_, known.base, 0, leaving, of_value);
-            }
+    /// What there is of entry e of the block.
+    [[nodiscard]] __device__ active_entry entry_of(std::int32_t e) const {
+        return active_entry(call_.cache, call_.batch, first_ + e, 1).once(call_.cache);
+    }
+    /// The block's entries that have a token, as bits; lane e gets the slot of entry e. By a warp.
+    __device__ unsigned find_own(std::int32_t& slot) const {
+        bool there = false;
+        slot = 0;
+        if (lane_id() < count_) {
+            const active_entry entry = entry_of(lane_id());
+            there = entry.tokens != 0;
+            slot = entry.slot;
         }
-        auto& all = *memory_.tokens;
-        all.from[mine][leaving ? 1 : 0][of_value ? 1 : 0] = from;
-        if (leaving && !of_value) {
-            all.leaves[mine] = from != nullptr ? 1 : 0;
-        }
-        if (thread() % 4 == 0) {
-            const std::int64_t heads = call_.cache.kv_heads, size = call_.cache.state_size;
-            all.count[mine] = tokens;
-            all.state[mine] = (slot * heads + head_) * size;
-            all.new_state[mine] =
-                ((call_.state == nullptr ? std::int64_t{slot} : std::int64_t{entry}) * heads + head_) * size;
-        }
+        return __ballot_sync(all_lanes, there);
+    }
+    [[nodiscard]] __device__ static bool has(unsigned entries, std::int32_t e) {
+        return (entries >> static_cast<unsigned>(e) & 1u) != 0;
     }
 
     /// The warps that work, and the one that has the gates, by instructions of their own.
@@ -244,9 +282,13 @@ class score_many {
 
     // The warp that brings states.
 
-    /// Bytes that a state's place in memory is behind one of 16 bytes: 0 or 8.
-    [[nodiscard]] __device__ std::uint32_t offset_of(const float* state) const {
-        return static_cast<std::uint32_t>(reinterpret_cast<std::uintptr_t>(state) % 16);
+    /// Bytes that a state's place in memory is behind the beginning of a line.
+    [[nodiscard]] __device__ static std::uint32_t offset_of(const float* state) {
+        return static_cast<std::uint32_t>(reinterpret_cast<std::uintptr_t>(state) % Memory::line);
+    }
+    /// Its first bytes that are no whole piece of 16: 0 or 8.
+    [[nodiscard]] __device__ static std::uint32_t odd_bytes(const float* state) {
+        return offset_of(state) % 16;
     }
     [[nodiscard]] __device__ std::uint32_t slot_address(std::int32_t slot) const {
         return shared_address(memory_.ring) +
@@ -258,13 +300,12 @@ class score_many {
         std::uint32_t skipped, bytes;
     };
     [[nodiscard]] __device__ whole_part whole_part_of(const float* state) const {
-        const std::uint32_t skipped = offset_of(state) == 0 ? 0 : 8,
+        const std::uint32_t skipped = odd_bytes(state),
                             all = static_cast<std::uint32_t>(call_.cache.state_size) * 4;
         return {reinterpret_cast<const unsigned char*>(state) + skipped, skipped, (all - skipped) / 16 * 16};
     }
-    /// Sets out to bring the state of entry e, the block's n-th; one lane.
-    __device__ void issue(std::int32_t e, std::int32_t n) const {
-        const float* const state = call_.cache.state + memory_.tokens->state[e];
+    /// Sets out to bring a state, the block's n-th; one lane.
+    __device__ void issue(const float* state, std::int32_t n) const {
         const whole_part part = whole_part_of(state);
         const std::int32_t slot = n % call_.slots;
         const std::uint32_t to = slot_address(slot) + offset_of(state),
@@ -277,127 +318,241 @@ class score_many {
         }
         barrier_arrive_after_copies(barrier);
     }
-    __device__ void bring(std::int32_t count) {
-        auto& all = *memory_.tokens;
-        const std::int32_t flight = call_.slots < many_flight ? call_.slots : many_flight;
-        std::int32_t n = 0;  // states so far
-        for (std::int32_t e = 0; e < count; ++e) {
-            if (!has(e, count)) {
+    /// Whether a state may go from its slot to where the new one goes by a bulk copy: both lie alike to 16 bytes.
+    [[nodiscard]] __device__ static bool alike(const float* state, const float* to) {
+        return odd_bytes(state) == odd_bytes(to);
+    }
+    /// What it copies, behind the odd bytes: not the stabiliser, which is not the ring's.
+    [[nodiscard]] __device__ std::uint32_t stored_bytes(std::uint32_t odd) const {
+        return (static_cast<std::uint32_t>(state_numbers() + call_.features) * 4 - odd) / 16 * 16;
+    }
+    /// Sets out to store the block's n-th state, of entry e, once it has taken in its token.
+    __device__ void store(std::int32_t n, std::int32_t e, std::int32_t slot_of_entry) const {
+        const std::int32_t slot = n % call_.slots;
+        barrier_wait(shared_address(&memory_.tokens->taken[slot]),
+                     static_cast<std::uint32_t>(n / call_.slots) % 2);
+        const float* const state = call_.cache.state + state_of(slot_of_entry);
+        float* const to = new_states() + state_of(call_.state == nullptr ? slot_of_entry : first_ + e);
+        if (lane_id() == 0 && alike(state, to)) {
+            const std::uint32_t odd = odd_bytes(state);
+            store_bulk(reinterpret_cast<unsigned char*>(to) + odd,
+                       slot_address(slot) + offset_of(state) + odd, stored_bytes(odd));
+            bulk_commit();
+        }
+    }
+    __device__ void bring() {
+        std::int32_t my_slot;
+        const unsigned entries = find_own(my_slot);
+        cluster_wait();
+        const std::int32_t free = Memory::free_slots(rows_.count(), call_.cache.state_size, call_.slots);
+        std::int32_t n = 0, stored = 0;  // states so far
+        std::int32_t mine = 0;           // lane n: the entry of the n-th
+        const auto store_next = [&] {
+            const std::int32_t e = __shfl_sync(all_lanes, mine, stored);
+            store(stored, e, __shfl_sync(all_lanes, my_slot, e));
+            ++stored;
+        };
+        for (std::int32_t e = 0; e < count_; ++e) {
+            const std::int32_t slot_of_entry = __shfl_sync(all_lanes, my_slot, e);
+            if (!has(entries, e)) {
                 continue;
             }
-            const std::int32_t slot = n % call_.slots, before = n - flight;
-            if (Values::projected && n == call_.slots - 1) {
-                barrier_wait(shared_address(&all.projected), 0);
+            if (n == free) {
+                barrier_wait(shared_address(&memory_.tokens->joined), 0);
             }
-            // A few are under way at once: more would only keep others waiting for their tokens and weights. (No more than there are
-            // slots: a barrier's phase may be the last or the one before.)
-            if (before >= 0) {
-                barrier_wait(shared_address(&all.full[before % call_.slots]),
-                             static_cast<std::uint32_t>(before / call_.slots) % 2);
+            if (n >= call_.slots) {
+                store_next();
+                if (lane_id() == 0) {
+                    bulk_wait_read<0>();
+                }
             }
-            barrier_wait(shared_address(&all.empty[slot]),
-                         static_cast<std::uint32_t>(n / call_.slots + 1) % 2);
+            mine = lane_id() == n ? e : mine;
             if (lane_id() == 0) {
-                issue(e, n);
+                issue(call_.cache.state + state_of(slot_of_entry), n);
             }
             ++n;
+        }
+        while (stored < n) {
+            store_next();
+        }
+        if (lane_id() == 0) {
+            bulk_wait_read<0>();
         }
     }
 
     // The warps that work.
 
-    __device__ void work(std::int32_t count) {
-        weight_quarter weight;  // on its way while tokens are
-        if (warp_ < rows_.tiles()) {
-            const tile_rows rows = rows_of(warp_);
-            weight.load(rows.first, rows.second, 0, inputs_);
-        }
-        if (warp_ < count) {
-            token_rows<T> token;
-            token.load(memory_.tokens->from[warp_], call_.cache.dim_k, inputs_);
-            float* const to = memory_.x + warp_ * token_stride(inputs_);
-            const std::int32_t column = inputs_ + lane_id() % 16, stride = token_stride(inputs_);
-            if (column < stride) {
-                to[lane_id() / 16 * Entries * stride + column] = 0.0f;
-            }
-            token.store(to, to + Entries * stride, inputs_);
-        }
+    __device__ void work(weight_quarter& weight, const tile_rows& rows) {
+        fetch();
         meet();
-        project(count, weight);
-        if constexpr (Values::projected) {
-            fence_async_proxy();  // a state comes where tokens were
-            warp_arrive(shared_address(&memory_.tokens->projected), lane_id());
+        cluster_wait();  // all blocks are there: from here on they write to each other
+        project(weight, rows);
+        if (count_ == 0) {
+            return;
         }
+        if constexpr (!Values::projected) {
+            load_value();
+        }
+        meet();  // all have read the tokens
+        barrier_wait(shared_address(&memory_.tokens->projected), 0);
+        join();
+        fence_async_proxy();  // a state comes where quarters were
+        warp_arrive(shared_address(&memory_.tokens->joined), lane_id());
         meet();
-        make_features<Feature>(memory_.y, rows_, count, call_.features, folds_ * fold_rows, memory_.k,
+        make_features<Feature>(memory_.y, rows_, count_, call_.features, folds_ * fold_rows, memory_.k,
                                memory_.q, warp_);
         meet();
-        for (std::int32_t e = 0; e < count; ++e) {
-            if (has(e, count)) {
+        fold_ = thread() / (call_.width / 2);
+        column_ = thread() % (call_.width / 2) * 2;
+        for (std::int32_t e = 0; e < count_; ++e) {
+            if (memory_.tokens->count[e] != 0) {
                 take(e);
             }
         }
     }
 
-    /// The lane's two rows of a tile of the weights.
-    struct tile_rows {
-        const float *first, *second;
-    };
+    /// The block's columns of the cluster's tokens and of the keys that leave, two tokens a warp: eight lanes a row.
+    __device__ void fetch() const {
+        constexpr int lanes = 8, turns = Memory::columns / (4 * lanes);
+        const std::int32_t token = 2 * warp_ + lane_id() / (2 * lanes), entry = first_of_all_ + token;
+        const bool leaving = lane_id() / lanes % 2 != 0;
+        struct {
+            typename Memory::four at[turns];
+        } part;
+        if (token < all_) {
+            const token_entry<View> known(call_.cache, call_.batch, entry, 1, head_);
+            const std::int32_t tokens = known.active.tokens;
+            const T *key = nullptr, *value = nullptr;
+            if (tokens != 0) {
+                key = token_source(known.rows, call_.tokens, entry, head_, known.base, 0, leaving, false);
+                value = token_source(known.rows, call_.tokens, entry, head_, known.base, 0, leaving, true);
+            }
+#pragma unroll
+            for (int i = 0; i < turns; ++i) {
+                const std::int32_t column = first_column() + (lanes * i + lane_id() % lanes) * 4;
+                if (key != nullptr && column < inputs_) {
+                    part.at[i].load(column < call_.cache.dim_k ? key + column
+                                                               : value + (column - call_.cache.dim_k));
+                }
+            }
+            const std::int32_t mine = entry - first_;
+            if (mine >= 0 && mine < count_ && lane_id() % lanes == 0) {
+                auto& all = *memory_.tokens;
+                if (leaving) {
+                    all.leaves[mine] = key != nullptr ? 1 : 0;
+                } else {
+                    const std::int32_t slot = tokens != 0 ? known.active.slot : 0;
+                    all.count[mine] = tokens;
+                    all.state[mine] = state_of(slot);
+                    all.new_state[mine] = state_of(call_.state == nullptr ? slot : entry);
+                    all.value[mine] = value;
+                }
+            }
+        }
+        auto* const to =
+            memory_.x + ((leaving ? many_tokens : 0) + token) * Memory::stride + lane_id() % lanes;
+#pragma unroll
+        for (int i = 0; i < turns; ++i) {
+            to[lanes * i] = part.at[i];
+        }
+    }
+    /// The values of the block's newcomers, which are not projected. An entry a warp.
+    __device__ void load_value() const {
+        const T* const from = warp_ < count_ ? memory_.tokens->value[warp_] : nullptr;
+        for (std::int32_t i = lane_id(); from != nullptr && i < call_.width; i += 32) {
+            memory_.value[warp_ * call_.width + i] = static_cast<float>(from[i]);
+        }
+    }
+
     [[nodiscard]] __device__ tile_rows rows_of(std::int32_t tile) const {
         const std::int32_t row = tile * mlstm_rows::tile + lane_id() / 4;
         const auto& weights = call_.scorer.weights;
         return {rows_.weights(weights, head_, row, inputs_), rows_.weights(weights, head_, row + 8, inputs_)};
     }
-    /// Projections, a tile of the weights a warp. `weight`: the first quarter of the warp's first tile.
-    __device__ void project(std::int32_t count, weight_quarter& weight) const {
-        const std::int32_t stride = token_stride(inputs_), tiles = rows_.tiles();
+    /// The block's quarters of all tokens' projections, a tile of the weights a warp. `weight` and `rows`: the first quarter of the warp's
+    /// first tile. Loops are not unrolled where they need not be: instructions come from afar, too.
+    __device__ void project(weight_quarter& weight, tile_rows rows) const {
+        const std::int32_t tiles = rows_.tiles();
 #pragma unroll 1
         for (std::int32_t tile = warp_; tile < tiles; tile += many_warps) {
-            const float* const x =
-                memory_.x + (tile * mlstm_rows::tile >= rows_.queries() ? Entries * stride : 0);
-            const std::int32_t row = tile * mlstm_rows::tile + lane_id() / 4;
-            const auto [first, second] = rows_of(tile);
-            float all[2][4], before[2][4];  // see join_quarters()
             if (tile != warp_) {
-                weight.load(first, second, 0, inputs_);
+                rows = rows_of(tile);
             }
+            const auto* x = memory_.x +
+                            (tile * mlstm_rows::tile >= rows_.queries() ? many_tokens * Memory::stride : 0) +
+                            lane_id() / 4 * Memory::stride + lane_id() % 4;
 #pragma unroll 1
-            for (int quarter = 0; quarter < 4; ++quarter) {
-                float sum[2][4] = {};
-#pragma unroll
-                for (int b = 0; b < weight_quarter::blocks; ++b) {
-                    if (16 * (weight_quarter::blocks * quarter + b) < inputs_) {
-                        weight.template multiply_block<T>(b, x, quarter, inputs_, sum[0]);
-                        if (count > 8) {
-                            weight.template multiply_block<T>(b, x + 8 * stride, quarter, inputs_, sum[1]);
-                        }
-                    }
-                    if (quarter != 3) {  // on its way while the others are multiplied
-                        weight.load_block(b, first, second, quarter + 1, inputs_);
-                    }
+            for (int i = 0; i < Memory::quarters_each && first_quarter() + i < quarters(); ++i) {
+                const std::int32_t quarter = first_quarter() + i;
+                if (i != 0 || tile != warp_) {
+                    weight.load(rows.first, rows.second, quarter, inputs_);
                 }
-#pragma unroll
-                for (int half = 0; half < 2; ++half) {
-#pragma unroll
-                    for (int i = 0; i < 4; ++i) {
-                        const float pair = before[half][i] + sum[half][i];
-                        all[half][i] = quarter == 1   ? pair
-                                       : quarter == 3 ? all[half][i] + pair
-                                                      : all[half][i];
-                        before[half][i] = sum[half][i];
-                    }
+                const quarter_parts<T> parts(weight);
+                constexpr int tokens = 8;  // that a product takes
+#pragma unroll 1
+                for (std::int32_t first = 0; first < all_; first += tokens) {
+                    float sum[4];
+                    parts.multiply(x + first * Memory::stride, sum);
+                    send(sum, quarter, tile, first);
                 }
+                x += Memory::quarter / 4;
             }
+        }
+    }
+    /// Sends what eight tokens, from `first` on, gave with a tile to the blocks that have them: four rows of one token a lane, since the way
+    /// between blocks is narrow. They lie in the lane as a tensor core leaves them (see weight_quarter).
+    __device__ void send(const float (&sum)[4], std::int32_t quarter, std::int32_t tile,
+                         std::int32_t first) const {
+        const bool odd = lane_id() / 4 % 2 != 0, later = lane_id() / 8 % 2 != 0;
+        // Two rows of a token from two lanes' two tokens, above and below; then four from two lanes' pairs.
+        const float above = __shfl_xor_sync(all_lanes, odd ? sum[0] : sum[1], 4),
+                    below = __shfl_xor_sync(all_lanes, odd ? sum[2] : sum[3], 4);
+        const float2 upper = odd ? make_float2(above, sum[1]) : make_float2(sum[0], above),
+                     lower = odd ? make_float2(below, sum[3]) : make_float2(sum[2], below);
+        const float2 given = later ? upper : lower;
+        const float2 other =
+            make_float2(__shfl_xor_sync(all_lanes, given.x, 8), __shfl_xor_sync(all_lanes, given.y, 8));
+        const float4 rows = later ? make_float4(other.x, other.y, lower.x, lower.y)
+                                  : make_float4(upper.x, upper.y, other.x, other.y);
+        const std::int32_t token = first + lane_id() % 4 * 2 + (odd ? 1 : 0),
+                           row = (later ? 8 : 0) + lane_id() / 16 * 4;
+        if (token < all_) {
+            const std::int32_t block = token < call_.together ? 0 : 1, e = token - block * call_.together;
+            const float* const to = memory_.quarters +
+                                    ((quarter * rows_.tiles() + tile) * many_entries + e) * mlstm_rows::tile +
+                                    row;
+            send_in_cluster(cluster_address(shared_address(to), block), rows,
+                            cluster_address(shared_address(&memory_.tokens->projected), block));
+        }
+    }
+    /// Projections of the block's tokens from their quarters.
+    __device__ void join() const {
+        const std::int32_t fours = rows_.count() / 4 * many_entries, all = quarters();
+        const auto* const from = reinterpret_cast<const float4*>(memory_.quarters);
+        for (std::int32_t i = thread(); i < fours; i += many_workers) {
+            constexpr std::int32_t each = mlstm_rows::tile / 4;  // of a token's
+            const std::int32_t e = i / each % many_entries, tile = i / (each * many_entries);
+            if (e < count_) {
+                float4 part[4];
 #pragma unroll
-            for (int half = 0; half < 2; ++half) {
-#pragma unroll
-                for (int i = 0; i < 4; ++i) {
-                    const std::int32_t token = 8 * half + lane_id() % 4 * 2 + i % 2;
-                    if (token < count) {
-                        memory_.y[token * rows_.count() + row + i / 2 * 8] = all[half][i];
-                    }
+                for (int b = 0; b < 4; ++b) {
+                    part[b] = b < all ? from[b * fours + i] : float4{};
                 }
+                const auto join = [](float a, float b, float c, float d) {
+                    return join_quarters(a, b, c, d);
+                };
+                *reinterpret_cast<float4*>(memory_.y + e * rows_.count() + tile * mlstm_rows::tile +
+                                           i % each * 4) =
+                    make_float4(join(part[0].x, part[1].x, part[2].x, part[3].x),
+                                join(part[0].y, part[1].y, part[2].y, part[3].y),
+                                join(part[0].z, part[1].z, part[2].z, part[3].z),
+                                join(part[0].w, part[1].w, part[2].w, part[3].w));
             }
+        }
+        const std::int32_t padded = folds_ * fold_rows, row = padded - fold_rows + thread() % fold_rows;
+        if (thread() < many_entries * fold_rows && row >= call_.features) {
+            memory_.k[thread() / fold_rows * padded + row] = memory_.q[thread() / fold_rows * padded + row] =
+                0.0f;
         }
     }
 
@@ -406,9 +561,9 @@ class score_many {
         auto& all = *memory_.tokens;
         const std::int32_t slot = taken_ % call_.slots, at = taken_ % many_reads;
         barrier_wait(shared_address(&all.full[slot]), static_cast<std::uint32_t>(taken_ / call_.slots) % 2);
-        const auto* const from =
-            reinterpret_cast<const float*>(memory_.ring + slot * Memory::slot_bytes(call_.cache.state_size) +
-                                           offset_of(call_.cache.state + all.state[e]));
+        auto* const from =
+            reinterpret_cast<float*>(memory_.ring + slot * Memory::slot_bytes(call_.cache.state_size) +
+                                     offset_of(call_.cache.state + all.state[e]));
         const std::int32_t row = fold_ * fold_rows, left = call_.features - row;
         piece of;
         if (fold_ < folds_) {
@@ -417,28 +572,40 @@ class score_many {
         if (thread() < call_.features) {
             of.z = from[state_numbers() + thread()];
         }
-        warp_arrive(shared_address(&all.empty[slot]), lane_id());
         barrier_wait(shared_address(&all.read[at]), static_cast<std::uint32_t>(taken_ / many_reads + 1) % 2);
         ++taken_;
         const float write = memory_.gate[2 * e], forget = memory_.gate[2 * e + 1];
         float* const state = new_states() + all.new_state[e];
+        const bool bulk = alike(call_.cache.state + all.state[e], state);
+        const std::uint32_t odd = odd_bytes(state);
         const std::int32_t padded = folds_ * fold_rows;
         if (fold_ < folds_) {
             const std::int32_t first = e * padded + row;
-            const float* const value =
-                (Values::projected ? memory_.y + e * rows_.count() + rows_.values()
-                                   : memory_.x + e * token_stride(inputs_) + call_.cache.dim_k) +
-                column_;
+            const float* const value = (Values::projected ? memory_.y + e * rows_.count() + rows_.values()
+                                                          : memory_.value + e * call_.width) +
+                                       column_;
             const float2 sum = of.c.take(write, forget, memory_.k + first, memory_.q + first,
                                          make_float2(value[0], value[1]));
-            of.c.store(state + row * call_.width + column_, call_.width, left);
+            if (bulk) {
+                of.c.store(from + row * call_.width + column_, call_.width, left);
+            } else {
+                of.c.store(state + row * call_.width + column_, call_.width, left);
+            }
+            if (odd != 0 && row + column_ == 0) {
+                *reinterpret_cast<float2*>(state) = of.c.c[0];
+            }
             *reinterpret_cast<float2*>(memory_.h + (at * folds_ + fold_) * call_.width + column_) = sum;
         }
         if (32 * warp_ < padded) {
             float sum = 0.0f;
             if (thread() < call_.features) {
                 const float z = fmaf(forget, of.z, __fmul_rn(write, memory_.k[e * padded + thread()]));
-                state[state_numbers() + thread()] = z;
+                const std::int64_t place = state_numbers() + thread();
+                if (bulk && place * 4 < odd + stored_bytes(odd)) {
+                    from[place] = z;
+                } else {
+                    state[place] = z;
+                }
                 sum = __fmul_rn(memory_.q[e * padded + thread()], z);
             }
             sum = fold_total(sum);
@@ -446,37 +613,53 @@ class score_many {
                 memory_.divisor[at * folds_ + thread() / fold_rows] = sum;
             }
         }
+        fence_async_proxy();  // a bulk copy takes the slot to memory
+        warp_arrive(shared_address(&all.taken[slot]), lane_id());
         warp_arrive(shared_address(&all.summed[at]), lane_id());
     }
 
     // The warps that read scores out. The first has the gates, a pair of lanes an entry.
 
-    __device__ void read(std::int32_t first, std::int32_t count) {
+    __device__ void read() {
         const int reader = warp_ - many_warps - 1;
         if (reader == 0) {
-            find_gates(count);
+            meet();
         }
-        for (std::int32_t e = 0; e < count; ++e) {
-            if (has(e, count)) {
+        std::int32_t slot;
+        const unsigned entries = find_own(slot);
+        const auto& weights = call_.scorer.weights;
+        for (std::int32_t i = thread() - many_workers - 32; i < call_.width; i += 32 * many_readers) {
+            const std::int64_t at = std::int64_t{head_} * call_.width + i;
+            memory_.readout[i] = weights.readout[at];
+            memory_.gain[i] = weights.norm_gain != nullptr ? weights.norm_gain[at] : 1.0f;
+        }
+        named_barrier(3, 32 * many_readers);
+        cluster_wait();
+        if (reader == 0 && count_ != 0) {
+            find_gates(entries, slot);
+        }
+        for (std::int32_t e = 0; e < count_; ++e) {
+            if (has(entries, e)) {
                 if (taken_ % many_readers == reader) {
-                    read_one(first, e);
+                    read_one(e);
                 }
                 ++taken_;
             }
         }
     }
-    __device__ void find_gates(std::int32_t count) const {
-        const std::int32_t mine = lane_id() / 2;
+    __device__ void find_gates(unsigned entries, std::int32_t slot) const {
+        const std::int32_t mine = lane_id() / 2, my_slot = __shfl_sync(all_lanes, slot, mine);
+        const bool there = mine < count_ && has(entries, mine);
         mlstm_gates gates;
-        if (has(mine, count)) {
+        if (there) {
             const float* const stabiliser =
-                call_.cache.state + memory_.tokens->state[mine] + state_numbers() + call_.features;
+                call_.cache.state + state_of(my_slot) + state_numbers() + call_.features;
             gates.first = stabiliser[0];
             gates.second = stabiliser[1];
         }
         meet();
         meet();
-        take_gates(gates, mine, has(mine, count));
+        take_gates(gates, mine, there);
         meet();
     }
     __device__ void take_gates(mlstm_gates& gates, std::int32_t mine, bool there) const {
@@ -493,7 +676,7 @@ class score_many {
         }
     }
     /// The score of entry e.
-    __device__ void read_one(std::int32_t first, std::int32_t e) const {
+    __device__ void read_one(std::int32_t e) const {
         auto& all = *memory_.tokens;
         const std::int32_t at = taken_ % many_reads;
         barrier_wait(shared_address(&all.summed[at]), static_cast<std::uint32_t>(taken_ / many_reads) % 2);
@@ -507,7 +690,7 @@ class score_many {
         }
         warp_arrive(shared_address(&all.read[at]), lane_id());
         if (lane_id() == 0) {
-            call_.scores[std::int64_t{first + e} * call_.cache.kv_heads + head_] = score;
+            call_.scores[std::int64_t{first_ + e} * call_.cache.kv_heads + head_] = score;
         }
     }
 
@@ -516,8 +699,10 @@ class score_many {
     mlstm_rows rows_;
     std::int32_t inputs_, folds_;
     Memory memory_;
-    std::int32_t head_, fold_, column_;
-    std::int32_t taken_ = 0;  // states so far, as the warp's role counts them
+    std::int32_t block_, head_, fold_ = 0, column_ = 0;
+    std::int32_t first_of_all_, first_;  // entries of the cluster, of the block
+    std::int32_t all_, count_;           // how many
+    std::int32_t taken_ = 0;             // states so far, as the warp's role counts them
 };
 
 }  // namespace cuda_backend

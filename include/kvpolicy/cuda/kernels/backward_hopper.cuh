@@ -221,7 +221,7 @@ struct hopper_backward_block : hopper_backward_warpgroup<T, Dim, Bias, Softcap> 
             const item_type& item = meta(n % 2);
             if (item.item.list < 0) {
                 if (lane == 0) {
-                    reduce_wait_read<0>();  // shared memory ends with the block
+                    bulk_wait_read<0>();  // shared memory ends with the block
                 }
                 return;
             }

@@ -35,9 +35,13 @@ __global__ void __maxnreg__(cluster_registers) cache_score_cluster_kernel(
     }
 }
 
-inline constexpr std::int64_t many_beside = 8;  // sequences of a block beside a step, at least
+/// Sequences of a block beside a step, at least: its blocks need most of the card meanwhile.
+constexpr std::int64_t many_beside(std::int64_t count) {
+    constexpr std::int64_t of_more = 8;
+    return count <= many_tokens ? std::min<std::int64_t>(count, many_entries) : of_more;
+}
 
-/// A block has call.together sequences of one head.
+/// many_blocks blocks a cluster; a block has call.together sequences of one head.
 template <class View, std::int32_t D, class Feature, class Values>
 __global__ void __launch_bounds__(many_threads, 1) cache_score_many_kernel(
     const __grid_constant__ score_launch<View, mLSTMScorer<D, Feature, Values>> call) {
@@ -63,36 +67,36 @@ bool in_fours(const Weights& weights) {
 template <class View, std::int32_t D, class Feature, class Values>
 bool launch_many(const cuda& on, const device_scope& device,
                  score_launch<View, mLSTMScorer<D, Feature, Values>> call, const mlstm_rows& rows) {
+    using Memory = many_memory<typename View::value_type>;
+    constexpr auto kernel = cache_score_many_kernel<View, D, Feature, Values>;
     const std::int32_t inputs = call.cache.dim_k + call.cache.dim_v;
-    const std::int64_t heads = call.cache.kv_heads,
-                       room = std::max<std::int64_t>(device.attribute(cudaDevAttrMultiProcessorCount) / heads,
-                                                     1);
-    // Alone it takes the whole card. Beside a step some of it are enough: the step's blocks need the rest meanwhile.
-    const std::int64_t count = call.batch.count, least = call.beside ? many_beside : 1,
-                       together = std::min<std::int64_t>(
-                           std::max((count + room - 1) / room, std::min(count, least)), many_entries);
     if (call.tokens.most != 1 || !many_fit(inputs, call.features, call.width)) {
         return false;
     }
-    constexpr auto kernel = cache_score_many_kernel<View, D, Feature, Values>;
-    const auto bytes_with = [&](std::int32_t slots) {
-        return static_cast<std::size_t>(
-            many_memory<typename View::value_type>::bytes(inputs, rows.count(), call.features, call.width,
-                                                          call.cache.state_size, slots, Values::projected));
-    };
     const std::size_t most =
         shared_room(device, "cache_score_many_kernel", reinterpret_cast<const void*>(kernel));
+    const auto bytes_with = [&](std::int32_t slots) {
+        return static_cast<std::size_t>(Memory::bytes(rows.count(), call.features, call.width,
+                                                      call.cache.state_size, slots, Values::projected));
+    };
     call.slots = many_slots;
     while (call.slots >= many_least_slots && bytes_with(call.slots) > most) {
         --call.slots;
     }
-    if (call.slots < many_least_slots) {
+    const std::int64_t clusters = clusters_at_once<kernel>(device, many_blocks, many_threads, most),
+                       heads = call.cache.kv_heads, count = call.batch.count;
+    if (call.slots < many_least_slots || clusters == 0) {
         return false;
     }
+    // Alone it takes the whole card.
+    const std::int64_t room = std::max<std::int64_t>(clusters / heads, 1) * many_blocks,
+                       least = call.beside ? many_beside(count) : 1,
+                       together = std::clamp<std::int64_t>((count + room - 1) / room, least, many_entries),
+                       each = together * many_blocks;
     call.together = static_cast<std::int32_t>(together);
     share_multiprocessors<kernel>(device);
-    launch_early<kernel>("cache_score_many_kernel", (count + together - 1) / together * heads, many_threads,
-                         bytes_with(call.slots), device, on, 1, call);
+    launch_early<kernel>("cache_score_many_kernel", (count + each - 1) / each * heads * many_blocks,
+                         many_threads, bytes_with(call.slots), device, on, many_blocks, call);
     return true;
 }
 
