@@ -75,10 +75,9 @@ struct DualRef : LayerRef<P, T> {
     KVPOLICY_HOST_DEVICE constexpr std::int64_t mortal_rows(std::int32_t head) const {
         const HeadRule& rule = this->rules[head];
         const std::int64_t recent = std::int64_t{rule.sinks} + rule.window;
-        if (rule.budget == unlimited || rule.budget == 0) {
-            return recent;
-        }
-        return capacity(head) > recent ? capacity(head) : recent;
+        const std::int64_t mortal =
+            rule.budget == unlimited || rule.budget == 0 || capacity(head) < recent ? recent : capacity(head);
+        return mortal < longest ? mortal : longest;  // a window may be longer than any sequence
     }
     KVPOLICY_HOST_DEVICE constexpr std::int64_t page_id(std::int64_t slot, std::int32_t head,
                                                         std::int64_t page) const {

@@ -205,6 +205,7 @@ void CacheOwner<Derived, P, T>::require_layer(std::int32_t layer) const {
 
 template <class Derived, AnyPolicy P, Storage T>
 void CacheOwner<Derived, P, T>::check_layer(std::int32_t layer) const {
+    detail::require(!rules_.empty(), "cache", "moved from", "one that still has its policy");
     detail::require(layer >= 0 && layer < shape_.layers, "layer", layer,
                     [&] { return detail::text("0 to ", shape_.layers - 1); });
 }
