@@ -38,7 +38,8 @@ inline namespace KVPOLICY_CUDA_NAMESPACE KVPOLICY_HIDDEN {
 // `status` [count], where given, is OR-ed into.
 //
 // A DualCache takes the same calls. Where its pool has no pages for an entry, the entry is left as it is, its out is 0, its lse -inf, and
-// status_pool_exhausted is set: the same entries as on the host. Pages may have other ids.
+// status_pool_exhausted is set: the same entries as on the host. Pages may have other ids. A null `status` leaves that unsaid, where the
+// host refuses: until then advance() does not move the sequence, so give one.
 //
 // Refused before anything is enqueued: shapes that disagree, a head_dim beyond Dims, rows that are not aligned, too little
 // workspace, cu_seqlens (entries of different lengths have batch.q_len). Failing CUDA calls throw kvpolicy::cuda_error.
@@ -108,7 +109,7 @@ template <class Dims = all_head_dims, class P, Storage T>
 void commit(const cuda& on, const FixedBudgetRef<P, T>& cache, const Batch& batch, workspace_view workspace,
             std::uint32_t* status = nullptr);
 
-/// Attention of q [count, Hq, 1, Dk] over the rows that the named slots hold now; changes nothing.
+/// As the host's attend: attention of q [count, Hq, 1, Dk] over the rows that the named slots hold now; changes nothing.
 template <class Dims = all_head_dims, class P, Storage T>
 void attend(const cuda& on, const FixedBudgetRef<P, T>& cache, const Batch& batch, input_rows<T> q,
             output_rows<T> out, plane_view<float> lse, workspace_view workspace,

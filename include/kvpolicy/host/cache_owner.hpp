@@ -198,6 +198,17 @@ void CacheOwner<Derived, P, T>::require_slot(std::int32_t slot, const char* name
 }
 
 template <class Derived, AnyPolicy P, Storage T>
+template <class Name>
+void CacheOwner<Derived, P, T>::require_between_tokens(std::int32_t slot, const Name& name) const {
+    for (std::int32_t layer = 0; layer < shape_.layers; ++layer) {
+        detail::require(self().ref(layer).pending(slot, 0) == 0, name, slot, [&] {
+            return detail::text("a slot between two tokens: layer ", layer,
+                                " has taken some that advance() has not counted");
+        });
+    }
+}
+
+template <class Derived, AnyPolicy P, Storage T>
 void CacheOwner<Derived, P, T>::require_layer(std::int32_t layer) const {
     require_memory(on_device_);
     check_layer(layer);
@@ -275,9 +286,9 @@ Occupancy CacheOwner<Derived, P, T>::occupancy(std::int32_t layer, std::int32_t 
     const HeadRule& rule = cache.rules[head];
     Occupancy result;
     result.length = cache.length[slot];
-    result.sinks = static_cast<std::int32_t>(std::min<position_t>(result.length, rule.sinks));
-    result.window =
-        static_cast<std::int32_t>(std::min<position_t>(result.length - result.sinks, rule.window));
+    const position_t taken = result.length + cache.pending(slot, head);
+    result.sinks = static_cast<std::int32_t>(std::min<position_t>(taken, rule.sinks));
+    result.window = static_cast<std::int32_t>(std::min<position_t>(taken - result.sinks, rule.window));
     result.long_range = cache.kept[cache.head_index(slot, head)];
     result.capacity = static_cast<std::int32_t>(cache.capacity(head));
     return result;
