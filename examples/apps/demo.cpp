@@ -17,6 +17,7 @@
 #include <llama/tokenizer.hpp>
 
 #include <algorithm>
+#include <charconv>
 #include <chrono>
 #include <cstdio>
 #include <cstdlib>
@@ -36,6 +37,8 @@ struct Options {
     bool check = false;
 };
 
+constexpr const char* usage = "usage: demo [--model FOLDER] [--sequences N] [--check]";
+
 Options parse(int argc, char** argv) {
     Options options;
     for (int i = 1; i < argc; ++i) {
@@ -49,15 +52,20 @@ Options parse(int argc, char** argv) {
         if (argument == "--model") {
             options.model = value();
         } else if (argument == "--sequences") {
-            const int count = std::atoi(value().c_str());
-            if (count < 1) {
-                llama::fail("--sequences: must be 1 or more");
+            const std::string text = value();
+            const auto [end, error] =
+                std::from_chars(text.data(), text.data() + text.size(), options.sequences);
+            if (error != std::errc{} || end != text.data() + text.size() || options.sequences < 1) {
+                llama::fail("--sequences: {} is not allowed; it must be a number, 1 or more",
+                            llama::printable(text));
             }
-            options.sequences = static_cast<std::size_t>(count);
         } else if (argument == "--check") {
             options.check = true;
+        } else if (argument == "--help" || argument == "-h") {
+            fmt::print("{}\n", usage);
+            std::exit(0);
         } else {
-            llama::fail("{}: unknown; usage: demo [--model FOLDER] [--sequences N] [--check]", argument);
+            llama::fail("{}: is no option; {}", llama::printable(argument), usage);
         }
     }
     return options;
@@ -80,8 +88,10 @@ const Row all_rows[] = {
 const std::pair<std::string, std::int32_t> budgets[] = {{"75%", 1024}, {"88%", 512}, {"94%", 256}};
 
 void write_text(const kvpolicy::host& on, const llama::Model& model, const examples::HeldOut& data) {
-    constexpr std::int32_t budget = 256, prompt = 2000, count = 400;
+    constexpr std::int32_t budget = 256, count = 400;
     const std::vector<std::int32_t>& tokens = data.tokens[8 % data.tokens.size()];  // prose
+    const std::size_t prompt = std::min<std::size_t>(2000, tokens.size() / 2),
+                      shown = std::min<std::size_t>(160, prompt);
     const llama::Tokenizer tokenizer = llama::read_tokenizer({}, model.config.vocab_size);
     auto attention =
         examples::make_attention<Storage>(on, model.config, {.name = "streaming", .budget = budget}, 0);
@@ -95,7 +105,7 @@ void write_text(const kvpolicy::host& on, const llama::Model& model, const examp
         "\nText from the model after a prompt of {} bytes, with a cache of {} rows a head (StreamingLLM: 4 "
         "sinks, and\n"
         "the most recent keys):\n\n  ...{}[",
-        prompt, budget, tokenizer.decode(std::span(tokens).subspan(prompt - 160, 160)));
+        prompt, budget, tokenizer.decode(std::span(tokens).subspan(prompt - shown, shown)));
     llama::Sampler sample({.temperature = 0.8, .top_k = 20, .top_p = 0.95, .seed = 4});
     llama::Utf8Stream text;
     for (int i = 0; i < count; ++i) {

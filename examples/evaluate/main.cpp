@@ -5,6 +5,7 @@
 #include "policies.hpp"
 #include "report.hpp"
 #include "support/progress.hpp"
+#include "support/whole_file.hpp"
 
 #if KVPOLICY_EXAMPLES_CUDA
 #include <llama/cuda/engine.hpp>
@@ -30,11 +31,14 @@ constexpr const char* usage = R"(usage: evaluate [OPTION...]
   --budgets LIST     rows a head, or percent of a sequence that is compressed away: 1024,512 or 75%,88%,94% (the default)
   --sequences N      at most N (default: all 16, as tokens of other models fewer)
   --joined N         held-out sequences put together for a model that does not read bytes (2)
-  --sinks N (4)  --window N (64)  --chunk N of prefill (1024)  --threads N (all)
+  --sinks N (4)  --window N (64)  --threads N (all)
+  --chunk N          of prefill on the host (1024)
   --speed N          tokens that are decoded after the first sequence to measure the speed, 0 for none (48)
   --backend NAME     host (the default), or cuda: the first card, with fp32 weights; policies that it does not have are left
-                     out, and so is what only the host measures: scorers beside the oracle
+                     out unless they are named, and so is what only the host measures: scorers beside the oracle
   --out NAME         writes NAME.csv, NAME.json and NAME.txt, the table, after every line of it
+
+An option that a run would not look at is refused.
 )";
 
 struct Options {
@@ -42,7 +46,7 @@ struct Options {
     std::vector<std::string> scorers, policies, budgets{"75%", "88%", "94%"};
     std::int32_t sequences = 1 << 20, joined = 2, sinks = 4, window = 64, chunk = 1024, threads = 0,
                  speed = 48;
-    bool on_card = false;
+    bool on_card = false, joins = false;  ///< joins: --joined was given
 };
 
 std::int32_t number(const std::string& name, std::string_view text, std::int32_t least, std::int32_t most) {
@@ -67,6 +71,7 @@ std::vector<std::string> list(const std::string& text) {
 
 Options parse(int argc, char** argv) {
     Options o;
+    bool chunks = false;
     for (int i = 1; i < argc; ++i) {
         const std::string name = argv[i];
         if (name == "--help" || name == "-h") {
@@ -77,6 +82,9 @@ Options parse(int argc, char** argv) {
             llama::fail("{}: needs a value, or is not understood\n{}", llama::clipped(name), usage);
         }
         const std::string value = argv[++i];
+        if (value.empty()) {  // a shell's variable that was not set
+            llama::fail("{}: needs a value", name);
+        }
         if (name == "--model") {
             o.model = value;
         } else if (name == "--held-out") {
@@ -91,12 +99,14 @@ Options parse(int argc, char** argv) {
             o.sequences = number(name, value, 1, 1 << 20);
         } else if (name == "--joined") {
             o.joined = number(name, value, 1, 1 << 10);
+            o.joins = true;
         } else if (name == "--sinks") {
             o.sinks = number(name, value, 0, 1 << 20);
         } else if (name == "--window") {
             o.window = number(name, value, 1, 1 << 20);
         } else if (name == "--chunk") {
             o.chunk = number(name, value, 1, 1 << 20);
+            chunks = true;
         } else if (name == "--threads") {
             o.threads = number(name, value, 0, 4096);
         } else if (name == "--speed") {
@@ -111,6 +121,9 @@ Options parse(int argc, char** argv) {
         } else {
             llama::fail("{}: not understood\n{}", llama::clipped(name), usage);
         }
+    }
+    if (chunks && o.on_card) {
+        llama::fail("--chunk: needs --backend host; a card has a chunk of its own");
     }
     return o;
 }
@@ -133,6 +146,45 @@ bool matches(const std::string& pattern, const std::string& name) {
                                   : name == pattern;
 }
 
+/// Refuses files of scorers that would share a name, or that no policy takes, and those that read keys after another window.
+void check_scorers(const Options& o, std::span<const examples::TrainedScorers> trained,
+                   std::span<const std::string> names, std::span<const std::string> known_names,
+                   std::span<const EvaluatedPolicy* const> chosen) {
+    for (const std::string& name : known_names) {
+        if (std::ranges::count(known_names, name) > 1) {
+            llama::fail("--scorers: two policies would be called {}; rename a file", name);
+        }
+    }
+    for (std::size_t i = 0; i < names.size(); ++i) {
+        const std::string own[] = {names[i], names[i] + "-gated", names[i] + "-matched"};
+        if (std::ranges::none_of(chosen, [&](const EvaluatedPolicy* policy) {
+                return std::ranges::find(own, policy->name) != std::end(own);
+            })) {
+            llama::fail("--scorers: {} is taken by none of --policies {}", o.scorers[i],
+                        fmt::join(o.policies, ","));
+        }
+        examples::check_window(trained[i], o.window);
+    }
+}
+
+/// Leaves out policies that a card does not have, and refuses those that were named.
+void keep_those_of_a_card(const Options& o, std::vector<const EvaluatedPolicy*>& chosen) {
+    if (!KVPOLICY_EXAMPLES_CUDA) {
+        llama::fail(
+            "--backend: cuda is not allowed; this program was built without it (KVPOLICY_ENABLE_CUDA)");
+    }
+    for (const EvaluatedPolicy* policy : chosen) {
+        if (!policy->make_on_device && std::ranges::find(o.policies, policy->name) != o.policies.end()) {
+            llama::fail("--policies: {} is not allowed with --backend cuda; a card does not have it",
+                        policy->name);
+        }
+    }
+    std::erase_if(chosen, [](const EvaluatedPolicy* policy) { return !policy->make_on_device; });
+    if (chosen.empty()) {
+        llama::fail("--backend: cuda is not allowed; a card has none of these policies");
+    }
+}
+
 /// Writes what is done so far, and returns the table.
 std::string report(const Options& o, const Run& of, std::span<const Result> done) {
     std::string text = fmt::format(
@@ -141,10 +193,7 @@ std::string report(const Options& o, const Run& of, std::span<const Result> done
     if (!o.out.empty()) {
         write_csv(o.out + ".csv", of, done);
         write_json(o.out + ".json", of, done);
-        std::FILE* file = std::fopen((o.out + ".txt").c_str(), "w");
-        if (file == nullptr || std::fputs(text.c_str(), file) < 0 || std::fclose(file) != 0) {
-            llama::fail("{}.txt: cannot be written", o.out);
-        }
+        examples::write_whole(o.out + ".txt", text);
     }
     return text;
 }
@@ -152,10 +201,20 @@ std::string report(const Options& o, const Run& of, std::span<const Result> done
 int run(int argc, char** argv) {
     const Options o = parse(argc, argv);
     const auto start = std::chrono::steady_clock::now();
+    for (const char* kind : {".csv", ".json", ".txt"}) {
+        if (!o.out.empty()) {
+            examples::check_can_write("--out", o.out + kind);
+        }
+    }
     const kvpolicy::host on(o.threads);
     const llama::Model model = llama::load_model(o.model);
     const llama::Config& config = model.config;
     examples::HeldOut data = examples::read_held_out(o.held_out);
+    if (config.vocab_size == 256 && o.joins) {
+        llama::fail(
+            "--joined: needs a model that does not read bytes, as the held-out text does; {} reads them",
+            o.model);
+    }
     if (config.vocab_size != 256) {
         const llama::Tokenizer tokenizer = llama::read_tokenizer(o.model, config.vocab_size);
         data = examples::tokenize(data, tokenizer, static_cast<std::size_t>(o.joined), 2);
@@ -187,13 +246,9 @@ int run(int argc, char** argv) {
                         fmt::join(known_names, ", "));
         }
     }
+    check_scorers(o, trained, names, known_names, chosen);
     if (o.on_card) {
-        std::erase_if(chosen, [](const EvaluatedPolicy* policy) { return !policy->make_on_device; });
-        if (chosen.empty()) {
-            llama::fail("--backend: cuda is not allowed; {}",
-                        KVPOLICY_EXAMPLES_CUDA ? "a card has none of these policies"
-                                               : "this program was built without it (KVPOLICY_ENABLE_CUDA)");
-        }
+        keep_those_of_a_card(o, chosen);
     }
     std::vector<Result> results;
     std::vector<float> betas;

@@ -1,21 +1,14 @@
 #include "report.hpp"
 
-#include <llama/error.hpp>
+#include "support/whole_file.hpp"
+
 #include <nlohmann/json.hpp>
 
 #include <cmath>
-#include <fstream>
+#include <iterator>
 
 namespace evaluate {
 namespace {
-
-std::ofstream open(const std::filesystem::path& file) {
-    std::ofstream stream(file);
-    if (!stream) {
-        llama::fail("{}: cannot be written", file.string());
-    }
-    return stream;
-}
 
 double rounded(double x) { return std::round(x * 1e3) / 1e3; }
 
@@ -38,20 +31,19 @@ std::string table(const Run& run, std::span<const Result> results) {
 }
 
 void write_csv(const std::filesystem::path& file, const Run& run, std::span<const Result> results) {
-    std::ofstream out = open(file);
-    out << "model,policy,label,budget,compression,sequences,length,bits_per_byte,nll_per_token,recall_exact,"
-           "recall_first_digit,recall_digits,lookups,rows_per_head,cache_mib,tokens_per_s\n";
+    std::string text =
+        "model,policy,label,budget,compression,sequences,length,bits_per_byte,nll_per_token,recall_exact,"
+        "recall_first_digit,recall_digits,lookups,rows_per_head,cache_mib,tokens_per_s\n";
     for (const Result& r : results) {
         const examples::Score& s = r.score;
-        out << fmt::format(
+        fmt::format_to(
+            std::back_inserter(text),
             "{},{},\"{}\",{},{:.4f},{},{},{:.5f},{:.5f},{:.5f},{:.5f},{:.5f},{},{:.1f},{:.3f},{:.1f}\n",
             run.model, r.policy->name, r.policy->label, r.budget, run.compression(r), s.sequences, run.length,
             s.bits_per_byte(), s.nll_per_token(), s.recall(), s.first_digit(), s.digit_accuracy(), s.answers,
             s.rows_per_head(), r.mib, r.tokens_per_second);
     }
-    if (!out.flush()) {
-        llama::fail("{}: cannot be written; is the disk full?", file.string());
-    }
+    examples::write_whole(file, text);
 }
 
 void write_json(const std::filesystem::path& file, const Run& run, std::span<const Result> results) {
@@ -100,11 +92,7 @@ void write_json(const std::filesystem::path& file, const Run& run, std::span<con
         }
         all["results"].push_back(std::move(one));
     }
-    std::ofstream out = open(file);
-    out << all.dump() << '\n';
-    if (!out.flush()) {
-        llama::fail("{}: cannot be written; is the disk full?", file.string());
-    }
+    examples::write_whole(file, all.dump() + '\n');
 }
 
 }  // namespace evaluate

@@ -28,7 +28,7 @@ std::map<std::string, std::string> Trainer<S>::run_settings() const {
     put("steps", o.steps);
     put("batch", o.batch);
     put("sequences", source_.count());
-    put("length", source_.get(0).length);
+    put("length", length_);
     put("budgets", fmt::format("{}", fmt::join(o.budgets, ",")));
     put("beta", examples::beta_name(o.target.beta));
     put("aggregate", aggregate_name(o.target.aggregate));

@@ -21,6 +21,7 @@
 #include <functional>
 #include <memory>
 #include <optional>
+#include <utility>
 
 namespace train {
 namespace {
@@ -196,24 +197,49 @@ void refuse_empty(const Options& o, Data& data, const LossSums& sums) {
     }
 }
 
+#if KVPOLICY_TRAIN_ON_CUDA
+using Clock = std::chrono::steady_clock;
+double milliseconds(Clock::time_point from) {
+    return std::chrono::duration<double, std::milli>(Clock::now() - from).count();
+}
+
+/// Says how long sequences take to come, from a file for instance: that is no part of a step.
+class TimedSource final : public QkvSource {
+  public:
+    explicit TimedSource(QkvSource& source) : source_(source) {}
+    const QkvShape& shape() const override { return source_.shape(); }
+    std::size_t count() const override { return source_.count(); }
+    const Example& get(std::size_t index) override {
+        const auto start = Clock::now();
+        const Example& example = source_.get(index);
+        spent_ += milliseconds(start);
+        return example;
+    }
+    /// Since the last call.
+    double spent() { return std::exchange(spent_, 0.0); }
+
+  private:
+    QkvSource& source_;
+    double spent_ = 0.0;
+};
+#endif
+
 /// --compare: losses of both backends at every step, and what a step takes. The card's time is that of steps that follow, since
 /// reading a loss is not part of one.
 template <class S>
 void compare(const kvpolicy::host& on, const Options& o, Data& data) {
 #if KVPOLICY_TRAIN_ON_CUDA
-    using Clock = std::chrono::steady_clock;
-    const auto milliseconds = [](Clock::time_point from) {
-        return std::chrono::duration<double, std::milli>(Clock::now() - from).count();
-    };
-    Trainer<S> host(on, o, *data.training, nullptr);
-    DeviceTrainer<S> card(on, o, *data.training, nullptr);
+    TimedSource source(*data.training);
+    Trainer<S> host(on, o, source, nullptr);
+    DeviceTrainer<S> card(on, o, source, nullptr);
     card.hold_all();
     double of_host = 0.0, most = 0.0;
     fmt::print("{}\n step  loss: host      cuda  agreement: host   cuda\n", o.spec.architecture());
     for (std::int64_t i = 0; i < o.compare; ++i) {
+        source.spent();
         const auto start = Clock::now();
         host.step();
-        of_host += milliseconds(start);
+        of_host += milliseconds(start) - source.spent();
         card.step();
         const LossSums a = host.take(), b = card.take();
         refuse_empty(o, data, a);
@@ -221,13 +247,15 @@ void compare(const kvpolicy::host& on, const Options& o, Data& data) {
         fmt::print("{:>5}  {:>10.6f}  {:>8.6f}  {:>14.4f}  {:.4f}\n", i + 1, a.loss, b.loss, a.agreement(),
                    b.agreement());
     }
+    source.spent();
     const auto start = Clock::now();
     for (std::int64_t i = 0; i < o.compare; ++i) {
         card.step();
     }
-    const double enqueued = milliseconds(start) / static_cast<double>(o.compare);
+    const double read = source.spent();  // what the card had no room to hold
+    const double enqueued = (milliseconds(start) - read) / static_cast<double>(o.compare);
     static_cast<void>(card.take());
-    const double of_card = milliseconds(start) / static_cast<double>(o.compare);
+    const double of_card = (milliseconds(start) - read) / static_cast<double>(o.compare);
     of_host /= static_cast<double>(o.compare);
     fmt::print(
         "largest difference of losses: {:.2e}\nhost: {:.1f} ms a step on {} threads; cuda: {:.3f} ms a step, "
@@ -250,6 +278,10 @@ void run_training(const kvpolicy::host& on, const Options& o, Data& data) {
     Trainer<S>& trainer = *made;
     if (!o.resume.empty()) {
         trainer.resume(o.resume);
+        if (o.stop_after > 0 && o.stop_after <= trainer.steps_done()) {
+            llama::fail("--stop-after: {} is not allowed; {} is of step {}, and it must be more",
+                        o.stop_after, o.resume, trainer.steps_done());
+        }
     }
     std::size_t parameters = 0;
     for (const auto& array : trainer.stack().arrays) {
@@ -292,8 +324,7 @@ void run_training(const kvpolicy::host& on, const Options& o, Data& data) {
     }
     progress.done();
     if (trainer.steps_done() < o.steps) {
-        fmt::print("left off after step {}{}\n", trainer.steps_done(),
-                   o.checkpoint.empty() ? "" : "; --resume " + o.checkpoint + " goes on");
+        fmt::print("left off after step {}; --resume {} goes on\n", trainer.steps_done(), o.checkpoint);
         return;
     }
     trainer.round_weights();
@@ -348,6 +379,7 @@ void dump_tokens(const Options& o, const std::string& folder, Data& data) {
 
 int run(int argc, char** argv) {
     Options o = parse(argc, argv);
+    check_files(o);
     const kvpolicy::host on(o.threads);
     Data data;
     const std::string folder = o.model.empty() ? KVPOLICY_BYTE_MODEL : o.model;
@@ -362,9 +394,10 @@ int run(int argc, char** argv) {
     if (o.qkv.empty()) {
         open_sources(o, folder, on, data);
     } else {
-        data.training = file_source(on, o.qkv, o.target);
-        if (!o.held_out.empty()) {
-            data.held_out = file_source(on, o.held_out, o.target);
+        data.training = file_source(on, o.qkv, o.target, static_cast<std::size_t>(o.sequences));
+        if (!o.held_out.empty() && o.held_out_sequences > 0) {
+            data.held_out =
+                file_source(on, o.held_out, o.target, static_cast<std::size_t>(o.held_out_sequences));
         }
     }
     const QkvShape& shape = data.training->shape();

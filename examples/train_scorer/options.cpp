@@ -1,12 +1,18 @@
 #include "options.hpp"
 
+#include "support/whole_file.hpp"
+
 #include <llama/error.hpp>
 
+#include <algorithm>
 #include <charconv>
 #include <cstdlib>
+#include <filesystem>
 #include <functional>
+#include <initializer_list>
 #include <limits>
 #include <map>
+#include <set>
 #include <string_view>
 
 namespace train {
@@ -19,26 +25,29 @@ q, k, v of a frozen model:
   --text FILE             any text; the byte model's own training text comes from
                             tools/make_corpus && tar -xJf build/corpus/corpus.tar.xz -C build/corpus train.txt
   --length S              tokens a sequence (4096)
-  --sequences N           sequences of the text, visited again and again (48)
+  --sequences N           at most so many sequences, visited again and again (48; of a file of q, k, v all)
   --pairs N               look-ups "@AB:1234" woven into each (32 for models that read bytes, else 0)
   --tokens FILE           instead of a text: token ids, a sequence a line, with spaces between
   --qkv FILE              instead of a model: a file of q, k and v (docs/training.md)
   --held-out FILE         sequences to watch, never trained on: text, or q, k, v (default: the model's eval.bin,
                           for models without one the byte model's in their own tokens, two of its sequences as one)
-  --held-out-sequences N  (2; 0: none)
+  --held-out-sequences N  at most so many of them (2; of a file of q, k, v all; 0: none)
   --dump FILE             write q, k, v of the sequences to FILE instead of training
   --dump-eval             with --dump: the default sequences to hold out instead of the text's
-  --dump-targets LIST     with --dump: targets for these betas instead of q, as in 1,2,4,inf
+  --dump-targets LIST     with --dump: targets for these betas instead of q, as in 1,2,4,inf; of --window, --aggregate, --look-ahead
   --dump-tokens FILE      write the tokens of the sequences to FILE instead, for --tokens
 
 the scorer (one a layer and KV head) and its policy:
-  --scorer mlp|mlstm      (mlp)   --hidden N (128)   --d-qk N (64)   --d-v N (32)   --softcap C (15; 0: none)
+  --scorer mlp|mlstm      (mlp)
+  --hidden N              mlp (128)
+  --d-qk N  --d-v N       mlstm: width of the features (64) and of the memory's values (32)
+  --softcap C             mlstm: of the gates (15; 0: none)
   --norm  --skip          mlstm: RMS norm before the read-out; skip connection
   --immediate             mlstm: scores on arrival, not when a key leaves the window
   --sinks N (4)  --window N (64)  --budgets LIST of rows a head, taken in turn (1024,512,256)
   --beta B (2)            of the target, 1 (the paper's) to inf   --aggregate max|mean (max)
   --look-ahead L          only that many queries after the window count for the target (all)
-  --no-decay              no learned decay   --gamma-min G (0.999)   --gamma-max G (1)
+  --no-decay              no learned decay, which is else from --gamma-min G (0.999) to --gamma-max G (1)
 
 the loss and the optimiser:
   --temperature T (1)  --omega-min O (0)  --margin-temperature T (1)  --no-balance
@@ -56,7 +65,11 @@ what comes out:
   --out FILE              the scorers (scorers.safetensors); matrices in bf16 unless --fp32
   --metrics FILE          JSON lines: training and held-out numbers
   --evaluate-every N      steps between looks at held-out sequences (100)
-  --checkpoint FILE  --checkpoint-every N  --stop-after N  --resume FILE
+  --checkpoint FILE       written after the last step, and every so many with --checkpoint-every N
+  --stop-after N          with --checkpoint: leave off after this step
+  --resume FILE           go on from a checkpoint
+
+An option that a run would not look at is refused.
 )";
 
 namespace {
@@ -90,9 +103,121 @@ float beta_of(std::string_view text) {
 constexpr std::int32_t many = 1 << 30;
 std::int32_t rows_of(std::string_view text) { return number("--budgets", text, 1, many); }
 
+using Given = std::set<std::string, std::less<>>;
+using Names = std::initializer_list<std::string_view>;
+
+/// The first of these options that was given is refused: it needs `what`, or does not go with it.
+void refuse(const Given& given, Names names, std::string_view what) {
+    for (const std::string_view name : names) {
+        if (given.contains(name)) {
+            llama::fail("{}: {}", name, what);
+        }
+    }
+}
+void refuse_others(const Given& given, Names allowed, std::string_view what) {
+    for (const std::string& name : given) {
+        if (std::ranges::find(allowed, name) == allowed.end()) {
+            llama::fail("{}: {}", name, what);
+        }
+    }
+}
+
+/// What is done, and with which sequences.
+void check_source(const Options& o, const Given& given) {
+    const int sources = (o.text.empty() ? 0 : 1) + (o.tokens.empty() ? 0 : 1) + (o.qkv.empty() ? 0 : 1);
+    if (o.dump_eval && (o.dump.empty() || sources > 0)) {
+        llama::fail("--dump-eval: goes with --dump, and without --text, --tokens and --qkv");
+    }
+    if (!o.dump_eval && sources != 1) {
+        llama::fail(
+            "--text FILE, --tokens FILE or --qkv FILE is needed, one of them. Any text will do; the byte "
+            "model's own "
+            "training "
+            "text comes from\n  tools/make_corpus && tar -xJf build/corpus/corpus.tar.xz -C build/corpus "
+            "train.txt");
+    }
+    if (!o.dump.empty() && !o.qkv.empty()) {
+        llama::fail("--dump: needs --text or --tokens, since a file of q, k, v is there already");
+    }
+    if (!o.dump_tokens.empty() && (o.text.empty() || !o.dump.empty())) {
+        llama::fail("--dump-tokens: goes with --text, and without --dump");
+    }
+    if (!o.qkv.empty()) {
+        refuse(given, {"--model"}, "needs --text or --tokens; beside q, k, v of a file no model runs");
+        if (o.held_out.empty() && o.held_out_sequences > 0) {
+            refuse(given, {"--held-out-sequences"}, "needs --held-out, where q, k, v come from a file");
+        }
+    }
+    // A text to hold out is cut as the other is.
+    if (o.text.empty() && (!o.qkv.empty() || o.held_out.empty())) {
+        refuse(given, {"--length", "--pairs"}, "needs --text, whose sequences are cut so");
+    }
+}
+
+/// Options of training, where something else is done.
+void check_task(const Options& o, const Given& given) {
+    if (!o.dump.empty()) {
+        refuse_others(given,
+                      {"--model", "--text", "--tokens", "--length", "--pairs", "--sequences", "--seed",
+                       "--threads", "--backend", "--model-rows", "--dump", "--dump-eval", "--dump-targets",
+                       "--window", "--aggregate", "--look-ahead"},
+                      "does not go with --dump, which trains nothing");
+        if (o.dump_targets.empty()) {
+            refuse(given, {"--window", "--aggregate", "--look-ahead"},
+                   "with --dump needs --dump-targets; q, k and v do not depend on it");
+        }
+        if (o.text.empty()) {
+            refuse(given, {"--seed"}, "with --dump needs --text, whose sequences are drawn by it");
+        }
+        return;
+    }
+    refuse(given, {"--dump-targets"}, "needs --dump");
+    if (!o.dump_tokens.empty()) {
+        refuse_others(given,
+                      {"--model", "--text", "--length", "--pairs", "--sequences", "--seed", "--threads",
+                       "--dump-tokens"},
+                      "does not go with --dump-tokens, which runs no model and trains nothing");
+    }
+    if (o.compare > 0) {
+        refuse(given,
+               {"--held-out", "--held-out-sequences", "--out", "--fp32", "--metrics", "--evaluate-every",
+                "--checkpoint", "--checkpoint-every", "--stop-after", "--resume"},
+               "does not go with --compare, which writes nothing and holds nothing out");
+    }
+}
+
+/// Options that need another one.
+void check_needs(const Options& o, const Given& given) {
+    if (o.spec.kind == "mlp") {
+        refuse(given, {"--immediate"}, "is for --scorer mlstm; an mlp always scores on arrival");
+        refuse(given, {"--d-qk", "--d-v", "--softcap", "--norm", "--skip"}, "needs --scorer mlstm");
+    } else {
+        refuse(given, {"--hidden"}, "needs --scorer mlp");
+    }
+    if (!o.decay) {
+        refuse(given, {"--gamma-min", "--gamma-max"}, "does not go with --no-decay");
+    }
+    if (o.positions == 0) {
+        refuse(given, {"--late"}, "does not go with --positions 0, which takes all queries");
+    }
+    if (o.checkpoint.empty()) {
+        refuse(given, {"--checkpoint-every"}, "needs --checkpoint");
+        refuse(given, {"--stop-after"}, "needs --checkpoint, or what was trained would be lost");
+    }
+    if (!o.on_device) {
+        refuse(given, {"--rows", "--model-rows"}, "needs --backend cuda; the host computes in fp32");
+        refuse(given, {"--compare"}, "goes with --backend cuda");
+    }
+    if (!o.qkv.empty()) {
+        refuse(given, {"--model-rows"}, "needs --text or --tokens; beside q, k, v of a file no model runs");
+    }
+}
+
+bool trains(const Options& o) { return o.dump.empty() && o.dump_tokens.empty() && o.compare == 0; }
+
 }  // namespace
 
-Options parse(int argc, char** argv) {
+Options parse(int argc, const char* const* argv) {
     Options o;
     const std::int64_t forever = std::int64_t{1} << 40;
     std::string name, value;
@@ -171,6 +296,7 @@ Options parse(int argc, char** argv) {
         {"--no-decay", [&] { o.decay = false; }},     {"--no-balance", [&] { o.balance = false; }},
         {"--fp32", [&] { o.fp32 = true; }},
     };
+    Given given;
     for (int i = 1; i < argc; ++i) {
         name = argv[i];
         if (name == "--help" || name == "-h") {
@@ -179,59 +305,93 @@ Options parse(int argc, char** argv) {
         }
         if (const auto flag = flags.find(name); flag != flags.end()) {
             flag->second();
+            given.insert(name);
             continue;
         }
         const auto option = with_value.find(name);
         if (option == with_value.end()) {
             llama::fail("{}: not understood; --help lists what is", llama::clipped(name));
         }
-        if (i + 1 == argc) {
+        // A shell's empty variable, or a value that was forgotten.
+        if (i + 1 == argc || *argv[i + 1] == '\0' || with_value.contains(argv[i + 1]) ||
+            flags.contains(argv[i + 1])) {
             llama::fail("{}: needs a value", name);
         }
         value = argv[++i];
         option->second();
+        given.insert(name);
     }
-    const int sources = (o.text.empty() ? 0 : 1) + (o.tokens.empty() ? 0 : 1) + (o.qkv.empty() ? 0 : 1);
-    if (o.dump_eval && (o.dump.empty() || sources > 0)) {
-        llama::fail("--dump-eval: goes with --dump, and without --text, --tokens and --qkv");
-    }
-    if (!o.dump_eval && sources != 1) {
-        llama::fail(
-            "--text FILE, --tokens FILE or --qkv FILE is needed, one of them. Any text will do; the byte "
-            "model's own "
-            "training "
-            "text comes from\n  tools/make_corpus && tar -xJf build/corpus/corpus.tar.xz -C build/corpus "
-            "train.txt");
-    }
-    if (!o.dump.empty() && !o.qkv.empty()) {
-        llama::fail("--dump: needs --text or --tokens, since a file of q, k, v is there already");
-    }
-    if (!o.dump_tokens.empty() && (o.text.empty() || !o.dump.empty())) {
-        llama::fail("--dump-tokens: goes with --text, and without --dump");
-    }
+    check_source(o, given);
+    check_task(o, given);
+    check_needs(o, given);
     if (o.spec.gamma_min > o.spec.gamma_max) {
         llama::fail("--gamma-min: {} is not allowed; it must be at most --gamma-max, {}", o.spec.gamma_min,
                     o.spec.gamma_max);
     }
     for (const std::int32_t rows : o.budgets) {
-        if (rows <= o.spec.sinks + o.spec.window) {
+        if (o.dump.empty() && rows <= o.spec.sinks + o.spec.window) {
             llama::fail("--budgets: {} is not allowed; it must be more than sinks and window, {}", rows,
                         o.spec.sinks + o.spec.window);
         }
     }
-    if (o.immediate && o.spec.kind == "mlp") {
-        llama::fail("--immediate: is for --scorer mlstm; an mlp always scores on arrival");
-    }
-    if (o.compare > 0 && !o.on_device) {
-        llama::fail("--compare: goes with --backend cuda");
-    }
     if (o.compare > o.steps) {
         llama::fail("--compare: {} is not allowed; it must be at most --steps, {}", o.compare, o.steps);
+    }
+    if (!o.qkv.empty()) {  // a file's are there; a model would have to run for more
+        o.sequences = given.contains("--sequences") ? o.sequences : many;
+        o.held_out_sequences = given.contains("--held-out-sequences") ? o.held_out_sequences : many;
     }
     o.target.window = o.spec.window;
     o.target.leave_out = o.on_device && o.compare == 0 && o.dump.empty();
     o.spec.delay = o.spec.kind == "mlstm" && !o.immediate ? o.spec.window : 0;
     return o;
+}
+
+void check_files(const Options& o) {
+    struct File {
+        const char* option;
+        const std::string& name;
+    };
+    const bool ends = o.stop_after == 0 || o.stop_after >= o.steps;
+    const std::string none;
+    const File written[] = {{"--dump", o.dump},
+                            {"--dump-tokens", o.dump_tokens},
+                            {"--out", trains(o) && ends ? o.out : none},
+                            {"--checkpoint", o.checkpoint}};
+    const File others[] = {{"--text", o.text},         {"--tokens", o.tokens},   {"--qkv", o.qkv},
+                           {"--held-out", o.held_out}, {"--metrics", o.metrics}, {"--resume", o.resume}};
+    const auto refuse_same = [](const File& one, const File& other) {
+        const auto place = [](const std::string& name) {
+            std::error_code ignored;
+            return name.empty() ? std::filesystem::path{} : std::filesystem::weakly_canonical(name, ignored);
+        };
+        const std::filesystem::path here = place(one.name);
+        if (!here.empty() && here == place(other.name)) {
+            llama::fail("{}: {} is the file of {}, too; another one is needed", one.option, one.name,
+                        other.option);
+        }
+    };
+    for (const File& file : written) {
+        for (const File& other : written) {
+            if (&other != &file) {
+                refuse_same(file, other);
+            }
+        }
+        for (const File& other : others) {
+            // A run may go on in its checkpoint.
+            if (&file.name != &o.checkpoint || &other.name != &o.resume) {
+                refuse_same(file, other);
+            }
+        }
+        if (!file.name.empty()) {
+            examples::check_can_write(file.option, file.name);
+        }
+    }
+    for (const File& other : others) {
+        if (&other.name != &o.metrics) {
+            refuse_same({"--metrics", o.metrics}, other);
+        }
+    }
 }
 
 }  // namespace train

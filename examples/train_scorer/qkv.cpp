@@ -83,9 +83,10 @@ class ModelSource final : public QkvSource {
 
 class FileSource final : public QkvSource {
   public:
-    FileSource(const kvpolicy::host& on, const std::filesystem::path& path, const TargetOptions& target)
+    FileSource(const kvpolicy::host& on, const std::filesystem::path& path, const TargetOptions& target,
+               std::size_t most)
         : on_(on), file_(path), target_(target) {
-        while (file_.find(name(count_, 0, "k")) != nullptr) {
+        while (count_ < most && file_.find(name(count_, 0, "k")) != nullptr) {
             ++count_;
         }
         if (count_ == 0) {
@@ -306,8 +307,8 @@ std::unique_ptr<QkvSource> model_source(const kvpolicy::host& on, const llama::C
 }
 
 std::unique_ptr<QkvSource> file_source(const kvpolicy::host& on, const std::filesystem::path& file,
-                                       const TargetOptions& target) {
-    return std::make_unique<FileSource>(on, file, target);
+                                       const TargetOptions& target, std::size_t most) {
+    return std::make_unique<FileSource>(on, file, target, most);
 }
 
 void write_dump(const kvpolicy::host& on, const llama::Config& c, const Observer& observe, std::size_t count,

@@ -24,6 +24,7 @@
 #include <cstdint>
 #include <filesystem>
 #include <functional>
+#include <limits>
 #include <memory>
 #include <span>
 #include <string>
@@ -99,11 +100,12 @@ std::unique_ptr<QkvSource> model_source(const kvpolicy::host& on, const llama::C
                                         std::function<std::vector<std::int32_t>(std::size_t)> tokens,
                                         const TargetOptions& target);
 
-/// Reads a file of the form above. Targets that it lacks are computed from q once, and kept. Throws llama::Error for a file
+/// Reads at most `most` sequences of a file of the form above. Targets that it lacks are computed from q once, and kept. Throws llama::Error for a file
 /// without sequences, tensors that are missing, of another shape than their neighbours, or not finite (named with head and
 /// position), and sequences with no q and no target.
 std::unique_ptr<QkvSource> file_source(const kvpolicy::host& on, const std::filesystem::path& file,
-                                       const TargetOptions& target);
+                                       const TargetOptions& target,
+                                       std::size_t most = std::numeric_limits<std::size_t>::max());
 
 /// Writes `count` sequences of a model in that form: q, k, v in bf16; or, with betas, the targets instead of q, which is
 /// much smaller. progress(index) is called before each.

@@ -2,6 +2,8 @@
 
 #include <kvpolicy/core/random.hpp>
 
+#include "support/whole_file.hpp"
+
 #include <llama/error.hpp>
 
 #include <algorithm>
@@ -230,13 +232,11 @@ std::vector<std::vector<std::int32_t>> read_tokens(const std::filesystem::path& 
 }
 
 void write_tokens(const std::filesystem::path& file, std::span<const std::vector<std::int32_t>> sequences) {
-    std::ofstream stream(file);
+    std::string text;
     for (const std::vector<std::int32_t>& tokens : sequences) {
-        stream << fmt::format("{}\n", fmt::join(tokens, " "));
+        fmt::format_to(std::back_inserter(text), "{}\n", fmt::join(tokens, " "));
     }
-    if (!stream.flush()) {
-        llama::fail("{}: cannot be written", file.string());
-    }
+    examples::write_whole(file, text);
 }
 
 }  // namespace train

@@ -14,6 +14,7 @@ function(run)
         message(FATAL_ERROR "${line}: exits with ${result}: ${output}${error}")
     endif()
     message("${line}\n${output}")
+    set(output "${output}" PARENT_SCOPE)
 endfunction()
 function(refused sentence)
     execute_process(COMMAND ${TRAIN_SCORER} ${ARGN} WORKING_DIRECTORY ${FOLDER}
@@ -42,6 +43,14 @@ run(${TRAIN_SCORER} --qkv targets.safetensors --held-out targets.safetensors ${t
 same(a.safetensors b.safetensors)
 run(${TRAIN_SCORER} --qkv qkv.safetensors ${train} --scorer mlstm --norm --skip --d-qk 16 --d-v 8
     --beta inf --metrics m.jsonl --out c.safetensors)
+if(NOT output MATCHES "6 steps of 1 of 3 sequences" OR output MATCHES "held-out")
+    message(FATAL_ERROR "three sequences, nothing held out: ${output}")
+endif()
+run(${TRAIN_SCORER} --qkv qkv.safetensors --sequences 2 --held-out qkv.safetensors --held-out-sequences 0 ${train}
+    --steps 1 --out g.safetensors)
+if(NOT output MATCHES "1 steps of 1 of 2 sequences" OR output MATCHES "held-out")
+    message(FATAL_ERROR "two sequences, nothing held out: ${output}")
+endif()
 run(${TRAIN_SCORER} --text ${TEXT} ${small} ${train} --held-out ${TEXT} --held-out-sequences 1 --scorer mlstm
     --immediate --d-qk 16 --d-v 8 --out d.safetensors)
 run(${TRAIN_SCORER} --text ${TEXT} ${small} --dump-tokens tokens.txt)
@@ -77,6 +86,17 @@ file(WRITE ${FOLDER}/bad.txt "1 2 3\n4 5\n")
 refused("bad.txt: line 2 has 2 ids" --tokens bad.txt)
 refused("one of them" --tokens tokens.txt --text ${TEXT})
 refused("--dump-tokens: goes with --text" --tokens tokens.txt --dump-tokens again.txt)
+# What would be found out too late; nothing is left behind. tests/examples/test_train_scorer.cpp has the others.
+refused("--stop-after: needs --checkpoint, or what was trained would be lost" --qkv qkv.safetensors ${train} --stop-after 3)
+refused("--out: missing/x.safetensors cannot be written; its folder must be there" --qkv qkv.safetensors ${train}
+    --out missing/x.safetensors)
+refused("--checkpoint: missing/half cannot be written" --qkv qkv.safetensors ${train} --out h.safetensors
+    --checkpoint missing/half)
+if(EXISTS ${FOLDER}/h.safetensors.part OR EXISTS ${FOLDER}/missing)
+    message(FATAL_ERROR "a refused run leaves files behind")
+endif()
+refused("--stop-after: 3 is not allowed; half is of step 3, and it must be more" --qkv targets.safetensors ${train}
+    --resume half --checkpoint half --stop-after 3)
 refused("look-ahead 50. nor" --qkv ahead.safetensors --budgets 128 --look-ahead 50)
 refused("has neither sequences.0.layers.0.target.1" --qkv targets.safetensors --beta 1 --budgets 128)
 refused("no query has a decision to learn from" --qkv qkv.safetensors)

@@ -116,6 +116,7 @@ Trainer<S>::Trainer(const kvpolicy::host& on, const Options& options, QkvSource&
 template <class S>
 void Trainer<S>::standardize_inputs() {
     const Example& example = source_.get(0);
+    length_ = example.length;
     const QkvShape& shape = source_.shape();
     const std::int32_t inputs = shape.dim_k + shape.dim_v;
     for (std::int32_t l = 0; l < shape.layers; ++l) {

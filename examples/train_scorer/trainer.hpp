@@ -101,6 +101,7 @@ class Trainer {
     std::int64_t epoch_ = -1;
     std::vector<std::uint32_t> order_;  // of the sequences in this epoch
     std::vector<unsigned char> memory_;
+    std::int32_t length_ = 0;  // of the first sequence, which a model may have to run for
 };
 
 }  // namespace train

@@ -14,10 +14,14 @@
 
 #include <doctest/doctest.h>
 
+#include <algorithm>
 #include <cmath>
+#include <filesystem>
 #include <limits>
 #include <set>
 #include <string>
+#include <utility>
+#include <vector>
 
 using namespace train;
 using namespace training_test;
@@ -66,7 +70,165 @@ void resumes(const std::string& kind) {
     CHECK(contains(message_of([&] { wider.resume(checkpoint); }), "checkpoint of another architecture"));
 }
 
+/// Of a command line, without the program's name; words have single spaces between.
+Options parsed(const std::string& line) {
+    std::vector<std::string> words;
+    for (std::size_t at = 0; at < line.size();) {
+        const std::size_t space = std::min(line.find(' ', at), line.size());
+        words.push_back(line.substr(at, space - at));
+        at = space + 1;
+    }
+    std::vector<const char*> pointers{"train_scorer"};
+    for (const std::string& word : words) {
+        pointers.push_back(word == "''" ? "" : word.c_str());
+    }
+    return parse(static_cast<int>(pointers.size()), pointers.data());
+}
+std::string refusal_of(const std::string& line) {
+    return message_of([&] { static_cast<void>(parsed(line)); });
+}
+
+/// Counts what is asked of another source.
+class CountedSource final : public QkvSource {
+  public:
+    explicit CountedSource(QkvSource& source) : source_(source) {}
+    const QkvShape& shape() const override { return source_.shape(); }
+    std::size_t count() const override { return source_.count(); }
+    const Example& get(std::size_t index) override {
+        ++asked;
+        return source_.get(index);
+    }
+    int asked = 0;
+
+  private:
+    QkvSource& source_;
+};
+
 }  // namespace
+
+TEST_CASE("options that a run would not look at are refused") {
+    const std::pair<const char*, const char*> refused[] = {
+        {"--qkv q --stop-after 3", "--stop-after: needs --checkpoint, or what was trained would be lost"},
+        {"--qkv q --checkpoint-every 3", "--checkpoint-every: needs --checkpoint"},
+        {"--qkv q --rows bf16", "--rows: needs --backend cuda; the host computes in fp32"},
+        {"--text t --model-rows bf16", "--model-rows: needs --backend cuda; the host computes in fp32"},
+        {"--qkv q --backend cuda --model-rows bf16", "--model-rows: needs --text or --tokens"},
+        {"--qkv q --norm", "--norm: needs --scorer mlstm"},
+        {"--qkv q --skip --scorer mlp", "--skip: needs --scorer mlstm"},
+        {"--qkv q --d-qk 8", "--d-qk: needs --scorer mlstm"},
+        {"--qkv q --d-v 8", "--d-v: needs --scorer mlstm"},
+        {"--qkv q --softcap 0", "--softcap: needs --scorer mlstm"},
+        {"--qkv q --immediate", "--immediate: is for --scorer mlstm; an mlp always scores on arrival"},
+        {"--qkv q --scorer mlstm --hidden 8", "--hidden: needs --scorer mlp"},
+        {"--qkv q --no-decay --gamma-max 0.9", "--gamma-max: does not go with --no-decay"},
+        {"--qkv q --positions 0 --late 1", "--late: does not go with --positions 0, which takes all queries"},
+        {"--qkv q --model m", "--model: needs --text or --tokens; beside q, k, v of a file no model runs"},
+        {"--qkv q --held-out h --length 64", "--length: needs --text, whose sequences are cut so"},
+        {"--tokens t --pairs 4", "--pairs: needs --text, whose sequences are cut so"},
+        {"--qkv q --held-out-sequences 2", "--held-out-sequences: needs --held-out"},
+        {"--qkv q --compare 3", "--compare: goes with --backend cuda"},
+        {"--qkv q --backend cuda --compare 301", "--compare: 301 is not allowed; it must be at most --steps"},
+        {"--text t --dump d --steps 3", "--steps: does not go with --dump, which trains nothing"},
+        {"--text t --dump d --backend cuda --compare 3", "--compare: does not go with --dump"},
+        {"--text t --dump d --backend cuda --rows fp32", "--rows: does not go with --dump"},
+        {"--text t --dump d --window 8", "--window: with --dump needs --dump-targets"},
+        {"--tokens t --dump d --seed 2", "--seed: with --dump needs --text, whose sequences are drawn by it"},
+        {"--dump-eval --dump d --length 64", "--length: needs --text, whose sequences are cut so"},
+        {"--text t --dump-targets 1,2", "--dump-targets: needs --dump"},
+        {"--text t --dump-tokens d --backend cuda", "--backend: does not go with --dump-tokens"},
+        {"--text t --dump-tokens d --compare 3", "--compare: does not go with --dump-tokens"},
+        {"--qkv q --checkpoint ''", "--checkpoint: needs a value"},
+        {"--qkv q --out --fp32", "--out: needs a value"},
+        {"--qkv q --out", "--out: needs a value"},
+    };
+    for (const auto& [line, sentence] : refused) {
+        CAPTURE(line);
+        CHECK(refusal_of(line).starts_with(sentence));
+    }
+    for (const char* name : {"--held-out h", "--held-out-sequences 1", "--out o", "--fp32", "--metrics m",
+                             "--evaluate-every 2", "--checkpoint c", "--resume r"}) {
+        const std::string line = std::string("--text t --backend cuda --compare 3 ") + name;
+        CAPTURE(line);
+        CHECK(contains(refusal_of(line), ": does not go with --compare, which writes nothing"));
+    }
+    // What the tools and the pages say.
+    for (const char* line :
+         {"--text t --model m --sequences 4 --seed 2 --dump d --dump-targets 1,inf --threads 1",
+          "--text t --model m --pairs 96 --sequences 40 --seed 2 --dump-tokens d",
+          "--dump-eval --model m --sequences 4 --backend cuda --model-rows bf16 --threads 1 --dump d",
+          "--tokens t --sequences 4 --model m --backend cuda --threads 1 --dump d",
+          "--tokens t --look-ahead 9 --aggregate mean --window 512 --dump d --dump-targets 2",
+          "--text t --held-out h --held-out-sequences 1 --scorer mlstm --immediate --stop-after 2 "
+          "--checkpoint c",
+          "--tokens t --held-out h --length 512 --pairs 2 --sequences 9 --seed 3 --metrics m --out o",
+          "--qkv q --held-out h --held-out-sequences 0 --sequences 16 --seed 3 --metrics m --out o --threads "
+          "1",
+          "--qkv q --backend cuda --rows fp32 --scorer mlstm --norm --skip --softcap 5 --compare 200 "
+          "--warm-up 0",
+          "--qkv q --resume half --checkpoint half --checkpoint-every 2 --no-decay --positions 0"}) {
+        CAPTURE(line);
+        CHECK(refusal_of(line) == "");
+    }
+    CHECK(parsed("--text t").sequences == 48);
+    CHECK(parsed("--text t").held_out_sequences == 2);
+    const Options of_file = parsed("--qkv q --held-out h");
+    CHECK(of_file.sequences > 1000);
+    CHECK(of_file.held_out_sequences > 1000);
+    CHECK(parsed("--qkv q --held-out h --held-out-sequences 3").held_out_sequences == 3);
+}
+
+TEST_CASE("a file that could not be written is refused before anything is done") {
+    const test::Folder folder;
+    const std::string here = folder.path().string() + "/";
+    const auto refusal = [&](const std::string& line) {
+        return message_of([&] { check_files(parsed(line)); });
+    };
+    CHECK(contains(refusal("--qkv q --out " + here + "no/o"),
+                   "--out: " + here + "no/o cannot be written; its folder must be there"));
+    CHECK(contains(refusal("--qkv q --out " + here), "cannot be written; it is a folder or a device"));
+    CHECK(contains(refusal("--qkv q --out " + here + "o --checkpoint " + here + "no/c"), "--checkpoint: "));
+    CHECK(contains(refusal("--text t --dump " + here + "no/d"), "--dump: "));
+    CHECK(contains(refusal("--text t --dump-tokens " + here + "no/d"), "--dump-tokens: "));
+    // One file for two things.
+    CHECK(contains(refusal("--qkv " + here + "q --out " + here + "./q"), "is the file of --qkv, too"));
+    CHECK(
+        contains(refusal("--qkv q --out " + here + "o --checkpoint " + here + "o"), "of --checkpoint, too"));
+    CHECK(contains(refusal("--qkv q --out " + here + "o --metrics " + here + "o"), "of --metrics, too"));
+    CHECK(contains(refusal("--qkv " + here + "q --out " + here + "o --metrics " + here + "q"),
+                   "--metrics: " + here + "q is the file of --qkv, too"));
+    CHECK(contains(refusal("--text " + here + "t --dump " + here + "t"), "is the file of --text, too"));
+    CHECK(contains(refusal("--qkv q --out " + here + "c --resume " + here + "c"), "of --resume, too"));
+    // A run may go on in its checkpoint; and one that leaves off before the end writes no scorers.
+    CHECK(refusal("--qkv q --out " + here + "o --checkpoint " + here + "c --resume " + here + "c") == "");
+    CHECK(refusal("--qkv q --out " + here + "no/o --stop-after 3 --checkpoint " + here + "c") == "");
+    CHECK(refusal("--qkv q --backend cuda --compare 3") == "");
+    CHECK(std::filesystem::is_empty(folder.path()));
+}
+
+TEST_CASE("a file's sequences, as many as are wanted") {
+    const test::Folder folder;
+    const auto file = write_qkv(folder, "qkv", {}, as_it_is);
+    const kvpolicy::host on{1};
+    const TargetOptions target{.window = 8};
+    CHECK(file_source(on, file, target)->count() == 3);
+    CHECK(file_source(on, file, target, 2)->count() == 2);
+    CHECK(file_source(on, file, target, 9)->count() == 3);
+}
+
+TEST_CASE("a checkpoint asks for no sequence") {
+    const test::Folder folder;
+    const auto file = write_qkv(folder, "qkv", {}, as_it_is);
+    const kvpolicy::host on{1};
+    const Options options = small("mlp");
+    const auto read = file_source(on, file, options.target);
+    CountedSource source(*read);
+    Trainer<examples::Mlp> trainer(on, options, source, nullptr);
+    trainer.step();
+    const int before = source.asked;
+    trainer.save_checkpoint((folder.path() / "c").string());
+    trainer.resume((folder.path() / "c").string());
+    CHECK(source.asked == before);
+}
 
 TEST_CASE("look-ups are woven into a text, and can be answered from it") {
     std::string text;

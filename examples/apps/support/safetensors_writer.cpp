@@ -2,10 +2,11 @@
 
 #include <kvpolicy/core/types.hpp>
 
+#include "whole_file.hpp"
+
 #include <llama/error.hpp>
 #include <nlohmann/json.hpp>
 
-#include <system_error>
 #include <utility>
 
 namespace examples {
@@ -22,7 +23,7 @@ float rounded_to_bf16(float x) { return static_cast<float>(kvpolicy::bf16(x)); }
 
 SafetensorsWriter::SafetensorsWriter(std::filesystem::path path, std::vector<TensorPlan> plan,
                                      const std::map<std::string, std::string>& metadata)
-    : path_(std::move(path)), partial_(path_.string() + ".part"), plan_(std::move(plan)) {
+    : path_(std::move(path)), partial_(part_of(path_)), plan_(std::move(plan)) {
     nlohmann::json header = nlohmann::json::object();
     if (!metadata.empty()) {
         header["__metadata__"] = metadata;
@@ -72,14 +73,10 @@ void SafetensorsWriter::finish() {
         llama::fail("{}: only {} of {} tensors were written", path_.string(), next_, plan_.size());
     }
     file_.close();
-    std::error_code error;
     if (!file_) {
         llama::fail("{}: cannot be written; is the disk full?", partial_.string());
     }
-    std::filesystem::rename(partial_, path_, error);
-    if (error) {
-        llama::fail("{}: cannot be written: {}", path_.string(), error.message());
-    }
+    name_whole(path_);
 }
 
 }  // namespace examples

@@ -234,7 +234,7 @@ class DualCache : public CacheOwner<DualCache<P, T>, P, T> {
     /// As the host's, to rounding of the masses; the batch's arrays, `reports` [count] and `status` [count] are device memory. A slot in the
     /// middle of a token stays as it is, and sets status_not_taken. One launch,
     /// which waits for nothing and may be captured; a graph that captured it knows the workspace of the slabs lent until then, so lend
-    /// them before.
+    /// them before: a sequence with more rows is left alone, and sets status_small_workspace.
     template <class Build = cuda_build>
     void evict(const cuda& on, const Batch& batch, workspace_view workspace,
                EvictionReport* reports = nullptr, std::uint32_t* status = nullptr) requires P::has_eviction;

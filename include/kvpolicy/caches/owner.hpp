@@ -8,6 +8,10 @@
 #include <kvpolicy/core/view.hpp>
 #include <kvpolicy/detail/owned_pointer.hpp>
 #include <kvpolicy/policies/compose.hpp>
+#if defined(__CUDACC__)
+#include <kvpolicy/core/cuda_context.hpp>
+#include <kvpolicy/cuda/config.cuh>
+#endif
 
 #include <cstddef>
 #include <cstdint>
@@ -53,8 +57,18 @@ class CacheOwner {
     /// Tokens seen by a slot; the position of its next token.
     [[nodiscard]] position_t length(std::int32_t slot) const;
     [[nodiscard]] Occupancy occupancy(std::int32_t layer, std::int32_t slot, std::int32_t head) const;
-    /// The positions held by one head, in the order of its rows. `out` has room for occupancy(...).rows(); returns that.
+    /// The positions held by one head, in the order of its rows. `out` has room for occupancy(...).rows(); returns that. Host memory
+    /// alone: on a device export_heads() says what a head's rows are.
     std::int32_t retained(std::int32_t layer, std::int32_t slot, std::int32_t head, position_t* out) const;
+#if defined(__CUDACC__)
+    /// The same of a cache in device memory (kvpolicy/cuda.cuh has the bodies): a copy or two, for which they wait; not to be captured. A
+    /// call that must not wait reads ref(layer).length [slots] and .kept [slots, kv_heads].
+    template <class Build = cuda_build>
+    [[nodiscard]] position_t length(const cuda& on, std::int32_t slot) const;
+    template <class Build = cuda_build>
+    [[nodiscard]] Occupancy occupancy(const cuda& on, std::int32_t layer, std::int32_t slot,
+                                      std::int32_t head) const;
+#endif
 
     /// Makes slot `to` a copy of slot `from`, in all layers: a beam that goes on in two ways. A DualCache shares the pages
     /// that never change again (full ones of the global part, in heads without a budget), and copies the others. What
@@ -116,11 +130,16 @@ class CacheOwner {
     void require_bound() const;
     void require_memory(bool on_device) const;
     void require_slot(std::int32_t slot, const char* name = "slot") const;
+    void require_slot_number(std::int32_t slot, const char* name) const;
     void require_layer(std::int32_t layer) const;
+    /// Of a head of a sequence of `length` tokens, and `pending` that its layer has taken since, that keeps `kept` rows in long-range places.
+    [[nodiscard]] Occupancy occupancy_of(std::int32_t layer, std::int32_t head, position_t length,
+                                         std::int32_t pending, std::int32_t kept) const;
     void check_layer(std::int32_t layer) const;
     /// Refuses a slot some of whose layers have taken tokens that advance() has not counted: it is no state that a sequence can be in.
     template <class Name>
     void require_between_tokens(std::int32_t slot, const Name& name) const;
+    void require_head(std::int32_t head) const;
     template <class PagesNeeded>
     bool drop(const std::int32_t* slots, std::int32_t count, PagesNeeded&& needed,
               std::uint32_t* status) const;
@@ -151,7 +170,7 @@ class CacheOwner {
     const scorer_type* scorers_;
     Attention attention_;
     position_t rebase_limit_ = kvpolicy::rebase_limit;
-    bool on_device_ = false;                // what memory_ is
+    std::int32_t device_ = -1;              // the card whose memory_ it is; -1: the host's
     std::vector<HeadRule> rules_;           // [layers, kv_heads]
     std::vector<std::int32_t> read_pages_;  // [layers, kv_heads], with a selection
     std::size_t rules_at_ = 0;

@@ -103,7 +103,7 @@ struct LayerRef {
     std::int32_t dim_v = 0;
     std::int32_t page_rows = 1;
     std::int32_t proposals = 0;
-    bool on_device = false;  // what the pointers are
+    std::int32_t device = -1;  // the card whose memory the pointers are; -1: the host's
     Attention attention;
     position_t rebase_limit = kvpolicy::rebase_limit;
 
@@ -146,7 +146,7 @@ struct LayerRef {
     }
     /// Tokens that the layer has taken and advance() has not counted: of a slot in the middle of a token.
     KVPOLICY_HOST_DEVICE constexpr std::int32_t pending(std::int64_t slot, std::int32_t head) const {
-        return detail::pending_tokens(taken[on_device ? head_index(slot, head) : slot]);
+        return detail::pending_tokens(taken[device >= 0 ? head_index(slot, head) : slot]);
     }
     /// Rows that head `head` of slot `slot` has in use now, those of tokens that the layer has taken among them, whether advance() has
     /// counted these or not.

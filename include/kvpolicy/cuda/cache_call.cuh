@@ -42,7 +42,7 @@ asked_scorer<P> scorer_of(const typename P::scorer_type& scorer) {
 /// Refuses a layer whose memory the device cannot read.
 template <class Cache>
 void check_on_device(const Cache& cache) {
-    detail::require(cache.on_device, "cache", "bound to host memory",
+    detail::require(cache.device >= 0, "cache", "bound to host memory",
                     "one bound with a cuda context, or a call with a host context");
 }
 

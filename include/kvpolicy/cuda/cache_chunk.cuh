@@ -44,7 +44,7 @@ class cache_chunk_call {
   public:
     cache_chunk_call(const cuda& on, const Cache& cache, std::int32_t count, std::int32_t tokens)
         : on_(on),
-          device_(on),
+          device_(on, cache.device),
           ref_(cache),
           call_{.cache = view_of(cache)},
           gate_(gate_in<P>(cache)),

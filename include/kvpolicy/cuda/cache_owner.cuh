@@ -3,6 +3,7 @@
 
 #include <kvpolicy/caches/fixed_budget.hpp>
 #include <kvpolicy/cuda/cache_call.cuh>
+#include <kvpolicy/cuda/cache_counts.cuh>
 #include <kvpolicy/cuda/config.cuh>
 #include <kvpolicy/cuda/kernels/cache_slots.cuh>
 #include <kvpolicy/cuda/launch.cuh>
@@ -19,8 +20,7 @@ template <AnyPolicy P, Storage T>
 template <class Build>
 void FixedBudgetCache<P, T>::require_device_slot(std::int32_t slot, const char* name) const {
     this->require_memory(true);
-    detail::require(slot >= 0 && slot < this->shape_.slots, name, slot,
-                    [&] { return detail::text("0 to ", this->shape_.slots - 1); });
+    this->require_slot_number(slot, name);
 }
 
 template <AnyPolicy P, Storage T>
@@ -37,8 +37,9 @@ void FixedBudgetCache<P, T>::bind(const cuda& on, void* buffer, std::size_t buff
     detail::require(buffer_bytes >= this->bytes_.total(), "buffer_bytes", buffer_bytes,
                     [&] { return detail::text("at least bytes().total() = ", this->bytes_.total()); });
     const cb::device_scope device(on);
+    cb::check_device_memory(device, "buffer", buffer);
     this->memory_ = host_backend::aligned(buffer);
-    this->on_device_ = true;
+    this->device_ = device.number();
     std::vector<ref_type> refs;
     for (std::int32_t layer = 0; layer < this->shape_.layers; ++layer) {
         refs.push_back(ref(layer));
@@ -67,7 +68,7 @@ template <class Build>
 void FixedBudgetCache<P, T>::clear(const cuda& on, std::int32_t slot) {
     namespace cb = cuda_backend;
     this->template require_device_slot<Build>(slot, "slot");
-    const cb::device_scope device(on);
+    const cb::device_scope device(on, this->device_);
     cb::launch("clear_slots_kernel", cb::clear_slots_kernel<ref_type>,
                std::int64_t{this->shape_.layers} * this->shape_.kv_heads, cb::slot_threads, 0, on,
                this->template at<const ref_type>(refs_at_), this->shape_.kv_heads, slot, 1, false);
@@ -80,7 +81,7 @@ void FixedBudgetCache<P, T>::advance(const cuda& on, const Batch& batch, std::ui
     this->require_memory(true);
     detail::require(batch.count >= 0 && batch.count <= this->shape_.slots, "batch.count", batch.count,
                     [&] { return detail::text("0 to the cache's slots, ", this->shape_.slots); });
-    const cb::device_scope device(on);
+    const cb::device_scope device(on, this->device_);
     cb::launch("advance_kernel", cb::advance_kernel<cb::advance_launch>, batch.count, cb::advance_threads, 0,
                on,
                cb::advance_launch{.length = this->template at<position_t>(this->length_at_),
@@ -96,14 +97,14 @@ void FixedBudgetCache<P, T>::advance(const cuda& on, const Batch& batch, std::ui
 inline namespace KVPOLICY_CUDA_NAMESPACE KVPOLICY_HIDDEN {
 namespace cuda_backend {
 
-/// The moves of fork and reorder, in all layers.
+/// The moves of fork and reorder, in all layers, on the device that the cache is bound to.
 template <class P, class T>
 void move_slots(const cuda& on, const FixedBudgetRef<P, T>* refs, const CacheShape& shape,
-                const slot_moves& moves, std::uint32_t* status) {
+                const slot_moves& moves, int bound, std::uint32_t* status) {
     if (moves.count == 0) {
         return;
     }
-    const device_scope device(on);
+    const device_scope device(on, bound);
     constexpr std::size_t scratch = 64 * 1024;
     const auto run = [&]<class Word>(Word) {
         const std::size_t a_thread = static_cast<std::size_t>(moves.count) * sizeof(Word);
@@ -133,7 +134,7 @@ void FixedBudgetCache<P, T>::fork(const cuda& on, std::int32_t from, std::int32_
     this->template require_device_slot<Build>(to, "to");
     if (from != to) {
         cuda_backend::move_slots<P, T>(on, this->template at<const ref_type>(refs_at_), this->shape_,
-                                       {nullptr, 1, from, to}, nullptr);
+                                       {nullptr, 1, from, to}, this->device_, nullptr);
     }
 }
 
@@ -147,7 +148,7 @@ void FixedBudgetCache<P, T>::reorder(const cuda& on, const std::int32_t* sources
                     [&] { return detail::text("0 to ", most, ", the cache's slots and at most 512"); });
     detail::require(sources != nullptr || count == 0, "sources", "null", "device memory of count slots");
     cuda_backend::move_slots<P, T>(on, this->template at<const ref_type>(refs_at_), this->shape_,
-                                   {sources, count, 0, 0}, status);
+                                   {sources, count, 0, 0}, this->device_, status);
 }
 
 /// A cache of the same kind with one slot, in host memory.
@@ -196,7 +197,7 @@ std::size_t FixedBudgetCache<P, T>::snapshot_bytes(const cuda& on, std::int32_t 
     this->template require_device_slot<Build>(slot, "slot");
     // Rows in use depend on lengths and counters alone.
     namespace cb = cuda_backend;
-    const cb::device_scope device(on);
+    const cb::device_scope device(on, this->device_);
     cb::check_between_tokens(on, this->shape_, this->template at<const std::int32_t>(this->taken_at_), slot);
     std::vector<unsigned char> memory;
     const FixedBudgetCache copy = one_slot<Build>(memory);
@@ -220,7 +221,7 @@ std::size_t FixedBudgetCache<P, T>::snapshot(const cuda& on, std::int32_t slot, 
                                              std::size_t buffer_bytes) const {
     namespace cb = cuda_backend;
     this->template require_device_slot<Build>(slot, "slot");
-    const cb::device_scope device(on);
+    const cb::device_scope device(on, this->device_);
     cb::check_between_tokens(on, this->shape_, this->template at<const std::int32_t>(this->taken_at_), slot);
     std::vector<unsigned char> memory;
     const FixedBudgetCache copy = one_slot<Build>(memory);
@@ -237,7 +238,7 @@ void FixedBudgetCache<P, T>::restore(const cuda& on, std::int32_t slot, const vo
                                      std::size_t blob_bytes) {
     namespace cb = cuda_backend;
     this->template require_device_slot<Build>(slot, "slot");
-    const cb::device_scope device(on);
+    const cb::device_scope device(on, this->device_);
     std::vector<unsigned char> memory;
     FixedBudgetCache copy = one_slot<Build>(memory);
     copy.restore(host{1}, 0, blob, blob_bytes);
@@ -264,7 +265,7 @@ void export_heads(const cuda& on, const FixedBudgetRef<P, T>& cache, const Batch
                     [&] { return detail::text("0 to the cache's slots, ", cache.slots); });
     const std::int64_t most = batch.count * (cache.rows / cache.page_rows);
     host_backend::check_head_pages(cache, batch, pages, most, "the pages that the batch's slots can have");
-    const cb::device_scope device(on);
+    const cb::device_scope device(on, cache.device);
     const cb::cache_view<T> view(cache);
     cb::launch("count_pages_kernel", cb::count_pages_kernel<T>, 1, cb::slot_threads, 0, on, view, batch,
                cache.page_rows, pages);

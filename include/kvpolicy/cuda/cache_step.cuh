@@ -165,7 +165,7 @@ class cache_step_call {
 template <class Dims, class P, class T, class Body>
 void with_step_call(const cuda& on, const FixedBudgetRef<P, T>& cache, std::int32_t count, const Body& body) {
     require_device_policy<P>();
-    const device_scope device(on);
+    const device_scope device(on, cache.device);
     if constexpr (P::has_selection) {
         with_dual_step_call<Dims>(on, cache, count, body);  // chosen pages are read as a DualCache's
     } else if constexpr (is_half<T>) {

@@ -2,6 +2,7 @@
 #pragma once
 
 #include <kvpolicy/caches/dual.hpp>
+#include <kvpolicy/cuda/cache_counts.cuh>
 #include <kvpolicy/cuda/config.cuh>
 #include <kvpolicy/cuda/dual_step.cuh>
 #include <kvpolicy/cuda/kernels/cache_slots.cuh>
@@ -23,8 +24,7 @@ template <AnyPolicy P, Storage T>
 template <class Build>
 void DualCache<P, T>::require_device_slot(std::int32_t slot, const char* name) const {
     this->require_memory(true);
-    detail::require(slot >= 0 && slot < this->shape_.slots, name, slot,
-                    [&] { return detail::text("0 to ", this->shape_.slots - 1); });
+    this->require_slot_number(slot, name);
 }
 
 template <AnyPolicy P, Storage T>
@@ -41,8 +41,9 @@ void DualCache<P, T>::bind(const cuda& on, void* buffer, std::size_t buffer_byte
     detail::require(buffer_bytes >= this->bytes_.total(), "buffer_bytes", buffer_bytes,
                     [&] { return detail::text("at least bytes().total() = ", this->bytes_.total()); });
     const cb::device_scope device(on);
+    cb::check_device_memory(device, "buffer", buffer);
     this->memory_ = host_backend::aligned(buffer);
-    this->on_device_ = true;
+    this->device_ = device.number();
     forget_slabs();
     std::vector<ref_type> refs;
     for (std::int32_t layer = 0; layer < this->shape_.layers; ++layer) {
@@ -73,7 +74,10 @@ template <AnyPolicy P, Storage T>
 template <class Build>
 void DualCache<P, T>::lend(const cuda& on, const Slab<T>& slab) {
     namespace cb = cuda_backend;
-    const cb::device_scope device(on);
+    const cb::device_scope device(on, this->device_);
+    cb::check_device_memory(device, "keys of the slab", slab.k);
+    cb::check_device_memory(device, "values of the slab", slab.v);
+    cb::check_device_memory(device, "notes of the slab", slab.position);
     cb::launch("lend_slab_kernel", cb::lend_slab_kernel<T>, 1, cb::admit_threads, 0, on, ref(0).pool,
                this->template at<Slab<T>>(slabs_at_), slabs(), spared_of(slabs()), slab);
     cb::check(cudaStreamSynchronize(on.stream), "cudaStreamSynchronize");
@@ -111,7 +115,7 @@ template <class Build>
 std::int64_t DualCache<P, T>::free_pages(const cuda& on) const {
     namespace cb = cuda_backend;
     this->require_memory(true);
-    const cb::device_scope device(on);
+    const cb::device_scope device(on, this->device_);
     std::int32_t count = 0;
     cb::check(
         cudaMemcpyAsync(&count, this->memory_ + count_at_, sizeof count, cudaMemcpyDeviceToHost, on.stream),
@@ -130,7 +134,7 @@ std::int64_t DualCache<P, T>::reserve(const cuda& on, const Batch& batch) {
     if (batch.count == 0) {
         return 0;
     }
-    const cb::device_scope device(on);
+    const cb::device_scope device(on, this->device_);
     auto* const answer = this->template at<std::int64_t>(answer_at_);
     cb::launch("reserve_pages_kernel", cb::reserve_pages_kernel<P, T>, 1, cb::admit_threads, 0, on,
                this->template at<const ref_type>(refs_at_), this->shape_.layers, batch, answer);
@@ -146,7 +150,7 @@ template <class Build>
 void DualCache<P, T>::clear(const cuda& on, std::int32_t slot) {
     namespace cb = cuda_backend;
     this->template require_device_slot<Build>(slot, "slot");
-    const cb::device_scope device(on);
+    const cb::device_scope device(on, this->device_);
     cb::launch("clear_slots_kernel", cb::clear_slots_kernel<ref_type>,
                std::int64_t{this->shape_.layers} * this->shape_.kv_heads, cb::slot_threads, 0, on,
                this->template at<const ref_type>(refs_at_), this->shape_.kv_heads, slot, 1, false);
@@ -194,7 +198,7 @@ void DualCache<P, T>::evict(const cuda& on, const Batch& batch, workspace_view w
     if (batch.count == 0) {
         return;
     }
-    const cb::device_scope device(on);
+    const cb::device_scope device(on, this->device_);
     const std::int32_t group = this->shape_.query_heads / this->shape_.kv_heads;
     const std::size_t row = static_cast<std::size_t>(this->shape_.dim_k + this->shape_.dim_v) * sizeof(T);
     cb::evict_memory<T> memory{.rows = most_rows()};
@@ -217,7 +221,7 @@ void DualCache<P, T>::advance(const cuda& on, const Batch& batch, std::uint32_t*
     this->require_memory(true);
     detail::require(batch.count >= 0 && batch.count <= this->shape_.slots, "batch.count", batch.count,
                     [&] { return detail::text("0 to the cache's slots, ", this->shape_.slots); });
-    const cb::device_scope device(on);
+    const cb::device_scope device(on, this->device_);
     // Where budgets bound all heads of a layer, nothing bounds a sequence.
     const bool limited = std::find(limited_.begin(), limited_.end(), 1) != limited_.end();
     cb::launch("advance_kernel", cb::advance_kernel<cb::advance_launch>, batch.count, cb::advance_threads, 0,
@@ -242,7 +246,7 @@ void move_dual_slots(const cuda& on, const DualRef<P, T>* refs, const DualRef<P,
     if (moves.count == 0) {
         return;
     }
-    const device_scope device(on);
+    const device_scope device(on, any.device);
     const std::size_t a_thread = static_cast<std::size_t>(moves.count) * sizeof(std::uint32_t);
     const int threads = a_thread * slot_threads <= 64 * 1024 ? slot_threads : 32;
     const std::size_t scratch = a_thread * static_cast<std::size_t>(threads);
@@ -428,7 +432,7 @@ template <AnyPolicy P, Storage T>
 template <class Build>
 std::size_t DualCache<P, T>::snapshot_bytes(const cuda& on, std::int32_t slot) const {
     this->template require_device_slot<Build>(slot, "slot");
-    const cuda_backend::device_scope device(on);
+    const cuda_backend::device_scope device(on, this->device_);
     return this->template counted_slot<Build>(on, slot).cache.snapshot_bytes(0);
 }
 
@@ -438,7 +442,7 @@ std::size_t DualCache<P, T>::snapshot(const cuda& on, std::int32_t slot, void* b
                                       std::size_t buffer_bytes) const {
     namespace cb = cuda_backend;
     this->template require_device_slot<Build>(slot, "slot");
-    const cb::device_scope device(on);
+    const cb::device_scope device(on, this->device_);
     const auto copy = this->template counted_slot<Build>(on, slot);
     const cb::staged_rows<T> staged(on, copy.first, this->shape_.dim_k, this->shape_.dim_v);
     constexpr std::int32_t pieces = 16;  // blocks that share the rows of a head
@@ -476,7 +480,7 @@ void DualCache<P, T>::restore(const cuda& on, std::int32_t slot, const void* blo
                               std::uint32_t* status) {
     namespace cb = cuda_backend;
     this->template require_device_slot<Build>(slot, "slot");
-    const cb::device_scope device(on);
+    const cb::device_scope device(on, this->device_);
     const std::size_t row = static_cast<std::size_t>(this->shape_.dim_k + this->shape_.dim_v) * sizeof(T);
     slot_copy<Build> copy(*this, static_cast<std::int64_t>(blob_bytes / row));  // more rows do not fit in it
     copy.cache.restore(host{1}, 0, blob, blob_bytes);
@@ -550,7 +554,7 @@ void export_heads(const cuda& on, const DualRef<P, T>& cache, const Batch& batch
                     [&] { return detail::text("0 to the cache's slots, ", cache.slots); });
     host_backend::check_head_pages(cache, batch, pages, cache.page_count(),
                                    "the pages that the pool can have");
-    const cb::device_scope device(on);
+    const cb::device_scope device(on, cache.device);
     const cb::dual_view<T> view(cache);
     cb::launch("count_dual_pages_kernel", cb::count_dual_pages_kernel<T>, 1, cb::admit_threads, 0, on, view,
                batch, pages);

@@ -255,7 +255,7 @@ void with_dual_step_call(const cuda& on, const Cache& cache, std::int32_t count,
     using T = typename Cache::value_type;
     require_device_policy<typename Cache::policy_type>();
     check_on_device(cache);
-    const device_scope device(on);
+    const device_scope device(on, cache.device);
     if constexpr (is_half<T>) {
         const std::int32_t dim = std::max(cache.dim_k, cache.dim_v);
         const int tile = fitting_tile(Dims{}, dim);

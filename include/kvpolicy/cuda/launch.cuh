@@ -62,7 +62,10 @@ inline int device_of(const cuda& on) {
 /// Makes a context's device current for the length of a call, and gives the caller's back.
 class device_scope {
   public:
-    explicit device_scope(const cuda& on) : device_(device_of(on)) {
+    /// `bound`: the device whose memory the call is for, which must be the same; below 0: any.
+    explicit device_scope(const cuda& on, int bound = -1) : device_(device_of(on)) {
+        detail::require(bound < 0 || bound == device_, "device", device_,
+                        [&] { return detail::text(bound, ", the one whose memory the cache is bound to"); });
         check(cudaGetDevice(&before_), "cudaGetDevice");
         if (device_ != before_) {
             check(cudaSetDevice(device_), "cudaSetDevice");
@@ -92,6 +95,20 @@ class device_scope {
     int device_ = 0;
     int before_ = 0;
 };
+
+/// Refuses memory that a cache cannot stay in: pageable memory of the host, where the device does not read that, and what another
+/// device has.
+inline void check_device_memory(const device_scope& device, const char* name, const void* memory) {
+    cudaPointerAttributes of{};
+    check(cudaPointerGetAttributes(&of, memory), "cudaPointerGetAttributes");
+    const bool elsewhere = of.type == cudaMemoryTypeDevice && of.device != device.number();
+    detail::require(
+        !elsewhere, name, [&] { return detail::text("memory of device ", of.device); },
+        [&] { return detail::text("of device ", device.number(), ", the context's"); });
+    detail::require(
+        of.type != cudaMemoryTypeUnregistered || device.attribute(cudaDevAttrPageableMemoryAccess) != 0, name,
+        "host memory", "device memory");
+}
 
 /// Bytes of dynamic shared memory that a block of a kernel can have on this device.
 inline std::size_t shared_room(const device_scope& device, const char* name, const void* kernel) {

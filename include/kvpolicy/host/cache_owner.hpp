@@ -118,7 +118,7 @@ void CacheOwner<Derived, P, T>::fill(LayerRef<P, T>& ref, std::int32_t layer, co
     ref.dim_v = shape_.dim_v;
     ref.page_rows = shape_.page_rows;
     ref.proposals = shape_.proposals;
-    ref.on_device = on_device_;
+    ref.device = device_;
     ref.attention = attention_;
     ref.rebase_limit = rebase_limit_;
     ref.rules = at<const HeadRule>(rules_at_) + std::int64_t{layer} * shape_.kv_heads;
@@ -151,7 +151,7 @@ void CacheOwner<Derived, P, T>::bind_common(void* buffer, std::size_t buffer_byt
     detail::require(buffer_bytes >= bytes_.total(), "buffer_bytes", buffer_bytes,
                     [&] { return detail::text("at least bytes().total() = ", bytes_.total()); });
     memory_ = host_backend::aligned(buffer);
-    on_device_ = false;
+    device_ = -1;
     std::memcpy(memory_ + rules_at_, rules_.data(), rules_.size() * sizeof(HeadRule));
     if (!read_pages_.empty()) {
         std::memcpy(memory_ + read_pages_at_, read_pages_.data(), read_pages_.size() * sizeof(std::int32_t));
@@ -179,9 +179,9 @@ void CacheOwner<Derived, P, T>::reset(const LayerRef<P, T>& ref, std::int32_t sl
 template <class Derived, AnyPolicy P, Storage T>
 void CacheOwner<Derived, P, T>::require_memory(bool on_device) const {
     detail::require(memory_ != nullptr, "cache", "unbound", "bound to memory by bind() first");
-    detail::require(on_device_ == on_device, "cache",
-                    on_device_ ? "bound to a device's memory" : "bound to host memory",
-                    on_device_ ? "a call with a cuda context" : "a call with a host context");
+    const bool here = device_ >= 0;
+    detail::require(here == on_device, "cache", here ? "bound to a device's memory" : "bound to host memory",
+                    here ? "a call with a cuda context" : "a call with a host context");
 }
 
 /// For what the host does: it may not look at a device's memory.
@@ -193,6 +193,11 @@ void CacheOwner<Derived, P, T>::require_bound() const {
 template <class Derived, AnyPolicy P, Storage T>
 void CacheOwner<Derived, P, T>::require_slot(std::int32_t slot, const char* name) const {
     require_bound();
+    require_slot_number(slot, name);
+}
+
+template <class Derived, AnyPolicy P, Storage T>
+void CacheOwner<Derived, P, T>::require_slot_number(std::int32_t slot, const char* name) const {
     detail::require(slot >= 0 && slot < shape_.slots, name, slot,
                     [&] { return detail::text("0 to ", shape_.slots - 1); });
 }
@@ -210,7 +215,7 @@ void CacheOwner<Derived, P, T>::require_between_tokens(std::int32_t slot, const 
 
 template <class Derived, AnyPolicy P, Storage T>
 void CacheOwner<Derived, P, T>::require_layer(std::int32_t layer) const {
-    require_memory(on_device_);
+    require_memory(device_ >= 0);
     check_layer(layer);
 }
 
@@ -277,26 +282,42 @@ position_t CacheOwner<Derived, P, T>::length(std::int32_t slot) const {
 }
 
 template <class Derived, AnyPolicy P, Storage T>
-Occupancy CacheOwner<Derived, P, T>::occupancy(std::int32_t layer, std::int32_t slot,
-                                               std::int32_t head) const {
-    require_slot(slot);
+void CacheOwner<Derived, P, T>::require_head(std::int32_t head) const {
     detail::require(head >= 0 && head < shape_.kv_heads, "head", head,
                     [&] { return detail::text("0 to ", shape_.kv_heads - 1); });
-    const auto cache = self().ref(layer);
+}
+
+template <class Derived, AnyPolicy P, Storage T>
+Occupancy CacheOwner<Derived, P, T>::occupancy_of(std::int32_t layer, std::int32_t head, position_t length,
+                                                  std::int32_t pending, std::int32_t kept) const {
+    auto cache = self().ref(layer);
+    cache.rules = &rule_of(layer, 0);  // the host's copy, wherever the cache is
     const HeadRule& rule = cache.rules[head];
     Occupancy result;
-    result.length = cache.length[slot];
-    const position_t taken = result.length + cache.pending(slot, head);
+    result.length = length;
+    const position_t taken = length + pending;
     result.sinks = static_cast<std::int32_t>(std::min<position_t>(taken, rule.sinks));
     result.window = static_cast<std::int32_t>(std::min<position_t>(taken - result.sinks, rule.window));
-    result.long_range = cache.kept[cache.head_index(slot, head)];
+    result.long_range = kept;
     result.capacity = static_cast<std::int32_t>(cache.capacity(head));
     return result;
 }
 
 template <class Derived, AnyPolicy P, Storage T>
+Occupancy CacheOwner<Derived, P, T>::occupancy(std::int32_t layer, std::int32_t slot,
+                                               std::int32_t head) const {
+    require_slot(slot);
+    require_head(head);
+    const auto cache = self().ref(layer);
+    return occupancy_of(layer, head, cache.length[slot], cache.pending(slot, head),
+                        cache.kept[cache.head_index(slot, head)]);
+}
+
+template <class Derived, AnyPolicy P, Storage T>
 std::int32_t CacheOwner<Derived, P, T>::retained(std::int32_t layer, std::int32_t slot, std::int32_t head,
                                                  position_t* out) const {
+    detail::require(memory_ == nullptr || device_ < 0, "cache", "bound to a device's memory",
+                    "bound to host memory (on a device export_heads says what a head's rows are)");
     const std::int32_t count = occupancy(layer, slot, head).rows();
     detail::require(out != nullptr || count == 0, "out", "null", "room for occupancy(...).rows() positions");
     const auto rows = self().ref(layer).head_rows(slot, head);

@@ -36,7 +36,7 @@ plane_view<T> entry_plane(plane_view<T> all, const std::int32_t* cu_seqlens, std
 /// Refuses a layer whose memory the host cannot read.
 template <class Cache>
 void check_on_host(const Cache& cache) {
-    detail::require(!cache.on_device, "cache", "bound to a device's memory",
+    detail::require(cache.device < 0, "cache", "bound to a device's memory",
                     "one bound to host memory, or a call with a cuda context");
 }
 

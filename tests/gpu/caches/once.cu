@@ -12,6 +12,7 @@
 #include "support/refusal.hpp"
 #include "two_scorers.hpp"
 
+#include <algorithm>
 #include <cmath>
 #include <memory>
 #include <random>
@@ -212,6 +213,9 @@ void check_middle(const typename Side<Cache>::P& policy,
             beams.cache.clear(beams.on, 2);
             CHECK(alone.call(mode, 0, tokens, 7) == fine);
             const std::vector<std::int32_t> pages = alone.exported(0);
+            const Occupancy held = alone.cache.occupancy(alone.on, 0, 0, 1);
+            CHECK(held.length == n);
+            CHECK(held.sinks + held.window == std::min(n + tokens, 7));
             if (mode == Mode::step) {  // the same query over the same rows
                 const std::vector<float> wanted = alone.out.read();
                 ok(cudaMemset(alone.out.data(), 0xff, alone.out.bytes()));

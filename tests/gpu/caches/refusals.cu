@@ -76,6 +76,51 @@ TEST_CASE("a chunk whose length nobody said, and scores that are missing") {
     calls.call(0, {.count = 2}, calls.given());
 }
 
+TEST_CASE("another device than the cache's, and memory that is not a device's") {
+    using P = Policy<Sink<1>, Window<2>, TopKBudget<3>>;
+    Calls<P> calls(P{});
+    const kvpolicy::cuda mine = calls.on;
+    const auto other = [&](int which) {
+        int here = 0;
+        ok(cudaGetDevice(&here));
+        calls.on = {mine.stream, here + 1};  // whether there is one or not: it is not asked for anything
+        CHECK_REFUSED(calls.call(which, {.count = 2, .length = 1}, calls.given()),
+                      "the one whose memory the cache is bound to");
+        CHECK_REFUSED(calls.cache.advance(calls.on, {.count = 2}),
+                      "the one whose memory the cache is bound to");
+        CHECK_REFUSED(calls.cache.fork(calls.on, 0, 1), "the one whose memory the cache is bound to");
+        CHECK_REFUSED(calls.cache.clear(calls.on, 0), "the one whose memory the cache is bound to");
+        int now = -1;
+        ok(cudaGetDevice(&now));
+        CHECK(now == here);
+        calls.on = mine;
+    };
+    for (const int which : {0, 1, 2}) {
+        other(which);
+    }
+    int pageable = 0, here = 0;
+    ok(cudaGetDevice(&here));
+    ok(cudaDeviceGetAttribute(&pageable, cudaDevAttrPageableMemoryAccess, here));
+    std::vector<unsigned char> of_host(calls.cache.bytes().total());
+    FixedBudgetCache<P, float> unbound(shape, P{});
+    if (pageable == 0) {
+        CHECK_REFUSED(unbound.bind(mine, of_host.data(), of_host.size()),
+                      "buffer: host memory is not allowed; it must be device memory");
+    }
+    calls.call(0, {.count = 2}, calls.given());  // and all still works
+    CHECK(calls.cache.length(mine, 1) == 0);
+    calls.cache.advance(mine, {.count = 2});
+    CHECK(calls.cache.length(mine, 1) == 1);
+    const Occupancy full = calls.cache.occupancy(mine, 0, 1, 1);
+    CHECK(full.sinks == 1);
+    CHECK(full.rows() == 1);
+    CHECK(full.capacity == 6);
+    CHECK_REFUSED(static_cast<void>(calls.cache.occupancy(mine, 0, 1, 2)), "head: 2");
+    CHECK_REFUSED(static_cast<void>(calls.cache.length(mine, 2)), "slot: 2");
+    CHECK_REFUSED(static_cast<void>(calls.cache.length(1)), "a call with a cuda context");
+    CHECK_REFUSED(calls.cache.retained(0, 0, 0, nullptr), "export_heads");
+}
+
 TEST_CASE("scores beside a policy's own scorer") {
     using P = Policy<Sink<1>, Window<2>, TopKBudget<3>, LinearScorer<8>>;
     const Device<float> weight(std::vector<float>(2 * 16, 0.25f));

@@ -1,12 +1,38 @@
 // mLSTMScorer inside a FixedBudgetCache's calls.
+#include <kvpolicy/cuda/blocks/mlstm_step.cuh>
+
 #include "scorers_case.hpp"
 
 #include <algorithm>
 #include <cstddef>
 #include <cstring>
+#include <vector>
 
 using namespace kvpolicy;
 using namespace test;
+
+namespace {
+
+/// Gates of a token whose input gate is at -1500, while the memory's stabiliser is 0 and the forget gate as low as it gets.
+__global__ void low_gates(float* const result) {
+    cuda_backend::mlstm_gates gates;
+    const bool input = threadIdx.x % 2 == 0;
+    const float factor = gates.take(input ? -1500.0f : -INFINITY, 0.0f, true);
+    if (threadIdx.x < 2) {
+        result[threadIdx.x] = factor;
+        result[2 + threadIdx.x] = threadIdx.x == 0 ? gates.first : gates.second;
+    }
+}
+
+}  // namespace
+
+// As host and chunks have it: log f is at least -1000, so that what is weaker than e^-1000 of the memory does not replace it.
+TEST_CASE("a forget gate has a least value") {
+    const Device<float> result(4);
+    low_gates<<<1, 32>>>(result.data());
+    ok(cudaDeviceSynchronize());
+    CHECK(result.read() == std::vector<float>{0.0f, 1.0f, -1000.0f, 0.0f});
+}
 
 TEST_CASE("few calls") {
     auto hedgehog = sized<mLSTMScorer<>>();

@@ -8,6 +8,7 @@
 #include <kvpolicy/cuda/blocks/score_block.cuh>
 #include <kvpolicy/cuda/blocks/warp.cuh>
 #include <kvpolicy/cuda/config.cuh>
+#include <kvpolicy/scorers/mlstm.hpp>
 
 #include <cmath>
 #include <cstdint>
@@ -301,7 +302,9 @@ struct mlstm_gates {
         // Sums with the stabiliser in double: log f near 0 must survive being added to a large one.
         double logarithm = gate;
         if (!input) {
-            const float of_forget = gate < 0.0f ? gate - log1pf(expf(gate)) : -log1pf(expf(-gate));
+            constexpr auto least = static_cast<float>(mLSTMScorer<>::least_log_forget);
+            const float log_forget = gate < 0.0f ? gate - log1pf(expf(gate)) : -log1pf(expf(-gate)),
+                        of_forget = log_forget < least ? least : log_forget;  // a NaN stays one
             logarithm =
                 static_cast<double>(of_forget) + (static_cast<double>(first) + static_cast<double>(second));
         }

@@ -4,6 +4,7 @@
 #include <kvpolicy/cuda/blocks/cache_view.cuh>
 #include <kvpolicy/cuda/blocks/score_row.cuh>
 #include <kvpolicy/cuda/config.cuh>
+#include <kvpolicy/scorers/mlstm.hpp>
 
 #include <cmath>
 #include <cstdint>
@@ -324,7 +325,10 @@ __device__ void score_block(const score_launch<View, mLSTMScorer<D, Feature, Val
                 input = cap * tanh(input / cap);
                 forget = cap * tanh(forget / cap);
             }
-            const double log_forget = forget < 0.0 ? forget - log1p(exp(forget)) : -log1p(exp(-forget));
+            double log_forget = forget < 0.0 ? forget - log1p(exp(forget)) : -log1p(exp(-forget));
+            if (log_forget < mLSTMScorer<>::least_log_forget) {
+                log_forget = mLSTMScorer<>::least_log_forget;
+            }
             const double kept =
                 log_forget + (static_cast<double>(stabiliser[0]) + static_cast<double>(stabiliser[1]));
             const double m = kept > input ? kept : input;

@@ -384,6 +384,7 @@ __global__ void __launch_bounds__(admit_threads)
     __shared__ admit_memory sums;
     __shared__ largest_memory<std::uint64_t> largest;
     __shared__ unsigned long long total;
+    __shared__ bool beyond;
     const auto grid = cooperative_groups::this_grid();
     const DualRef<P, T>& any = refs[0];
     const std::int32_t kv_heads = any.kv_heads;
@@ -419,16 +420,28 @@ __global__ void __launch_bounds__(admit_threads)
             __syncthreads();  // all have read the total before
             if (threadIdx.x == 0) {
                 total = 0;
+                beyond = false;
             }
             __syncthreads();
             unsigned long long mine = 0;
             for (auto x = static_cast<std::int64_t>(threadIdx.x); x < heads; x += admit_threads) {
-                mine += static_cast<unsigned long long>(
-                    refs[x / kv_heads].used(slot, static_cast<std::int32_t>(x % kv_heads)));
+                const std::int32_t used =
+                    refs[x / kv_heads].used(slot, static_cast<std::int32_t>(x % kv_heads));
+                mine += static_cast<unsigned long long>(used);
+                if (used > memory.rows) {
+                    beyond = true;
+                }
             }
             atomicAdd(&total, mine);
             __syncthreads();
             report.rows = static_cast<std::int64_t>(total);
+            // A graph captured before slabs were lent has a workspace for fewer rows.
+            if (beyond) {
+                if (leads && status != nullptr) {
+                    atomicOr(status + entry, static_cast<std::uint32_t>(status_small_workspace));
+                }
+                break;
+            }
             if ((report.rows + heads - 1) / heads <= any.eviction.average) {
                 break;
             }
