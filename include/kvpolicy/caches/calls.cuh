@@ -44,7 +44,7 @@ inline namespace KVPOLICY_CUDA_NAMESPACE KVPOLICY_HIDDEN {
 // Refused before anything is enqueued: shapes that disagree, a head_dim beyond Dims, rows that are not aligned, too little
 // workspace, cu_seqlens (entries of different lengths have batch.q_len). Failing CUDA calls throw kvpolicy::cuda_error.
 
-/// Bytes of device workspace for all calls below (append, too) with at most `count` entries of at most `tokens` tokens.
+/// Bytes of device workspace for all calls below with at most `count` entries of at most `tokens` tokens.
 template <class Dims = all_head_dims, class P, Storage T>
 std::size_t cache_workspace_bytes(const cuda& on, const FixedBudgetRef<P, T>& cache, std::int32_t count,
                                   std::int32_t tokens);
@@ -88,16 +88,6 @@ template <class Dims = all_head_dims, class P, Storage T>
 void prefill(const cuda& on, const FixedBudgetRef<P, T>& cache, const Batch& batch, input_rows<T> q,
              input_rows<T> k, input_rows<T> v, output_rows<T> out, workspace_view workspace,
              std::uint32_t* status = nullptr, const CacheExtras& extras = {});
-
-/// As the host's append: four launches or so, that read little of the cache, however long it is. Its workspace is small: what prefill's has
-/// beside attention's.
-template <class P, Storage T>
-std::size_t append_workspace_bytes(const cuda& on, const FixedBudgetRef<P, T>& cache, std::int32_t count,
-                                   std::int32_t tokens);
-template <class P, Storage T>
-void append(const cuda& on, const FixedBudgetRef<P, T>& cache, const Batch& batch, input_rows<T> k,
-            input_rows<T> v, workspace_view workspace, std::uint32_t* status = nullptr,
-            const CacheExtras& extras = {});
 
 /// As the host's propose; n is at most CacheShape::proposals.
 template <class Dims = all_head_dims, class P, Storage T>
@@ -151,13 +141,6 @@ template <class Dims = all_head_dims, class P, Storage T>
 void prefill(const cuda& on, const DualRef<P, T>& cache, const Batch& batch, input_rows<T> q, input_rows<T> k,
              input_rows<T> v, output_rows<T> out, workspace_view workspace, std::uint32_t* status = nullptr,
              const CacheExtras& extras = {});
-
-template <class P, Storage T>
-std::size_t append_workspace_bytes(const cuda& on, const DualRef<P, T>& cache, std::int32_t count,
-                                   std::int32_t tokens);
-template <class P, Storage T>
-void append(const cuda& on, const DualRef<P, T>& cache, const Batch& batch, input_rows<T> k, input_rows<T> v,
-            workspace_view workspace, std::uint32_t* status = nullptr, const CacheExtras& extras = {});
 
 template <class Dims = all_head_dims, class P, Storage T>
 void propose(const cuda& on, const DualRef<P, T>& cache, const Batch& batch, input_rows<T> q, input_rows<T> k,

@@ -1,4 +1,4 @@
-// The calls that every kind of cache takes: step, prefill, append, attend, propose and commit, and the export of its pages.
+// The calls that every kind of cache takes: step, prefill, attend, propose and commit, and the export of its pages.
 #pragma once
 
 #include <kvpolicy/caches/ref.hpp>
@@ -13,7 +13,7 @@
 
 namespace kvpolicy {
 
-/// Bytes of workspace for step, prefill, append, attend, propose and commit with at most `count` entries of at most `tokens` tokens.
+/// Bytes of workspace for step, prefill, attend, propose and commit with at most `count` entries of at most `tokens` tokens.
 /// Refuses counts below 0.
 template <class P, Storage T, template <class, class> class Ref>
 requires CacheRef<Ref<P, T>> std::size_t cache_workspace_bytes(const host& on, const Ref<P, T>& cache,
@@ -74,21 +74,6 @@ requires CacheRef<Ref<P, T>>
 void prefill(const host& on, const Ref<P, T>& cache, const Batch& batch, input_rows<T> q, input_rows<T> k,
              input_rows<T> v, output_rows<T> out, workspace_view workspace, std::uint32_t* status = nullptr,
              const CacheExtras& extras = {});
-
-/// Bytes of workspace for append with at most `count` entries of at most `tokens` tokens.
-template <class P, Storage T, template <class, class> class Ref>
-requires CacheRef<Ref<P, T>> std::size_t append_workspace_bytes(const host& on, const Ref<P, T>& cache,
-                                                                std::int32_t count, std::int32_t tokens) {
-    return cache_workspace_bytes(on, cache, count, tokens);
-}
-
-/// The tokens of a step or prefill without attention, for a caller whose own kernel attends (export_heads): appends them, and keeps and
-/// evicts what prefill would. k and v [count, Hkv, n, D]; one token an entry where the batch says nothing else. Workspace, errors and exhaustion as for
-/// prefill. Not for policies that look at queries (H2O, TOVA, SnapKV; an eviction part): they do not compile here.
-template <class P, Storage T, template <class, class> class Ref>
-requires CacheRef<Ref<P, T>>
-void append(const host& on, const Ref<P, T>& cache, const Batch& batch, input_rows<T> k, input_rows<T> v,
-            workspace_view workspace, std::uint32_t* status = nullptr, const CacheExtras& extras = {});
 
 /// Speculation: what prefill(tokens) would give as out and lse, while the cache keeps its rows: in-place replacement cannot
 /// be undone, so nothing is decided before commit. The tokens, at most CacheShape::proposals a sequence, wait in spare

@@ -92,21 +92,16 @@ void check_selection([[maybe_unused]] const P& policy, [[maybe_unused]] std::int
 }
 
 /// What the host refuses, as far as no device memory must be read. `tokens` is the most of an entry.
-template <class Cache>
-void check_cache_batch(const Cache& cache, const Batch& batch, std::int32_t tokens) {
+template <class Cache, class T>
+void check_cache_call(const Cache& cache, const Batch& batch, std::int32_t tokens,
+                      const rows_view<const T>& q, const rows_view<T>& out, const plane_view<float>& lse) {
+    const std::int32_t query_heads = cache.kv_heads * cache.group;
     check_on_device(cache);
     detail::require(batch.count >= 0 && batch.count <= cache.slots, "batch.count", batch.count,
                     [&] { return detail::text("0 to the cache's slots, ", cache.slots); });
     const std::int32_t length = batch.length_or_one();
     detail::require(batch.q_len != nullptr || (length >= 0 && length <= tokens), "batch.length", length,
                     [&] { return detail::text("0 to ", tokens); });
-}
-
-template <class Cache, class T>
-void check_cache_call(const Cache& cache, const Batch& batch, std::int32_t tokens,
-                      const rows_view<const T>& q, const rows_view<T>& out, const plane_view<float>& lse) {
-    const std::int32_t query_heads = cache.kv_heads * cache.group;
-    check_cache_batch(cache, batch, tokens);
     host_backend::check_rows("q", q, batch.count, query_heads, tokens, cache.dim_k);
     host_backend::check_rows("out", out, batch.count, query_heads, tokens, cache.dim_v);
     host_backend::check_lse(lse, batch.count, query_heads, tokens);
@@ -114,11 +109,14 @@ void check_cache_call(const Cache& cache, const Batch& batch, std::int32_t token
     check_aligned("out", out);
 }
 
-/// The same of keys, and what their scores come from.
+/// The same for calls that bring keys.
 template <class Cache, class T>
-void check_cache_keys(const Cache& cache, const Batch& batch, std::int32_t tokens,
-                      const rows_view<const T>& k, const rows_view<const T>& v, const CacheExtras& extras) {
+void check_cache_call(const Cache& cache, const Batch& batch, std::int32_t tokens,
+                      const rows_view<const T>& q, const rows_view<const T>& k, const rows_view<const T>& v,
+                      const rows_view<T>& out, const CacheExtras& extras) {
     using P = typename Cache::policy_type;
+    require_device_policy<P>();
+    check_cache_call(cache, batch, tokens, q, out, extras.lse);
     host_backend::check_rows("k", k, batch.count, cache.kv_heads, tokens, cache.dim_k);
     host_backend::check_rows("v", v, batch.count, cache.kv_heads, tokens, cache.dim_v);
     check_aligned("k", k);
@@ -133,16 +131,6 @@ void check_cache_keys(const Cache& cache, const Batch& batch, std::int32_t token
             host_backend::check_plane("extras.scores", extras.scores, batch.count, cache.kv_heads, tokens);
         }
     }
-}
-
-/// The same for calls that bring keys.
-template <class Cache, class T>
-void check_cache_call(const Cache& cache, const Batch& batch, std::int32_t tokens,
-                      const rows_view<const T>& q, const rows_view<const T>& k, const rows_view<const T>& v,
-                      const rows_view<T>& out, const CacheExtras& extras) {
-    require_device_policy<typename Cache::policy_type>();
-    check_cache_call(cache, batch, tokens, q, out, extras.lse);
-    check_cache_keys(cache, batch, tokens, k, v, extras);
 }
 
 template <class Compute>

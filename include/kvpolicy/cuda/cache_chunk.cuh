@@ -15,7 +15,6 @@
 #include <cstddef>
 #include <cstdint>
 #include <optional>
-#include <type_traits>
 #include <utility>
 
 namespace kvpolicy {
@@ -30,15 +29,15 @@ template <class P, class T>
 dual_view<T> view_of(const DualRef<P, T>& cache) {
     return dual_view<T>(cache);
 }
-/// A chunk of at most `tokens` tokens an entry. Without `Dims` nothing attends.
-template <class Cache, class Dims = void>
+/// A chunk of at most `tokens` tokens an entry.
+template <class Cache, class Dims>
 class cache_chunk_call {
     using P = typename Cache::policy_type;
     using T = typename Cache::value_type;
     using View = decltype(view_of(std::declval<const Cache&>()));
     using Scorer = asked_scorer<P>;
     static constexpr bool scored = scored_before<Scorer> || scores_by_warp<Scorer>, late = scored_late<P>;
-    static constexpr bool paged = Cache::pooled, attends = !std::is_void_v<Dims>;
+    static constexpr bool paged = Cache::pooled;
     static constexpr bool retains = P::ranked || P::has_keep;  // keys may live on after their window
 
   public:
@@ -94,8 +93,6 @@ class cache_chunk_call {
         state_ = parts.take<float>(heads() * call_.cache.state_size);
         if constexpr (paged) {
             missing_ = parts.take<std::int32_t>(heads());
-        }
-        if constexpr (paged && attends) {
             // No more rows than an entry can have, and than the pool can: forks share pages, an entry's own are all different.
             const std::int64_t gathered =
                 std::min(rows, call_.batch.count * ref_.page_count() * ref_.page_rows);
@@ -104,10 +101,8 @@ class cache_chunk_call {
             k_ = parts.take<T>(gathered * call_.cache.dim_k);
             v_ = parts.take<T>(gathered * call_.cache.dim_v);
         }
-        if constexpr (attends) {
-            attention_bytes_ = attention(nullptr, [](auto& attend) { return attend.lay_out(nullptr); });
-            attention_ = parts.take<unsigned char>(static_cast<std::int64_t>(attention_bytes_));
-        }
+        attention_bytes_ = attention(nullptr, [](auto& attend) { return attend.lay_out(nullptr); });
+        attention_ = parts.take<unsigned char>(static_cast<std::int64_t>(attention_bytes_));
         return parts.bytes();
     }
 
@@ -124,14 +119,6 @@ class cache_chunk_call {
         attend(q, out, extras.lse);
         write();
         remember(q, false);
-    }
-
-    void append(const Batch& batch, const rows_view<const T>& k, const rows_view<const T>& v,
-                workspace_view workspace, std::uint32_t* status, const CacheExtras& extras) {
-        begin(batch, workspace, status);
-        bring(k, v, extras);
-        decide(true);
-        write();
     }
 
     void propose(const Batch& batch, const rows_view<const T>& q, const rows_view<const T>& k,
@@ -363,38 +350,6 @@ void propose_chunk(const cuda& on, const Cache& cache, const Batch& batch, const
         .propose(batch, q, k, v, out, workspace, status, extras);
 }
 
-/// A call that brings keys for others to attend to.
-template <class P>
-constexpr void require_no_queries() {
-    require_device_policy<P>();
-    static_assert(
-        !P::has_eviction,
-        "kvpolicy: append takes a policy that does not look at queries: it has none, so step or prefill");
-}
-
-template <class Cache>
-std::size_t append_bytes(const cuda& on, const Cache& cache, std::int32_t count, std::int32_t tokens) {
-    require_no_queries<typename Cache::policy_type>();
-    check_on_device(cache);
-    detail::require(count >= 0 && count <= cache.slots, "count", count,
-                    [&] { return detail::text("0 to the cache's slots, ", cache.slots); });
-    detail::require(tokens >= 0, "tokens", tokens, "0 or more");
-    return cache_chunk_call<Cache>(on, cache, count, tokens).lay_out(nullptr);
-}
-
-template <class Cache, class T>
-void append_chunk(const cuda& on, const Cache& cache, const Batch& batch, const rows_view<const T>& k,
-                  const rows_view<const T>& v, workspace_view workspace, std::uint32_t* status,
-                  const CacheExtras& extras) {
-    require_no_queries<typename Cache::policy_type>();
-    host_backend::check_chunk_length(batch, k.length, "k");
-    const std::int32_t tokens = most_tokens(batch, k.length);
-    check_cache_batch(cache, batch, tokens);
-    check_cache_keys(cache, batch, tokens, k, v, extras);
-    host_backend::check_no_lse(extras);
-    cache_chunk_call<Cache>(on, cache, batch.count, tokens).append(batch, k, v, workspace, status, extras);
-}
-
 template <class Dims, class Cache>
 void commit_chunk(const cuda& on, const Cache& cache, const Batch& batch, workspace_view workspace,
                   std::uint32_t* status) {
@@ -425,18 +380,6 @@ void prefill(const cuda& on, const FixedBudgetRef<P, T>& cache, const Batch& bat
                                                                status, extras);
 }
 
-template <class P, Storage T>
-std::size_t append_workspace_bytes(const cuda& on, const FixedBudgetRef<P, T>& cache, std::int32_t count,
-                                   std::int32_t tokens) {
-    return cuda_backend::append_bytes(on, cache, count, tokens);
-}
-
-template <class P, Storage T>
-void append(const cuda& on, const FixedBudgetRef<P, T>& cache, const Batch& batch, input_rows<T> k,
-            input_rows<T> v, workspace_view workspace, std::uint32_t* status, const CacheExtras& extras) {
-    cuda_backend::append_chunk<FixedBudgetRef<P, T>, T>(on, cache, batch, k, v, workspace, status, extras);
-}
-
 template <class Dims, class P, Storage T>
 void propose(const cuda& on, const FixedBudgetRef<P, T>& cache, const Batch& batch, input_rows<T> q,
              input_rows<T> k, input_rows<T> v, output_rows<T> out, workspace_view workspace,
@@ -463,18 +406,6 @@ void prefill(const cuda& on, const DualRef<P, T>& cache, const Batch& batch, inp
              const CacheExtras& extras) {
     cuda_backend::prefill_chunk<Dims, DualRef<P, T>, T>(on, cache, batch, q, k, v, out, workspace, status,
                                                         extras);
-}
-
-template <class P, Storage T>
-std::size_t append_workspace_bytes(const cuda& on, const DualRef<P, T>& cache, std::int32_t count,
-                                   std::int32_t tokens) {
-    return cuda_backend::append_bytes(on, cache, count, tokens);
-}
-
-template <class P, Storage T>
-void append(const cuda& on, const DualRef<P, T>& cache, const Batch& batch, input_rows<T> k, input_rows<T> v,
-            workspace_view workspace, std::uint32_t* status, const CacheExtras& extras) {
-    cuda_backend::append_chunk<DualRef<P, T>, T>(on, cache, batch, k, v, workspace, status, extras);
 }
 
 template <class Dims, class P, Storage T>

@@ -432,40 +432,27 @@ requires CacheRef<Ref<P, T>> std::size_t cache_workspace_bytes(const host& on, c
 
 namespace host_backend {
 
-/// Takes a chunk, for policies whose scores stand when a key competes; attend(pass, batch, source) looks at it before the cache changes.
-/// Returns the entries that found pages.
-template <class Cache, class T, class Attend>
-Batch take_chunk(const host& on, const Cache& cache, const Batch& batch, std::int32_t longest,
-                 rows_view<const T> k, rows_view<const T> v, std::byte* start, std::uint32_t* status,
-                 const CacheExtras& extras, const Attend& attend) {
+/// The body of prefill for policies whose scores stand when a key competes.
+template <class Cache, class T>
+void prefill_scored(const host& on, const Cache& cache, const Batch& batch, std::int32_t longest,
+                    rows_view<const T> q, rows_view<const T> k, rows_view<const T> v, rows_view<T> out,
+                    std::byte* start, std::uint32_t* status, const CacheExtras& extras) {
     const chunk_pass<Cache> pass(on, cache, longest, start + admission_bytes(cache, batch.count));
     const auto source = tensor_source(k, v, extras, !reads_hidden<typename Cache::policy_type>);
     pass.decide(batch, source);
     const Batch admitted = admit(cache, batch, status, start, [&](std::int32_t i, std::int32_t h) {
         return pass.rows_after(batch, i, h);
     });
-    attend(pass, admitted, source);
+    pass.attend(admitted, q, source, out, extras);
     pass.commit(admitted, source);
-    mark_taken(cache, admitted);
-    return admitted;
-}
-
-/// The body of prefill for such policies.
-template <class Cache, class T>
-void prefill_scored(const host& on, const Cache& cache, const Batch& batch, std::int32_t longest,
-                    rows_view<const T> q, rows_view<const T> k, rows_view<const T> v, rows_view<T> out,
-                    std::byte* start, std::uint32_t* status, const CacheExtras& extras) {
-    const Batch admitted = take_chunk(on, cache, batch, longest, k, v, start, status, extras,
-                                      [&](const auto& pass, const Batch& those, const auto& source) {
-                                          pass.attend(those, q, source, out, extras);
-                                      });
     if constexpr (Cache::policy_type::has_eviction) {
-        for_each_head(on, cache.kv_heads, admitted, [&](std::int32_t i, std::int32_t h) {
+        pass.for_each_head(admitted, [&](std::int32_t i, std::int32_t h) {
             const std::int32_t slot = batch.slot(i);
             remember_queries(cache, slot, h, cache.length[slot], batch.tokens(i),
                              entry_rows(q, extras.cu_seqlens, i), i);
         });
     }
+    mark_taken(cache, admitted);
     clear_refused(cache, batch, admitted, out, extras.lse, extras.cu_seqlens);
 }
 
@@ -492,29 +479,6 @@ void prefill(const host& on, const Ref<P, T>& cache, const Batch& batch, input_r
         hb::prefill_scored(on, cache, batch, longest, q, k, v, out,
                            begin + hb::hidden_bytes(on, cache, batch.count, longest), status, scored);
     }
-}
-
-template <class P, Storage T, template <class, class> class Ref>
-requires CacheRef<Ref<P, T>>
-void append(const host& on, const Ref<P, T>& cache, const Batch& batch, input_rows<T> k, input_rows<T> v,
-            workspace_view workspace, std::uint32_t* status, const CacheExtras& extras) {
-    namespace hb = host_backend;
-    static_assert(
-        !P::observed && !P::has_eviction,
-        "kvpolicy: append takes a policy that does not look at queries: it has none, so step or prefill");
-    hb::check_on_host(cache);
-    hb::check_chunk_length(batch, k.length, "k");
-    const std::int32_t longest = hb::check_batch(batch, cache.slots, k.length, "the length of k");
-    hb::check_cache_keys(cache, batch, longest, hb::shape_of_tokens(cache, batch, longest, extras), k, v,
-                         extras);
-    hb::check_no_lse(extras);
-    hb::check_taken(cache, batch);
-    hb::check_longest(cache, batch);
-    hb::check_workspace(workspace, cache_workspace_bytes<P, T>(on, cache, batch.count, longest));
-    std::byte* const begin = hb::aligned(workspace.data);
-    const CacheExtras scored = hb::with_scores(on, cache, batch, longest, extras, begin);
-    hb::take_chunk(on, cache, batch, longest, k, v, begin + hb::hidden_bytes(on, cache, batch.count, longest),
-                   status, scored, [](const auto&, const Batch&, const auto&) {});
 }
 
 }  // namespace kvpolicy

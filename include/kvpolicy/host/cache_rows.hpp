@@ -81,11 +81,6 @@ void check_scores_wanted(const CacheExtras& extras) {
     }
 }
 
-/// A plane for sums of attention, where nothing attends.
-inline void check_no_lse(const CacheExtras& extras) {
-    detail::require(!extras.lse, "extras.lse", "given", "nothing, since append does not attend");
-}
-
 /// Refuses tokens for a layer that has taken some which advance() has not counted.
 template <class Cache>
 void check_taken(const Cache& cache, const Batch& batch) {
@@ -108,29 +103,22 @@ void mark_taken(const Cache& cache, const Batch& batch) {
     }
 }
 
-/// The tokens that step, prefill, propose and append bring: entries and rows of each of their tensors.
-struct token_shape {
-    std::int32_t count, rows;
-};
-template <class Cache>
-token_shape shape_of_tokens(const Cache& /*cache*/, const Batch& batch, std::int32_t longest,
-                            const CacheExtras& extras) {
-    if (extras.cu_seqlens == nullptr) {
-        return {batch.count, longest};
-    }
-    detail::require(!Cache::policy_type::observed, "extras.cu_seqlens", "given",
-                    "null, since this policy ranks keys by the attention that they receive");
-    return {1, check_packed(batch, extras.cu_seqlens)};
-}
-
-/// Keys, values and what their scores come from.
+/// The arguments that step, prefill and propose share.
 template <class Cache, class T>
-void check_cache_keys(const Cache& cache, const Batch& batch, std::int32_t longest, const token_shape& shape,
-                      rows_view<const T> k, rows_view<const T> v, const CacheExtras& extras) {
+void check_cache_call(const Cache& cache, const Batch& batch, std::int32_t longest, rows_view<const T> q,
+                      rows_view<const T> k, rows_view<const T> v, rows_view<T> out,
+                      const CacheExtras& extras) {
     using P = typename Cache::policy_type;
-    const std::int32_t rows = shape.rows, count = shape.count;
+    const bool packed = extras.cu_seqlens != nullptr;
+    const std::int32_t rows = packed ? check_packed(batch, extras.cu_seqlens) : longest;
+    const std::int32_t count = packed ? 1 : batch.count;
+    detail::require(!packed || !P::observed, "extras.cu_seqlens", "given",
+                    "null, since this policy ranks keys by the attention that they receive");
+    check_rows("q", q, count, cache.kv_heads * cache.group, rows, cache.dim_k);
     check_rows("k", k, count, cache.kv_heads, rows, cache.dim_k);
     check_rows("v", v, count, cache.kv_heads, rows, cache.dim_v);
+    check_rows("out", out, count, cache.kv_heads * cache.group, rows, cache.dim_v);
+    check_lse(extras.lse, count, cache.kv_heads * cache.group, rows);
     check_scores_wanted<P>(extras);
     if constexpr (P::ranked && P::scorer_type::when == score_time::from_hidden) {
         if (longest != 0) {
@@ -161,19 +149,6 @@ void check_cache_keys(const Cache& cache, const Batch& batch, std::int32_t longe
             }
         }
     }
-}
-
-/// The arguments that step, prefill and propose share.
-template <class Cache, class T>
-void check_cache_call(const Cache& cache, const Batch& batch, std::int32_t longest, rows_view<const T> q,
-                      rows_view<const T> k, rows_view<const T> v, rows_view<T> out,
-                      const CacheExtras& extras) {
-    const token_shape shape = shape_of_tokens(cache, batch, longest, extras);
-    const std::int32_t heads = cache.kv_heads * cache.group;
-    check_rows("q", q, shape.count, heads, shape.rows, cache.dim_k);
-    check_rows("out", out, shape.count, heads, shape.rows, cache.dim_v);
-    check_lse(extras.lse, shape.count, heads, shape.rows);
-    check_cache_keys(cache, batch, longest, shape, k, v, extras);
 }
 
 /// What is stored of a score that came with its token: the number, and 0 for a NaN, which only keys that nothing ranks may have.

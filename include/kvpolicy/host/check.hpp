@@ -186,10 +186,10 @@ inline std::int32_t check_batch(const Batch& batch, std::int32_t slots, std::int
 }
 
 /// Whether a call that takes chunks of up to `length` tokens says how many it brings.
-inline void check_chunk_length(const Batch& batch, std::int32_t length, const char* tensor = "q") {
+inline void check_chunk_length(const Batch& batch, std::int32_t length) {
     if (batch.q_len == nullptr && batch.length == Batch::not_set && length > 1) [[unlikely]] {
         detail::refuse("batch.length", "not set",
-                       detail::text("the tokens of every entry (", tensor, " has room for ", length,
+                       detail::text("the tokens of every entry (q has room for ", length,
                                     "), or q_len with each one's"));
     }
 }

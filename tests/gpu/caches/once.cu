@@ -108,21 +108,6 @@ struct Side {
         }
         return status.read();
     }
-    /// The same tokens, appended.
-    Words append(std::int32_t layer, std::int32_t n, std::uint32_t seed) {
-        give(seed * 2 + static_cast<std::uint32_t>(layer));
-        ok(cudaMemset(status.data(), 0, status.bytes()));
-        CacheExtras extras;
-        if constexpr (P::scorer_type::when == score_time::given) {
-            extras.scores = view_bhs<const float>(scores.data(), slots, heads, most);
-        }
-        const Device<unsigned char> room(append_workspace_bytes(on, cache.ref(layer), slots, n));
-        kvpolicy::append(on, cache.ref(layer), {.count = slots, .length = n},
-                         view_bhsd<const float>(k.data(), slots, heads, most, dim_k),
-                         view_bhsd<const float>(v.data(), slots, heads, most, dim_v), room, status.data(),
-                         extras);
-        return status.read();
-    }
     Words commit(std::int32_t layer, std::int32_t n) {
         ok(cudaMemset(status.data(), 0, status.bytes()));
         kvpolicy::commit<head_dims<64>>(on, cache.ref(layer), {.count = slots, .length = n}, *workspace,
@@ -275,41 +260,6 @@ void check_middle(const typename Side<Cache>::P& policy,
     }
 }
 
-/// Appended tokens are kept as those of steps and chunks are.
-template <class Cache>
-void check_appends(const typename Side<Cache>::P& policy,
-                   const typename Side<Cache>::P::scorer_type* scorers = nullptr) {
-    const Words fine(slots, 0), twice(slots, status_taken_twice);
-    Side<Cache> taken(policy, scorers), appended(policy, scorers);
-    std::uint32_t seed = 1;
-    for (std::int32_t turn = 0; turn < 24; ++turn, ++seed) {
-        const std::int32_t n = turn % 6 == 4 ? most : turn % 6 == 2 ? 2 : 1;
-        CAPTURE(turn);
-        for (std::int32_t layer = 0; layer < layers; ++layer) {
-            CHECK(taken.call(Mode::prefill, layer, n, seed) == fine);
-            CHECK(appended.append(layer, n, seed) == fine);
-            CHECK(appended.exported(layer) == taken.exported(layer));
-            CHECK(appended.append(layer, 1, seed) == twice);
-        }
-        CHECK(taken.advance(n) == fine);
-        CHECK(appended.advance(n) == fine);
-        CHECK(appended.content() == taken.content());
-    }
-    appended.token(Mode::step, 1, seed);
-    taken.token(Mode::step, 1, seed);
-    CHECK(appended.content() == taken.content());
-    CHECK_REFUSED(
-        kvpolicy::append(appended.on, appended.cache.ref(0), {.count = 1, .length = 2},
-                         view_bhsd<const float>(appended.k.data(), 1, heads, 1, dim_k),
-                         view_bhsd<const float>(appended.v.data(), 1, heads, 2, dim_v), *appended.workspace),
-        "batch.length: 2 is not allowed; it must be 0 to 1");
-    CHECK_REFUSED(kvpolicy::append(appended.on, appended.cache.ref(0), {.count = slots},
-                                   view_bhsd<const float>(appended.k.data(), slots, heads, 1, dim_k),
-                                   view_bhsd<const float>(appended.v.data(), slots, heads, 1, dim_v), {},
-                                   nullptr, {.lse = view_bhs(appended.scores.data(), slots, heads, 1)}),
-                  "extras.");
-}
-
 /// Calls too many and calls too few, beside a cache that has neither.
 template <class Cache>
 void check(const typename Side<Cache>::P& policy,
@@ -386,14 +336,12 @@ void check(const typename Side<Cache>::P& policy,
 TEST_CASE("a FixedBudgetCache") {
     check<FixedBudgetCache<Policy<Sink<2>, Window<5>, TopKBudget<9>>, float>>({});
     check_middle<FixedBudgetCache<Policy<Sink<2>, Window<5>, TopKBudget<9>>, float>>({});
-    check_appends<FixedBudgetCache<Policy<Sink<2>, Window<5>, TopKBudget<9>>, float>>({});
 }
 
 TEST_CASE("a DualCache") {
     using P = Policy<Sink<2>, Window<5>, ThresholdGate<at_least>>;
     check<DualCache<P, float>>(P{{}, {}, ThresholdGate<at_least>{0.0f}});
     check_middle<DualCache<P, float>>(P{{}, {}, ThresholdGate<at_least>{-1.0f}});
-    check_appends<DualCache<P, float>>(P{{}, {}, ThresholdGate<at_least>{-1.0f}});
 }
 
 TEST_CASE("a state is not advanced twice") {
@@ -404,5 +352,4 @@ TEST_CASE("a state is not advanced twice") {
     const S by_layer[layers] = {scorers.of_device, scorers.of_device};
     check<FixedBudgetCache<P, float>>(P{{}, {}, {}, scorers.of_host}, by_layer);
     check_middle<FixedBudgetCache<P, float>>(P{{}, {}, {}, scorers.of_host}, by_layer);
-    check_appends<FixedBudgetCache<P, float>>(P{{}, {}, {}, scorers.of_host}, by_layer);
 }

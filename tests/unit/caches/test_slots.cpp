@@ -10,8 +10,6 @@
 
 #include <doctest/doctest.h>
 
-#include <algorithm>
-#include <numeric>
 #include <string>
 #include <utility>
 
@@ -61,21 +59,6 @@ struct Bound : std::conditional_t<Pooled, test::BoundDual<P, float>, test::Bound
         test::call_ref<P, float>(on, this->cache.ref(layer), {.count = 1, .slots = &slot, .length = n},
                                  q.view(), k.view(), v.view(), out.view(), {.scores = scores.view()}, n == 1);
         return out.data;
-    }
-    /// The same tokens, appended.
-    void append(const host& on, std::int32_t layer, std::int32_t slot, std::int32_t n, std::uint32_t seed,
-                std::uint32_t* status = nullptr) {
-        std::mt19937 generator(2 * seed + static_cast<std::uint32_t>(layer));
-        test::Tensor<float> q(1, 2, n, 8), k(1, 2, n, 8), v(1, 2, n, 16);
-        q.fill_normal(generator);
-        k.fill_normal(generator);
-        v.fill_normal(generator);
-        test::Plane<float> scores(1, 2, n);
-        test::fill_scores(scores, test::Scores::random, generator);
-        const auto ref = this->cache.ref(layer);
-        test::Workspace workspace(append_workspace_bytes(on, ref, 1, n));
-        kvpolicy::append(on, ref, {.count = 1, .slots = &slot, .length = n}, k.view(), v.view(), workspace,
-                         status, test::wanted_by<P>({.scores = scores.view()}));
     }
     /// Feeds n tokens drawn from `seed` to one slot, in all layers; returns the outputs.
     std::vector<float> feed(const host& on, std::int32_t slot, std::int32_t n, std::uint32_t seed) {
@@ -411,104 +394,6 @@ TEST_CASE("in the middle of a token a layer's rows are those that it has taken")
     check_middle_of_a_token<false>(Stateful{});
     check_middle_of_a_token<true>(Stateful{});
     check_middle_of_a_token<true>(Kept{});
-}
-
-/// What a slot holds by position, since chunks may put rows in other places than steps: positions, then scores and keys.
-template <class Bound>
-std::vector<double> rows_of(const Bound& bound, std::int32_t slot) {
-    std::vector<double> all;
-    for (std::int32_t layer = 0; layer < 2; ++layer) {
-        const auto ref = bound.cache.ref(layer);
-        for (std::int32_t h = 0; h < 2; ++h) {
-            const auto rows = ref.head_rows(slot, h);
-            std::vector<std::int32_t> order(static_cast<std::size_t>(ref.used(slot, h)));
-            std::iota(order.begin(), order.end(), 0);
-            std::sort(order.begin(), order.end(),
-                      [&](std::int32_t a, std::int32_t b) { return rows.position(a) < rows.position(b); });
-            for (const std::int32_t r : order) {
-                all.push_back(static_cast<double>(rows.position(r)));
-                all.push_back(rows.score(r));
-                all.insert(all.end(), rows.k(r), rows.k(r) + ref.dim_k);
-                all.insert(all.end(), rows.v(r), rows.v(r) + ref.dim_v);
-            }
-        }
-        all.insert(all.end(), ref.state + slot * 2 * ref.state_size,
-                   ref.state + (slot + 1) * 2 * ref.state_size);
-    }
-    return all;
-}
-
-/// Appended tokens are kept as those of steps and chunks are.
-template <bool Pooled, class P>
-void check_appends(const P& policy) {
-    const host on(1);
-    Bound<P, Pooled> taken(on, policy), appended(on, policy);
-    std::uint32_t seed = 1;
-    for (const std::int32_t n : {1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 7, 1, 1, 30, 1, 2, 1}) {
-        CAPTURE(seed);
-        const std::int32_t slot = 2;
-        const Batch batch{.count = 1, .slots = &slot, .length = n};
-        taken.room(on, batch);
-        appended.room(on, batch);
-        for (std::int32_t layer = 0; layer < 2; ++layer) {
-            taken.take(on, layer, slot, n, seed);
-            appended.append(on, layer, slot, n, seed);
-            CHECK(appended.exported(on, layer, slot).size() == taken.exported(on, layer, slot).size());
-            CHECK_REFUSED(appended.append(on, layer, slot, 1, seed), "tokens of entry 0: 1 is not allowed");
-        }
-        taken.cache.advance(on, batch);
-        appended.cache.advance(on, batch);
-        CHECK(rows_of(appended, slot) == rows_of(taken, slot));
-        ++seed;
-    }
-    const std::int32_t slot = 2;
-    CHECK(appended.feed(on, slot, 4, 99).size() == taken.feed(on, slot, 4, 99).size());
-    CHECK(rows_of(appended, slot) == rows_of(taken, slot));
-}
-
-TEST_CASE("append is a step or a chunk without its attention") {
-    check_appends<false>(capped());
-    check_appends<true>(capped());
-    check_appends<true>(Gated{});
-    check_appends<false>(Stateful{});
-    check_appends<true>(Kept{});
-}
-
-TEST_CASE("what append refuses, and pages that run out") {
-    const host on(1);
-    Bound<Gated, true> bound(on, Gated{});
-    bound.feed(on, 0, 1, 1);
-    while (bound.cache.free_pages() > 0) {
-        bound.feed(on, 1, 1, 3);
-    }
-    const std::vector<unsigned char> before = bound.everything();
-    std::uint32_t status = 0;
-    bound.append(on, 0, 0, 9, 5, &status);
-    CHECK(status == status_pool_exhausted);
-    CHECK(bound.everything() == before);
-    CHECK_REFUSED(bound.append(on, 0, 0, 9, 5), "free pages of the pool: ");
-    while (bound.cache.free_pages() < 40) {
-        bound.add_slab(on);
-    }
-    bound.append(on, 0, 0, 9, 5);
-    const auto ref = bound.cache.ref(1);
-    test::Workspace workspace(append_workspace_bytes(on, ref, 1, 2));
-    test::Tensor<float> k(1, 2, 2, 8), v(1, 2, 2, 16);
-    test::Plane<float> scores(1, 2, 2, 0.0f), lse(1, 2, 2, 0.0f);
-    const CacheExtras extras{.scores = scores.view()};
-    const auto refuses = [&](const Batch& batch, const CacheExtras& of, const char* sentence) {
-        CHECK_REFUSED(kvpolicy::append(on, ref, batch, k.view(), v.view(), workspace, nullptr, of), sentence);
-    };
-    refuses(
-        {.count = 1}, extras,
-        "batch.length: not set is not allowed; it must be the tokens of every entry (k has room for 2), or");
-    refuses({.count = 1, .length = 3}, extras, "3 is not allowed");
-    refuses({.count = 1, .length = 2}, {}, "extras.scores: null");
-    refuses({.count = 1, .length = 2}, {.scores = scores.view(), .lse = lse.view()},
-            "extras.lse: given is not allowed; it must be nothing, since append does not attend");
-    CHECK_REFUSED(
-        kvpolicy::append(on, ref, {.count = 1, .length = 2}, v.view(), v.view(), workspace, nullptr, extras),
-        "k: 1 x 2 x 2 x 16 is not allowed; it must be 1 x 2 x at least 2 x 8");
 }
 
 TEST_CASE("a snapshot is of a whole token, or refused") {
