@@ -1,14 +1,16 @@
 // Plug the cache into an engine with a paged attention kernel of its own: every KV head is exported as a sequence with a page
 // table, as FlashInfer's and FlashAttention's paged kernels take it (one KV head a sequence), and no row is copied.
 //
-// The cache then decides which rows there are, and the engine's kernel attends. Here a few lines stand in for that kernel. Tables
-// are device memory, so the two calls can be captured in one graph.
+// The cache then decides which rows there are, and the engine's kernel attends. Here a few lines stand in for that kernel. Its outputs make
+// the next layer's tokens, so a layer is exported right after its step, with the newest token's row, and advance() comes last. Tables
+// are device memory, so all of it can be captured in one graph.
 #include <kvpolicy/cuda.cuh>  // the bodies, for the one file that instantiates them
 #include <kvpolicy/kvpop.hpp>
 
 #include <thrust/copy.h>
 #include <thrust/device_vector.h>
 
+#include <algorithm>
 #include <cmath>
 #include <cstdio>
 #include <random>
@@ -19,7 +21,8 @@ using kvp::bf16;
 using Policy = kvp::Policy<kvp::Sink<4>, kvp::Window<28>, kvp::TopKBudget<>>;
 using Dims = kvp::head_dims<64>;  // compiled for nothing else
 
-constexpr int batch = 2, heads = 8, kv_heads = 2, group = heads / kv_heads, dim = 64, page_rows = 16;
+constexpr int layers = 2, batch = 2, heads = 8, kv_heads = 2, group = heads / kv_heads, dim = 64,
+              page_rows = 16;
 
 template <class T>
 T* raw(thrust::device_vector<T>& memory) {
@@ -54,15 +57,22 @@ __global__ void paged_attention(const bf16* q, const bf16* k_pages, const bf16* 
     out[blockIdx.x * dim + d] = sum > 0.0f ? weighted / sum : 0.0f;
 }
 
+// What an engine does between two layers, in short: their tokens depend on the attention before.
+__global__ void next_layer(bf16* rows, const float* attended, int count) {
+    const int i = static_cast<int>(blockIdx.x * blockDim.x + threadIdx.x);
+    rows[i] = bf16(0.7f * static_cast<float>(rows[i]) + attended[i % count]);
+}
+
 int main() {
     if (int devices = 0; cudaGetDeviceCount(&devices) != cudaSuccess || devices == 0) {
         std::printf("there is no device\n");
         return 0;
     }
-    const std::int32_t budgets[kv_heads] = {20, 200};  // by layer and head
-    const Policy policy{{}, {}, kvp::TopKBudget<>{kvp::per_head(budgets, 1, kv_heads)}};
+    const std::int32_t budgets[layers * kv_heads] = {20, 200, 50, 10};  // by layer and head
+    const Policy policy{{}, {}, kvp::TopKBudget<>{kvp::per_head(budgets, layers, kv_heads)}};
     const kvp::cuda on{};
-    kvp::FixedBudgetCache<Policy, bf16> cache{{.slots = batch,
+    kvp::FixedBudgetCache<Policy, bf16> cache{{.layers = layers,
+                                               .slots = batch,
                                                .query_heads = heads,
                                                .kv_heads = kv_heads,
                                                .dim_k = dim,
@@ -71,13 +81,13 @@ int main() {
                                               policy};
     thrust::device_vector<unsigned char> memory(cache.bytes().total());
     cache.bind(on, raw(memory), memory.size());
-    thrust::device_vector<unsigned char> workspace(kvp::step_workspace_bytes<Dims>(on, cache.ref(0), batch));
+    thrust::device_vector<unsigned char> workspace(kvp::step_workspace_bytes<Dims>(on, cache, batch));
     const kvp::workspace_view room{raw(workspace), workspace.size()};
 
-    // The engine's tables: as many pages as its slots could ever use.
-    const auto ref = cache.ref(0);
+    // The engine's tables: as many pages as its slots could ever use, in any layer.
+    const std::int64_t most = std::max(cache.rows(0), cache.rows(1));
     thrust::device_vector<std::int32_t> indptr(batch * kv_heads + 1), last_page_rows(batch * kv_heads),
-        indices(batch * (ref.rows / page_rows));
+        indices(batch * (most / page_rows));
     const kvp::HeadPages tables{raw(indptr), raw(indices), raw(last_page_rows),
                                 static_cast<std::int64_t>(indices.size())};
 
@@ -93,6 +103,15 @@ int main() {
         kvp::view_bhsd<const bf16>(raw(rows) + batch * (heads + kv_heads) * dim, batch, kv_heads, 1, dim);
     const auto to = kvp::view_bhsd(raw(out), batch, heads, 1, dim);
     float off = 0.0f;
+    const auto compare = [&] {
+        std::vector<bf16> ours(out.size());
+        std::vector<float> other(theirs.size());
+        thrust::copy(out.begin(), out.end(), ours.begin());
+        thrust::copy(theirs.begin(), theirs.end(), other.begin());
+        for (std::size_t i = 0; i < other.size(); ++i) {
+            off = std::fmax(off, std::fabs(static_cast<float>(ours[i]) - other[i]));
+        }
+    };
     for (int t = 0; t < 300; ++t) {
         for (bf16& x : numbers) {
             x = bf16(normal(generator));
@@ -102,32 +121,34 @@ int main() {
         }
         thrust::copy(numbers.begin(), numbers.end(), rows.begin());
         thrust::copy(given.begin(), given.end(), scores.begin());
-        // Appends, evicts, and attends as the library would,
-        kvp::step<Dims>(on, ref, {batch}, q, k, v, to, room, nullptr,
-                        {.scores = kvp::view_bhs<const float>(raw(scores), batch, kv_heads, 1)});
-        cache.advance(on, {batch});
-        // and what the engine's kernel finds in the same rows.
-        kvp::export_heads(on, ref, {batch}, tables);
-        paged_attention<<<batch * heads, dim>>>(q.data, ref.k, ref.v, tables, raw(theirs));
-        std::vector<bf16> ours(out.size());
-        std::vector<float> other(theirs.size());
-        thrust::copy(out.begin(), out.end(), ours.begin());
-        thrust::copy(theirs.begin(), theirs.end(), other.begin());
-        for (std::size_t i = 0; i < other.size(); ++i) {
-            off = std::fmax(off, std::fabs(static_cast<float>(ours[i]) - other[i]));
+        for (int layer = 0; layer < layers; ++layer) {
+            const auto ref = cache.ref(layer);
+            // Appends, evicts, and attends as the library would,
+            kvp::step<Dims>(on, ref, {batch}, q, k, v, to, room, nullptr,
+                            {.scores = kvp::view_bhs<const float>(raw(scores), batch, kv_heads, 1)});
+            // and what the engine's kernel finds in the same rows.
+            kvp::export_heads(on, ref, {batch}, tables);
+            paged_attention<<<batch * heads, dim>>>(q.data, ref.k, ref.v, tables, raw(theirs));
+            compare();
+            next_layer<<<static_cast<unsigned>(rows.size() / dim), dim>>>(raw(rows), raw(theirs),
+                                                                          static_cast<int>(theirs.size()));
         }
+        cache.advance(on, {batch});  // once, after the last layer
     }
-    for (int s = 0; s < batch * kv_heads; ++s) {
-        const int pages = indptr[s + 1] - indptr[s];
-        std::printf("sequence %d, head %d: %d pages, %d rows\n", s / kv_heads, s % kv_heads, pages,
-                    (pages - 1) * page_rows + static_cast<int>(last_page_rows[s]));
+    for (int layer = 0; layer < layers; ++layer) {
+        kvp::export_heads(on, cache.ref(layer), {batch}, tables);
+        for (int h = 0; h < kv_heads; ++h) {  // of the first sequence
+            const int pages = indptr[h + 1] - indptr[h];
+            std::printf("layer %d, head %d: %d pages, %d rows\n", layer, h, pages,
+                        (pages - 1) * page_rows + static_cast<int>(last_page_rows[h]));
+        }
     }
     std::printf("%s\n", off < 0.03f ? "the same outputs" : "other outputs");
 }
 
 // Prints:
-// sequence 0, head 0: 4 pages, 52 rows
-// sequence 0, head 1: 15 pages, 232 rows
-// sequence 1, head 0: 4 pages, 52 rows
-// sequence 1, head 1: 15 pages, 232 rows
+// layer 0, head 0: 4 pages, 52 rows
+// layer 0, head 1: 15 pages, 232 rows
+// layer 1, head 0: 6 pages, 82 rows
+// layer 1, head 1: 3 pages, 42 rows
 // the same outputs

@@ -22,12 +22,13 @@ inline namespace KVPOLICY_CUDA_NAMESPACE KVPOLICY_HIDDEN {
 // is allocated, nothing waited for. Grids depend on shapes and capacities, and whatever changes from step to step is read from
 // device memory when the work runs, so one captured graph serves all later steps.
 //
-// Policies: any that a FixedBudgetCache holds, but for selections and those that rank by attention. Scorers: given scores,
+// Policies: all but those that rank keys by attention. Scorers: given scores,
 // LinearScorer, MlpScorer, mLSTMScorer, ConvScorer (others do not compile). Given the same scores, the same keys are kept as on the host; steps
 // put them in the same rows too.
 //
 // bf16 and fp16: head_dims that are multiples of 8 up to the largest of Dims, any group, fp32 sums; rows begin at multiples
-// of 16 bytes. float and double: plain kernels, to check others with.
+// of 16 bytes, and those of a chunk's keys and values one after another: a row stride of 0 or more. float and double: plain kernels, to
+// check others with.
 //
 // What a host would refuse but a device finds too late: a NaN score ranks last and sets status_nan_score; a token count that
 // the call does not take, or a slot that the cache does not have, counts as no token and sets status_bad_length (an entry of slot -1 is
@@ -37,10 +38,11 @@ inline namespace KVPOLICY_CUDA_NAMESPACE KVPOLICY_HIDDEN {
 // `status` [count], where given, is OR-ed into.
 //
 // A DualCache takes the same calls. Where its pool has no pages for an entry, the entry is left as it is, its out is 0, its lse -inf, and
-// status_pool_exhausted is set: the same entries as on the host. Pages may have other ids.
+// status_pool_exhausted is set: the same entries as on the host. Pages may have other ids. A null `status` leaves that unsaid, where the
+// host refuses: until then advance() does not move the sequence, so give one.
 //
 // Refused before anything is enqueued: shapes that disagree, a head_dim beyond Dims, rows that are not aligned, too little
-// workspace, cu_seqlens. Failing CUDA calls throw kvpolicy::cuda_error.
+// workspace, cu_seqlens (entries of different lengths have batch.q_len). Failing CUDA calls throw kvpolicy::cuda_error.
 
 /// Bytes of device workspace for all calls below with at most `count` entries of at most `tokens` tokens.
 template <class Dims = all_head_dims, class P, Storage T>
@@ -107,7 +109,7 @@ template <class Dims = all_head_dims, class P, Storage T>
 void commit(const cuda& on, const FixedBudgetRef<P, T>& cache, const Batch& batch, workspace_view workspace,
             std::uint32_t* status = nullptr);
 
-/// Attention of q [count, Hq, 1, Dk] over the rows that the named slots hold now; changes nothing.
+/// As the host's attend: attention of q [count, Hq, 1, Dk] over the rows that the named slots hold now; changes nothing.
 template <class Dims = all_head_dims, class P, Storage T>
 void attend(const cuda& on, const FixedBudgetRef<P, T>& cache, const Batch& batch, input_rows<T> q,
             output_rows<T> out, plane_view<float> lse, workspace_view workspace,

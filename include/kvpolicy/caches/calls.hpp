@@ -13,7 +13,7 @@
 
 namespace kvpolicy {
 
-/// Bytes of workspace for step, prefill, propose and commit with at most `count` entries of at most `tokens` tokens.
+/// Bytes of workspace for step, prefill, attend, propose and commit with at most `count` entries of at most `tokens` tokens.
 /// Refuses counts below 0.
 template <class P, Storage T, template <class, class> class Ref>
 requires CacheRef<Ref<P, T>> std::size_t cache_workspace_bytes(const host& on, const Ref<P, T>& cache,
@@ -93,8 +93,8 @@ requires CacheRef<Ref<P, T>>
 void commit(const host& on, const Ref<P, T>& cache, const Batch& batch, workspace_view workspace,
             std::uint32_t* status = nullptr);
 
-/// Attention of q [count, Hq, 1, Dk] over the rows that the named slots hold now; changes nothing. Entries with q_len 0 are
-/// untouched; a slot without rows gives 0 and LSE = -inf.
+/// Attention of q [count, Hq, 1, Dk] over the rows that the named slots hold now in this layer, those of a token that it has taken before
+/// advance() among them; changes nothing. Entries with q_len 0 are untouched; a slot without rows gives 0 and LSE = -inf.
 template <class P, Storage T, template <class, class> class Ref>
 requires CacheRef<Ref<P, T>>
 void attend(const host& on, const Ref<P, T>& cache, const Batch& batch, input_rows<T> q, output_rows<T> out,
@@ -112,7 +112,9 @@ struct HeadPages {
     std::int64_t indices_capacity = 0;
 };
 
-/// Fills `pages`; refuses a capacity below the pages in use, naming both.
+/// Fills `pages` with the rows that this layer holds now: after its step the newest token is among them, whether advance() has been called
+/// or not, so that a kernel of the caller's attends between this layer and the next. Refuses a capacity below the pages in use,
+/// naming both.
 template <class P, Storage T, template <class, class> class Ref>
 requires CacheRef<Ref<P, T>>
 void export_heads(const host& on, const Ref<P, T>& cache, const Batch& batch, const HeadPages& pages);

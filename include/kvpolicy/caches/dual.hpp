@@ -75,10 +75,9 @@ struct DualRef : LayerRef<P, T> {
     KVPOLICY_HOST_DEVICE constexpr std::int64_t mortal_rows(std::int32_t head) const {
         const HeadRule& rule = this->rules[head];
         const std::int64_t recent = std::int64_t{rule.sinks} + rule.window;
-        if (rule.budget == unlimited || rule.budget == 0) {
-            return recent;
-        }
-        return capacity(head) > recent ? capacity(head) : recent;
+        const std::int64_t mortal =
+            rule.budget == unlimited || rule.budget == 0 || capacity(head) < recent ? recent : capacity(head);
+        return mortal < longest ? mortal : longest;  // a window may be longer than any sequence
     }
     KVPOLICY_HOST_DEVICE constexpr std::int64_t page_id(std::int64_t slot, std::int32_t head,
                                                         std::int64_t page) const {
@@ -88,18 +87,17 @@ struct DualRef : LayerRef<P, T> {
         return std::int64_t{pool.slab_pages} * most_slabs;
     }
 
-    /// Rows that a head may have in use once its slot has so many more tokens. Each adds at most one: to the ring until it is full, to
-    /// the global part from then on.
-    KVPOLICY_HOST_DEVICE constexpr std::int64_t rows_after(std::int64_t slot, std::int32_t head,
-                                                           position_t tokens) const {
-        const std::int64_t rows = this->used(slot, head) + tokens, most = capacity(head);
+    /// Rows that a head may have in use once its slot has the length `until`. Each token that the layer has not taken yet adds at most
+    /// one: to the ring until it is full, to the global part from then on.
+    KVPOLICY_HOST_DEVICE constexpr std::int64_t rows_until(std::int64_t slot, std::int32_t head,
+                                                           position_t until) const {
+        const position_t ahead = until - this->length[slot] - this->pending(slot, head);
+        const std::int64_t rows = this->used(slot, head) + (ahead > 0 ? ahead : 0), most = capacity(head);
         return rows < most ? rows : most;
     }
     /// Pages of a head that hold rows, or that what is left of a reservation can need.
     KVPOLICY_HOST_DEVICE constexpr std::int64_t pages_wanted(std::int64_t slot, std::int32_t head) const {
-        const position_t ahead = reserved[slot] - this->length[slot];
-        const std::int64_t rows = ahead > 0 ? rows_after(slot, head, ahead) : this->used(slot, head);
-        return (rows + this->page_rows - 1) / this->page_rows;
+        return (rows_until(slot, head, reserved[slot]) + this->page_rows - 1) / this->page_rows;
     }
 
     /// Pages that a head lacks for `rows` rows.
@@ -182,7 +180,7 @@ class DualCache : public CacheOwner<DualCache<P, T>, P, T> {
     }
 
     /// Gives the named slots the pages that batch.tokens(i) further tokens can need at most, in all layers, so that steps,
-    /// chunks and commits of so many tokens cannot fail. Returns 0; or how many more slabs it takes, with nothing changed.
+    /// chunks and commits of so many tokens cannot fail. Tokens that some layer has taken before advance() do not count as further ones. Returns 0; or how many more slabs it takes, with nothing changed.
     /// Pages stay with their slot until it is cleared; evict() gives back only what the rest of the reservation cannot need. A copy of
     /// the slot (fork, reorder, restore) has no reservation. Refuses tokens beyond pool().longest.
     [[nodiscard]] std::int64_t reserve(const host& on, const Batch& batch);
@@ -191,8 +189,8 @@ class DualCache : public CacheOwner<DualCache<P, T>, P, T> {
     [[nodiscard]] std::size_t evict_workspace_bytes(const host& on) const requires P::has_eviction;
     /// For a policy with an eviction part: looks at the named slots that have tokens in the batch, and makes those that hold too
     /// much drop rows of all their heads (policies/eviction.hpp says which), until they do not or cannot. Rows that stay keep
-    /// their order; pages that fall free go back to the pool, but for those of a reservation. Once a step or chunk, after advance(batch). `reports` [count],
-    /// where given, says what happened. Synchronous; the bits do not depend on the number of threads.
+    /// their order; pages that fall free go back to the pool, but for those of a reservation. Once a step or chunk, after advance(batch): refuses
+    /// a slot some of whose layers have taken tokens that advance() has not counted. `reports` [count], where given, says what happened. Synchronous; the bits do not depend on the number of threads.
     void evict(const host& on, const Batch& batch, workspace_view workspace,
                EvictionReport* reports = nullptr) requires P::has_eviction;
 
@@ -233,7 +231,8 @@ class DualCache : public CacheOwner<DualCache<P, T>, P, T> {
     /// Bytes of workspace that evict needs. Depends on the slabs that were lent.
     template <class Build = cuda_build>
     [[nodiscard]] std::size_t evict_workspace_bytes(const cuda& on) const requires P::has_eviction;
-    /// As the host's, to rounding of the masses; the batch's arrays, `reports` [count] and `status` [count] are device memory. One launch,
+    /// As the host's, to rounding of the masses; the batch's arrays, `reports` [count] and `status` [count] are device memory. A slot in the
+    /// middle of a token stays as it is, and sets status_not_taken. One launch,
     /// which waits for nothing and may be captured; a graph that captured it knows the workspace of the slabs lent until then, so lend
     /// them before: a sequence with more rows is left alone, and sets status_small_workspace.
     template <class Build = cuda_build>
@@ -251,7 +250,7 @@ class DualCache : public CacheOwner<DualCache<P, T>, P, T> {
     void reorder(const cuda& on, const std::int32_t* sources, std::int32_t count,
                  std::uint32_t* status = nullptr);
     // Snapshots allocate host memory of one slot, and device memory for its rows, and wait for the stream. Blobs are the host's, and
-    // those of any kind of cache.
+    // those of any kind of cache. As on the host a slot in the middle of a token is refused.
     template <class Build = cuda_build>
     [[nodiscard]] std::size_t snapshot_bytes(const cuda& on, std::int32_t slot) const;
     /// `buffer` is host memory.

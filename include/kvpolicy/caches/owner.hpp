@@ -29,7 +29,7 @@ struct CacheBytes {
     constexpr std::size_t total() const { return keys_and_values + scorer_state + bookkeeping; }
 };
 
-/// How full one head of one sequence is.
+/// How full one head of one sequence is: with the rows of tokens that its layer has taken, whether advance() has counted them or not.
 struct Occupancy {
     position_t length = 0;        ///< tokens seen: the next token's position, not the count of rows
     std::int32_t sinks = 0;       ///< rows in use
@@ -72,17 +72,19 @@ class CacheOwner {
 
     /// Makes slot `to` a copy of slot `from`, in all layers: a beam that goes on in two ways. A DualCache shares the pages
     /// that never change again (full ones of the global part, in heads without a budget), and copies the others. What
-    /// slot `to` held is dropped, proposals are not copied. Exhaustion is as for step: refused, or status_pool_exhausted in
+    /// slot `to` held is dropped, proposals are not copied. Tokens that some layers have taken before advance() are copied as well: both
+    /// slots then go on with the other layers. Exhaustion is as for step: refused, or status_pool_exhausted in
     /// *status, and nothing has changed.
     void fork(const host& on, std::int32_t from, std::int32_t to, std::uint32_t* status = nullptr);
 
     /// Slot i becomes what slot sources[i] was, for all i < count at once; several may have the same source (beam search).
     /// A slot that becomes nobody's source is dropped; slots from `count` on may be sources and do not change. Forgets
-    /// proposals. Exhaustion as for fork.
+    /// proposals; tokens that layers have taken before advance() go along, as in fork. Exhaustion as for fork.
     void reorder(const host& on, const std::int32_t* sources, std::int32_t count,
                  std::uint32_t* status = nullptr);
 
-    /// Bytes of the snapshot of a slot as it is now.
+    /// Bytes of the snapshot of a slot as it is now. Refuses, as snapshot does, a slot in the middle of a token: one that layers have
+    /// taken before advance().
     [[nodiscard]] std::size_t snapshot_bytes(std::int32_t slot) const;
     [[nodiscard]] std::size_t snapshot_bytes(const host& /*on*/, std::int32_t slot) const {
         return snapshot_bytes(slot);
@@ -130,10 +132,13 @@ class CacheOwner {
     void require_slot(std::int32_t slot, const char* name = "slot") const;
     void require_slot_number(std::int32_t slot, const char* name) const;
     void require_layer(std::int32_t layer) const;
-    /// Of a head of a sequence of `length` tokens that keeps `kept` rows in long-range places.
+    /// Of a head of a sequence of `length` tokens, and `pending` that its layer has taken since, that keeps `kept` rows in long-range places.
     [[nodiscard]] Occupancy occupancy_of(std::int32_t layer, std::int32_t head, position_t length,
-                                         std::int32_t kept) const;
+                                         std::int32_t pending, std::int32_t kept) const;
     void check_layer(std::int32_t layer) const;
+    /// Refuses a slot some of whose layers have taken tokens that advance() has not counted: it is no state that a sequence can be in.
+    template <class Name>
+    void require_between_tokens(std::int32_t slot, const Name& name) const;
     void require_head(std::int32_t head) const;
     template <class PagesNeeded>
     bool drop(const std::int32_t* slots, std::int32_t count, PagesNeeded&& needed,

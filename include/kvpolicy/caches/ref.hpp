@@ -48,6 +48,11 @@ struct HeadRows {
 
 namespace detail {
 
+/// What LayerRef::taken says of tokens that have rows: nothing where a call found no pages.
+KVPOLICY_HOST_DEVICE constexpr std::int32_t pending_tokens(std::int32_t taken) {
+    return taken > 0 ? taken : 0;
+}
+
 /// Long-range places of which a cache on a device remembers the worst.
 inline constexpr std::int32_t place_tile = 64;
 KVPOLICY_HOST_DEVICE constexpr std::int32_t tiles_of_places(std::int32_t places) {
@@ -139,9 +144,14 @@ struct LayerRef {
     KVPOLICY_HOST_DEVICE constexpr std::int64_t head_index(std::int64_t slot, std::int32_t head) const {
         return slot * kv_heads + head;
     }
-    /// Rows that head `head` of slot `slot` has in use.
+    /// Tokens that the layer has taken and advance() has not counted: of a slot in the middle of a token.
+    KVPOLICY_HOST_DEVICE constexpr std::int32_t pending(std::int64_t slot, std::int32_t head) const {
+        return detail::pending_tokens(taken[device >= 0 ? head_index(slot, head) : slot]);
+    }
+    /// Rows that head `head` of slot `slot` has in use now, those of tokens that the layer has taken among them, whether advance() has
+    /// counted these or not.
     KVPOLICY_HOST_DEVICE constexpr std::int32_t used(std::int64_t slot, std::int32_t head) const {
-        return layout(head).used(length[slot], kept[head_index(slot, head)]);
+        return layout(head).used(length[slot] + pending(slot, head), kept[head_index(slot, head)]);
     }
 };
 

@@ -17,7 +17,8 @@ enum status_bits : std::uint32_t {
     status_bad_index = 1u << 4,  ///< a label or index in device memory was outside its row: left out
     /// A layer of a cache was called again before advance(): the second call left this sequence alone.
     status_taken_twice = 1u << 5,
-    /// advance(): a layer of a cache has not taken these tokens, or has taken others: the sequence did not move.
+    /// advance(): a layer of a cache has not taken these tokens, or has taken others: the sequence did not move. evict(): some layer has
+    /// taken tokens that advance() has not counted: the sequence was left as it is.
     status_not_taken = 1u << 6,
     /// evict() in a graph captured before slabs were lent: the sequence has more rows than its workspace is for; nothing was evicted.
     status_small_workspace = 1u << 7,
@@ -39,9 +40,8 @@ constexpr const char* status_sentence(std::uint32_t bit) {
         case status_taken_twice:
             return "a layer was called again before advance(): the second call left this sequence alone";
         case status_not_taken:
-            return "a layer has not taken these tokens, so advance() did not move the sequence: call that "
-                   "layer, "
-                   "then advance() again";
+            return "the layers have not all taken the same tokens: advance() did not move the sequence, and "
+                   "evict() left it alone; call the layers that lack them, then advance() again";
         case status_small_workspace:
             return "a graph captured before slabs were lent has a workspace for fewer rows: nothing was "
                    "evicted "

@@ -17,6 +17,7 @@
 #include <cmath>
 #include <cstdint>
 #include <type_traits>
+#include <vector>
 
 namespace kvpolicy {
 inline namespace KVPOLICY_CUDA_NAMESPACE KVPOLICY_HIDDEN {
@@ -43,6 +44,26 @@ template <class Cache>
 void check_on_device(const Cache& cache) {
     detail::require(cache.device >= 0, "cache", "bound to host memory",
                     "one bound with a cuda context, or a call with a host context");
+}
+
+/// Refuses a slot some of whose layers have taken tokens that advance() has not counted. `taken`: [layers, slots, kv_heads] of device
+/// memory. Waits for the stream.
+inline void check_between_tokens(const cuda& on, const CacheShape& shape, const std::int32_t* taken,
+                                 std::int32_t slot) {
+    const auto heads = static_cast<std::size_t>(shape.kv_heads);
+    std::vector<std::int32_t> of_slot(static_cast<std::size_t>(shape.layers) * heads);
+    const std::size_t row = heads * sizeof(std::int32_t);
+    check(cudaMemcpy2DAsync(of_slot.data(), row, taken + std::int64_t{slot} * shape.kv_heads,
+                            row * static_cast<std::size_t>(shape.slots), row,
+                            static_cast<std::size_t>(shape.layers), cudaMemcpyDeviceToHost, on.stream),
+          "cudaMemcpy2DAsync");
+    check(cudaStreamSynchronize(on.stream), "cudaStreamSynchronize");
+    for (std::size_t x = 0; x < of_slot.size(); ++x) {
+        detail::require(of_slot[x] <= 0, "slot", slot, [&] {
+            return detail::text("a slot between two tokens: layer ", x / heads,
+                                " has taken some that advance() has not counted");
+        });
+    }
 }
 
 template <class P>

@@ -269,9 +269,11 @@ class cache_chunk_call {
             launch("dual_chunk_gather_kernel", dual_chunk_gather_kernel<T>, heads() * pieces, chunk_threads,
                    0, on_, call_, k_, v_, pieces);
         }
+        // Tensors may be longer than the chunk; attention takes those of one length.
         rows_view<T> to = out;
-        to.length = call_.tokens.most;
-        attention(&q, [&](auto& call) { call.run(to, lse, {attention_, attention_bytes_}); });
+        plane_view<float> sums = lse;
+        to.length = sums.length = call_.tokens.most;
+        attention(&q, [&](auto& call) { call.run(to, sums, {attention_, attention_bytes_}); });
     }
 
     const cuda& on_;
@@ -301,6 +303,17 @@ inline std::int32_t most_tokens(const Batch& batch, std::int32_t length) {
 /// The bodies of the calls below, for caches of either kind.
 namespace cuda_backend {
 
+/// What attention would refuse of a chunk's keys and values: here, under the caller's names and before anything is enqueued, since a
+/// scorer's states would have absorbed the chunk by then. (Its other checks are of sizes, which lay_out() makes, too.)
+template <class T>
+void check_chunk_keys(std::int32_t count, std::int32_t tokens, rows_view<const T> k, rows_view<const T> v) {
+    if (count != 0) {
+        k.length = v.length = tokens;
+        check_key_rows("k", k);
+        check_key_rows("v", v);
+    }
+}
+
 template <class Dims, class Cache>
 std::size_t chunk_workspace_bytes(const cuda& on, const Cache& cache, std::int32_t count,
                                   std::int32_t tokens) {
@@ -317,6 +330,7 @@ void prefill_chunk(const cuda& on, const Cache& cache, const Batch& batch, const
     host_backend::check_chunk_length(batch, q.length);
     const std::int32_t tokens = most_tokens(batch, q.length);
     check_cache_call(cache, batch, tokens, q, k, v, out, extras);
+    check_chunk_keys<T>(batch.count, tokens, k, v);
     cache_chunk_call<Cache, Dims>(on, cache, batch.count, tokens)
         .prefill(batch, q, k, v, out, workspace, status, extras);
 }
@@ -331,6 +345,7 @@ void propose_chunk(const cuda& on, const Cache& cache, const Batch& batch, const
         return detail::text("at most the cache's proposals, ", cache.proposals, " (CacheShape::proposals)");
     });
     check_cache_call(cache, batch, tokens, q, k, v, out, extras);
+    check_chunk_keys<T>(batch.count, tokens, k, v);
     cache_chunk_call<Cache, Dims>(on, cache, batch.count, tokens)
         .propose(batch, q, k, v, out, workspace, status, extras);
 }

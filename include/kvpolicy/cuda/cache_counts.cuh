@@ -35,11 +35,16 @@ Occupancy CacheOwner<Derived, P, T>::occupancy(const cuda& on, std::int32_t laye
     require_head(head);
     const cb::device_scope device(on, device_);
     const auto cache = self().ref(layer);
-    std::int32_t kept = 0;
-    cb::check(cudaMemcpyAsync(&kept, cache.kept + cache.head_index(slot, head), sizeof kept,
-                              cudaMemcpyDeviceToHost, on.stream),
-              "cudaMemcpyAsync");
-    return occupancy_of(layer, head, length(on, slot), kept);
+    const auto fetch = [&](std::int32_t& to, const std::int32_t* from) {
+        cb::check(cudaMemcpyAsync(&to, from + cache.head_index(slot, head), sizeof to, cudaMemcpyDeviceToHost,
+                                  on.stream),
+                  "cudaMemcpyAsync");
+    };
+    std::int32_t kept = 0, taken = 0;
+    fetch(kept, cache.kept);
+    fetch(taken, cache.taken);
+    const position_t tokens = length(on, slot);  // which waits
+    return occupancy_of(layer, head, tokens, detail::pending_tokens(taken), kept);
 }
 
 }  // namespace kvpolicy

@@ -198,6 +198,7 @@ std::size_t FixedBudgetCache<P, T>::snapshot_bytes(const cuda& on, std::int32_t 
     // Rows in use depend on lengths and counters alone.
     namespace cb = cuda_backend;
     const cb::device_scope device(on, this->device_);
+    cb::check_between_tokens(on, this->shape_, this->template at<const std::int32_t>(this->taken_at_), slot);
     std::vector<unsigned char> memory;
     const FixedBudgetCache copy = one_slot<Build>(memory);
     const auto fetch = [&](auto* to, const auto* from, std::int64_t count) {
@@ -221,6 +222,7 @@ std::size_t FixedBudgetCache<P, T>::snapshot(const cuda& on, std::int32_t slot, 
     namespace cb = cuda_backend;
     this->template require_device_slot<Build>(slot, "slot");
     const cb::device_scope device(on, this->device_);
+    cb::check_between_tokens(on, this->shape_, this->template at<const std::int32_t>(this->taken_at_), slot);
     std::vector<unsigned char> memory;
     const FixedBudgetCache copy = one_slot<Build>(memory);
     this->template for_each_slice<Build>(copy, slot, [&](const void* mine, void* theirs, std::size_t bytes) {

@@ -330,6 +330,7 @@ template <AnyPolicy P, Storage T>
 template <class Build>
 auto DualCache<P, T>::counted_slot(const cuda& on, std::int32_t slot) const {
     namespace cb = cuda_backend;
+    cb::check_between_tokens(on, this->shape_, this->template at<const std::int32_t>(this->taken_at_), slot);
     // Rows in use depend on lengths and counters alone.
     const std::int32_t heads = this->shape_.kv_heads;
     std::vector<std::int32_t> kept(static_cast<std::size_t>(this->shape_.layers) *

@@ -215,7 +215,6 @@ class dual_step_call {
     void choose() {
         choose_.batch = call_.batch;
         choose_.q = call_.q;
-        choose_.added = call_.writes ? 1 : 0;
         const std::int64_t threads = 32 * bound_warps_, pages = (choose_.most_pages + threads - 1) / threads,
                            wanted = 8 * std::int64_t{device_.attribute(cudaDevAttrMultiProcessorCount)};
         const auto pieces =

@@ -25,11 +25,12 @@ template <class Cache>
 void check_longest([[maybe_unused]] const Cache& cache, [[maybe_unused]] const Batch& batch) {
     if constexpr (Cache::pooled) {
         for (std::int32_t i = 0; cache.limited && i < batch.count; ++i) {
-            const position_t after = cache.length[batch.slot(i)] + batch.tokens(i);
+            const std::int32_t slot = batch.slot(i);
+            const position_t after = cache.length[slot] + cache.pending(slot, 0) + batch.tokens(i);
             if (batch.tokens(i) == 0 || after <= cache.longest) {
                 continue;
             }
-            detail::refuse(detail::text("length of slot ", batch.slot(i), " after the call").c_str(), after,
+            detail::refuse(detail::text("length of slot ", slot, " after the call").c_str(), after,
                            detail::text("at most the cache's longest, ", cache.longest));
         }
     }

@@ -91,8 +91,8 @@ void visit_rows(const Rows& rows, std::int32_t begin, std::int32_t end, std::int
     }
 }
 
-/// One query a sequence over the rows in use. `added` is 1 where the present token's row is in already but the slot's
-/// length has not moved on yet.
+/// One query a sequence over the rows in use. `added`: tokens of the present call whose rows are in already, but which the layer has
+/// not marked as taken yet.
 template <class Cache, class T>
 void attend_rows(const host& on, const Cache& cache, const Batch& batch, rows_view<const T> q,
                  rows_view<T> out, plane_view<float> lse, std::int32_t added, std::byte* memory) {
@@ -102,7 +102,8 @@ void attend_rows(const host& on, const Cache& cache, const Batch& batch, rows_vi
     const auto head_of = [&](std::int64_t task) { return static_cast<std::int32_t>(task % cache.kv_heads); };
     const auto held = [&](std::int64_t task) {
         const std::int32_t slot = batch.slot(entry_of(task)), head = head_of(task);
-        return cache.layout(head).used(cache.length[slot] + added, cache.kept[cache.head_index(slot, head)]);
+        return cache.layout(head).used(cache.length[slot] + cache.pending(slot, head) + added,
+                                       cache.kept[cache.head_index(slot, head)]);
     };
     using real = compute_t<T>;
     const std::size_t chosen_bytes = selection_bytes(cache), choice_bytes = aligned_size(sizeof(page_choice));
@@ -123,10 +124,12 @@ void attend_rows(const host& on, const Cache& cache, const Batch& batch, rows_vi
             if (batch.tokens(i) == 0 || rows == 0) {
                 return;
             }
-            const std::int32_t newest = cache.layout(h).recent(cache.length[batch.slot(i)] + added - 1);
-            choice.pages = choose_pages(cache, cache.head_rows(batch.slot(i), h), h, rows, newest,
-                                        static_cast<real>(shape.scale), q.row(i, h * cache.group, 0),
-                                        q.head_stride, chosen_of(task));
+            const std::int32_t slot = batch.slot(i);
+            const std::int32_t newest =
+                cache.layout(h).recent(cache.length[slot] + cache.pending(slot, h) + added - 1);
+            choice.pages =
+                choose_pages(cache, cache.head_rows(slot, h), h, rows, newest, static_cast<real>(shape.scale),
+                             q.row(i, h * cache.group, 0), q.head_stride, chosen_of(task));
             const std::int32_t size = cache.selection.page_rows();
             const std::int32_t last = chosen_of(task)[choice.pages - 1].page;
             choice.rows = (choice.pages - 1) * size + std::min(size, rows - last * size);

@@ -153,6 +153,12 @@ void DualCache<P, T>::evict(const host& on, const Batch& batch, workspace_view w
     this->require_bound();
     hb::check_batch(batch, this->shape_.slots, std::numeric_limits<std::int32_t>::max(), "any");
     hb::check_workspace(workspace, evict_workspace_bytes(on));
+    for (std::int32_t i = 0; i < batch.count; ++i) {
+        if (batch.tokens(i) != 0) {
+            // A token's key and query have taken the places of older ones, which its length does not say yet.
+            this->require_between_tokens(batch.slot(i), [&] { return detail::text("slot of entry ", i); });
+        }
+    }
     const std::int32_t layers = this->shape_.layers, kv_heads = this->shape_.kv_heads;
     const std::int64_t heads = std::int64_t{layers} * kv_heads, keys = most_rows();
     std::byte* const memory = hb::aligned(workspace.data);

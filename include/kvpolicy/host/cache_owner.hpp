@@ -203,6 +203,17 @@ void CacheOwner<Derived, P, T>::require_slot_number(std::int32_t slot, const cha
 }
 
 template <class Derived, AnyPolicy P, Storage T>
+template <class Name>
+void CacheOwner<Derived, P, T>::require_between_tokens(std::int32_t slot, const Name& name) const {
+    for (std::int32_t layer = 0; layer < shape_.layers; ++layer) {
+        detail::require(self().ref(layer).pending(slot, 0) == 0, name, slot, [&] {
+            return detail::text("a slot between two tokens: layer ", layer,
+                                " has taken some that advance() has not counted");
+        });
+    }
+}
+
+template <class Derived, AnyPolicy P, Storage T>
 void CacheOwner<Derived, P, T>::require_layer(std::int32_t layer) const {
     require_memory(device_ >= 0);
     check_layer(layer);
@@ -210,6 +221,7 @@ void CacheOwner<Derived, P, T>::require_layer(std::int32_t layer) const {
 
 template <class Derived, AnyPolicy P, Storage T>
 void CacheOwner<Derived, P, T>::check_layer(std::int32_t layer) const {
+    detail::require(!rules_.empty(), "cache", "moved from", "one that still has its policy");
     detail::require(layer >= 0 && layer < shape_.layers, "layer", layer,
                     [&] { return detail::text("0 to ", shape_.layers - 1); });
 }
@@ -277,14 +289,15 @@ void CacheOwner<Derived, P, T>::require_head(std::int32_t head) const {
 
 template <class Derived, AnyPolicy P, Storage T>
 Occupancy CacheOwner<Derived, P, T>::occupancy_of(std::int32_t layer, std::int32_t head, position_t length,
-                                                  std::int32_t kept) const {
+                                                  std::int32_t pending, std::int32_t kept) const {
     auto cache = self().ref(layer);
     cache.rules = &rule_of(layer, 0);  // the host's copy, wherever the cache is
     const HeadRule& rule = cache.rules[head];
     Occupancy result;
     result.length = length;
-    result.sinks = static_cast<std::int32_t>(std::min<position_t>(length, rule.sinks));
-    result.window = static_cast<std::int32_t>(std::min<position_t>(length - result.sinks, rule.window));
+    const position_t taken = length + pending;
+    result.sinks = static_cast<std::int32_t>(std::min<position_t>(taken, rule.sinks));
+    result.window = static_cast<std::int32_t>(std::min<position_t>(taken - result.sinks, rule.window));
     result.long_range = kept;
     result.capacity = static_cast<std::int32_t>(cache.capacity(head));
     return result;
@@ -296,7 +309,8 @@ Occupancy CacheOwner<Derived, P, T>::occupancy(std::int32_t layer, std::int32_t 
     require_slot(slot);
     require_head(head);
     const auto cache = self().ref(layer);
-    return occupancy_of(layer, head, cache.length[slot], cache.kept[cache.head_index(slot, head)]);
+    return occupancy_of(layer, head, cache.length[slot], cache.pending(slot, head),
+                        cache.kept[cache.head_index(slot, head)]);
 }
 
 template <class Derived, AnyPolicy P, Storage T>

@@ -49,7 +49,8 @@ template <class Cache>
 chunk_plan plan_of(const Cache& cache, std::int32_t head, std::int32_t tokens, std::byte* memory) {
     const HeadRule& rule = cache.rules[head];
     const auto mortal = static_cast<std::size_t>(cache.mortal_rows(head));
-    const std::size_t places = mortal - static_cast<std::size_t>(std::int64_t{rule.sinks} + rule.window);
+    const auto recent = static_cast<std::size_t>(std::int64_t{rule.sinks} + rule.window);
+    const std::size_t places = mortal > recent ? mortal - recent : 0;
     const auto n = static_cast<std::size_t>(tokens);
     chunk_plan plan{};
     std::size_t at = 0;

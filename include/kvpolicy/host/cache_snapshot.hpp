@@ -293,6 +293,7 @@ std::uint64_t CacheOwner<Derived, P, T>::fingerprint() const {
 template <class Derived, AnyPolicy P, Storage T>
 std::size_t CacheOwner<Derived, P, T>::snapshot_bytes(std::int32_t slot) const {
     require_slot(slot);
+    require_between_tokens(slot, "slot");
     host_backend::blob_writer blob(nullptr);
     for (std::int32_t layer = 0; layer < shape_.layers; ++layer) {
         host_backend::write_layer(self().ref(layer), slot, blob);

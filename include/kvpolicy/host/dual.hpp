@@ -240,8 +240,21 @@ template <AnyPolicy P, Storage T>
 std::int64_t DualCache<P, T>::reserve(const host&, const Batch& batch) {
     this->require_bound();
     host_backend::check_batch(batch, this->shape_.slots, std::numeric_limits<std::int32_t>::max(), "any");
+    // Counted from the layer that is ahead: in the middle of a token the others take that one, too.
+    std::int32_t* const pending = this->scratch_.data();  // [count]
+    std::fill_n(pending, batch.count, 0);
+    for (std::int32_t layer = 0; layer < this->shape_.layers; ++layer) {
+        const ref_type cache = ref(layer);
+        host_backend::check_longest(cache, batch);
+        for (std::int32_t i = 0; i < batch.count; ++i) {
+            pending[i] = std::max(pending[i], cache.pending(batch.slot(i), 0));
+        }
+    }
+    const auto until = [&](const ref_type& cache, std::int32_t i) {
+        return cache.length[batch.slot(i)] + pending[i] + batch.tokens(i);
+    };
     const auto rows_after = [&](const ref_type& cache, std::int32_t i, std::int32_t h) {
-        return cache.rows_after(batch.slot(i), h, batch.tokens(i));
+        return cache.rows_until(batch.slot(i), h, until(cache, i));
     };
     const auto for_each_head = [&](auto&& visit) {
         for (std::int32_t layer = 0; layer < this->shape_.layers; ++layer) {
@@ -253,9 +266,6 @@ std::int64_t DualCache<P, T>::reserve(const host&, const Batch& batch) {
             }
         }
     };
-    for (std::int32_t layer = 0; layer < this->shape_.layers; ++layer) {
-        host_backend::check_longest(ref(layer), batch);
-    }
     std::int64_t needed = 0;
     for_each_head([&](const ref_type& cache, std::int32_t i, std::int32_t h) {
         needed += cache.pages_missing(batch.slot(i), h, rows_after(cache, i, h));
@@ -267,10 +277,10 @@ std::int64_t DualCache<P, T>::reserve(const host&, const Batch& batch) {
     for_each_head([&](const ref_type& cache, std::int32_t i, std::int32_t h) {
         cache.take_pages(batch.slot(i), h, rows_after(cache, i, h));
     });
+    const ref_type any = ref(0);
     for (std::int32_t i = 0; i < batch.count; ++i) {
-        const ref_type cache = ref(0);
-        position_t& until = cache.reserved[batch.slot(i)];
-        until = std::max(until, cache.length[batch.slot(i)] + batch.tokens(i));
+        position_t& reserved = any.reserved[batch.slot(i)];
+        reserved = std::max(reserved, batch.tokens(i) != 0 ? until(any, i) : 0);
     }
     return 0;
 }

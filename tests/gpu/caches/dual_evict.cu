@@ -234,6 +234,51 @@ TEST_CASE("one graph serves 10,000 steps, with evictions and selections") {
     ok(cudaStreamDestroy(stream));
 }
 
+TEST_CASE("in the middle of a token nothing is evicted") {
+    const Gated policy{Sink<>{4}, Window<>{9}, ThresholdGate<at_least>{-100.0f},
+                       SnapKVEviction{.average = 40, .share = 0.3f, .observing = 8}};
+    DualCache<Gated, double> cache(
+        {.layers = 2, .slots = 1, .query_heads = 1, .kv_heads = 1, .dim_k = 8, .dim_v = 8, .page_rows = 16},
+        {.slab_pages = 20, .most_slabs = 1, .longest = 200}, policy);
+    const kvpolicy::cuda on{};
+    const Device<unsigned char> memory(cache.bytes().total()), slab(cache.slab_bytes());
+    cache.bind(on, memory.data(), memory.size());
+    cache.add_slab(on, slab.data(), slab.size());
+    const Device<unsigned char> workspace(step_workspace_bytes(on, cache, 1)),
+        eviction(cache.evict_workspace_bytes(on));
+    const Device<double> rows(std::vector<double>(8, 0.25)), out(8);
+    const Device<float> score(std::vector<float>(1, 0.0f));
+    const Device<std::uint32_t> status(std::vector<std::uint32_t>(1, 0));
+    const Device<EvictionReport> report(1);
+    const auto in = view_bhsd<const double>(rows.data(), 1, 1, 1, 8);
+    const auto take = [&](std::int32_t layer) {
+        step(on, cache.ref(layer), {1}, in, in, in, view_bhsd(out.data(), 1, 1, 1, 8), workspace,
+             status.data(), {.scores = view_bhs<const float>(score.data(), 1, 1, 1)});
+    };
+    for (std::int32_t t = 0; t < 60; ++t) {
+        take(0);
+        take(1);
+        cache.advance(on, {1}, status.data());
+    }
+    for (const std::int32_t layer : {0, 1}) {
+        take(1 - layer);
+        const auto before = memory.read(), of_slab = slab.read();
+        cache.evict(on, {1}, eviction, report.data(), status.data());
+        CHECK(status.read()[0] == status_not_taken);
+        CHECK(report.read()[0].rows == 0);
+        CHECK(memory.read() == before);
+        CHECK(slab.read() == of_slab);
+        CHECK_REFUSED(static_cast<void>(cache.snapshot_bytes(on, 0)), "a slot between two tokens");
+        ok(cudaMemset(status.data(), 0, status.bytes()));
+        take(layer);
+        cache.advance(on, {1}, status.data());
+    }
+    cache.evict(on, {1}, eviction, report.data(), status.data());
+    CHECK(status.read()[0] == status_ok);
+    CHECK(report.read()[0].rounds > 0);
+    CHECK(report.read()[0].dropped > 20);
+}
+
 TEST_CASE("slabs that are lent after a graph has captured an eviction") {
     const Gated policy{Sink<>{4}, Window<>{9}, ThresholdGate<at_least>{0.0f},
                        SnapKVEviction{.average = 40, .share = 0.2f, .observing = 4}};

@@ -1,5 +1,6 @@
 // Every layer takes a token once: on a device a second call of a layer before advance() leaves the sequence alone, and advance() does
-// not move a sequence that some layer has not taken. Both say so in the status word, and nothing is lost.
+// not move a sequence that some layer has not taken. Both say so in the status word, and nothing is lost. In the middle of a token
+// the rows of a layer are those that it has taken.
 #include <kvpolicy/core/status.hpp>
 #include <kvpolicy/cuda.cuh>
 #include <kvpolicy/policies/sink.hpp>
@@ -8,11 +9,16 @@
 #include <kvpolicy/policies/window.hpp>
 
 #include "cache_case.hpp"
+#include "support/refusal.hpp"
 #include "two_scorers.hpp"
 
+#include <algorithm>
+#include <cmath>
 #include <memory>
 #include <random>
+#include <string>
 #include <type_traits>
+#include <utility>
 
 using namespace kvpolicy;
 using namespace test;
@@ -61,29 +67,33 @@ struct Side {
         workspace = std::make_unique<Device<unsigned char>>(
             cache_workspace_bytes<head_dims<64>>(on, cache.ref(0), slots, most));
     }
+    bool alike = false;  // whether all slots get the same tokens
     void give(std::uint32_t seed) {
         std::mt19937 generator(seed);
         std::normal_distribution<float> normal;
         for (const Device<float>* array : {&q, &k, &v, &scores}) {
             std::vector<float> numbers(array->size());
-            for (float& x : numbers) {
-                x = normal(generator);
+            const std::size_t each = numbers.size() / slots;
+            for (std::size_t i = 0; i < numbers.size(); ++i) {
+                numbers[i] = alike && i >= each ? numbers[i - each] : normal(generator);
             }
             ok(cudaMemcpy(array->data(), numbers.data(), array->bytes(), cudaMemcpyHostToDevice));
         }
     }
-    /// One call of a layer with the tensors of `seed`: n tokens of each slot; its status words.
-    Words call(Mode mode, std::int32_t layer, std::int32_t n, std::uint32_t seed) {
+    /// One call of a layer with the tensors of `seed`: n tokens of each slot, or of the first `count`; its status words. An entry's tensors
+    /// are `most` tokens long, so that they do not depend on n.
+    Words call(Mode mode, std::int32_t layer, std::int32_t n, std::uint32_t seed,
+               std::int32_t count = slots) {
         give(seed * 2 + static_cast<std::uint32_t>(layer));
         ok(cudaMemset(status.data(), 0, status.bytes()));
-        const Batch batch{.count = slots, .length = n};
-        const auto rows = [&](const Device<float>& of, std::int32_t count, std::int32_t dim) {
-            return view_bhsd<const float>(of.data(), slots, count, n, dim);
+        const Batch batch{.count = count, .length = n};
+        const auto rows = [&](const Device<float>& of, std::int32_t of_heads, std::int32_t dim) {
+            return view_bhsd<const float>(of.data(), count, of_heads, most, dim);
         };
-        const auto to = view_bhsd(out.data(), slots, 4, n, dim_v);
+        const auto to = view_bhsd(out.data(), count, 4, most, dim_v);
         CacheExtras extras;
         if constexpr (P::scorer_type::when == score_time::given) {
-            extras.scores = view_bhs<const float>(scores.data(), slots, heads, n);
+            extras.scores = view_bhs<const float>(scores.data(), count, heads, most);
         }
         const auto ref = cache.ref(layer);
         if (mode == Mode::step) {
@@ -119,6 +129,39 @@ struct Side {
         }
         return blobs;
     }
+    /// The same in the middle of a token, when there are no snapshots: what the slots' memory holds.
+    [[nodiscard]] std::vector<unsigned char> raw() const {
+        std::vector<unsigned char> bytes = pooled ? slab->read() : std::vector<unsigned char>{};
+        const auto add = [&](const auto* from, std::int64_t count) {
+            const auto values = fetch_from(from, count);
+            const auto* const begin = reinterpret_cast<const unsigned char*>(values.data());
+            bytes.insert(bytes.end(), begin, begin + values.size() * sizeof values[0]);
+        };
+        for (std::int32_t layer = 0; layer < layers; ++layer) {
+            const auto ref = cache.ref(layer);
+            if constexpr (!pooled) {
+                add(ref.k, slots * ref.rows * dim_k);
+                add(ref.v, slots * ref.rows * dim_v);
+                add(ref.position, slots * ref.rows);
+                add(ref.score, slots * ref.rows);
+            }
+            add(ref.kept, slots * heads);
+            add(ref.state, slots * heads * ref.state_size);
+        }
+        return bytes;
+    }
+    /// The pages of a layer of the first slot, with the rows in the last of each head.
+    [[nodiscard]] std::vector<std::int32_t> exported(std::int32_t layer) const {
+        const Device<std::int32_t> indptr(heads + 1), last(heads), indices(200);
+        ok(cudaMemset(indices.data(), 0, indices.bytes()));
+        export_heads(on, cache.ref(layer), {.count = 1}, {indptr.data(), indices.data(), last.data(), 200});
+        std::vector<std::int32_t> all = indptr.read();
+        const auto pages = static_cast<std::size_t>(all.back());
+        const auto more = last.read(), named = indices.read();
+        all.insert(all.end(), more.begin(), more.end());
+        all.insert(all.end(), named.begin(), named.begin() + static_cast<std::ptrdiff_t>(pages));
+        return all;
+    }
     /// As it should be.
     void token(Mode mode, std::int32_t n, std::uint32_t seed) {
         for (std::int32_t layer = 0; layer < layers; ++layer) {
@@ -130,6 +173,92 @@ struct Side {
         CHECK(advance(n) == Words(slots, 0));
     }
 };
+
+const std::string in_the_middle =
+    "slot: 2 is not allowed; it must be a slot between two tokens: layer 0 has taken some that advance() has "
+    "not counted";
+
+/// A slot is copied, exchanged, exported and attended to between the calls of its two layers.
+template <class Cache>
+void check_middle(const typename Side<Cache>::P& policy,
+                  const typename Side<Cache>::P::scorer_type* scorers = nullptr) {
+    const Words fine(slots, 0);
+    for (const std::int32_t n : {0, 1, 2, 3, 6, 7, 15, 16, 17, 40}) {
+        for (const Mode mode : {Mode::step, Mode::prefill}) {
+            const std::int32_t tokens = mode == Mode::step ? 1 : 3;
+            CAPTURE(n);
+            CAPTURE(tokens);
+            Side<Cache> beams(policy, scorers), alone(policy, scorers);
+            beams.alike = alone.alike = true;
+            for (std::int32_t t = 0; t < n; ++t) {
+                beams.token(Mode::step, 1, 50 + static_cast<std::uint32_t>(t));
+                alone.token(Mode::step, 1, 50 + static_cast<std::uint32_t>(t));
+            }
+            beams.cache.clear(beams.on, 1);
+            beams.cache.clear(beams.on, 2);
+            CHECK(alone.call(mode, 0, tokens, 7) == fine);
+            const std::vector<std::int32_t> pages = alone.exported(0);
+            const Occupancy held = alone.cache.occupancy(alone.on, 0, 0, 1);
+            CHECK(held.length == n);
+            CHECK(held.sinks + held.window == std::min(n + tokens, 7));
+            if (mode == Mode::step) {  // the same query over the same rows
+                const std::vector<float> wanted = alone.out.read();
+                ok(cudaMemset(alone.out.data(), 0xff, alone.out.bytes()));
+                attend<head_dims<64>>(alone.on, alone.cache.ref(0), {.count = slots},
+                                      view_bhsd<const float>(alone.q.data(), slots, 4, most, dim_k),
+                                      view_bhsd(alone.out.data(), slots, 4, most, dim_v), {},
+                                      *alone.workspace);
+                const std::vector<float> got = alone.out.read();
+                double off = 0.0;
+                for (std::size_t row = 0; row < got.size() / dim_v; row += most) {
+                    for (std::size_t d = 0; d < dim_v; ++d) {
+                        const double gap = std::abs(got[row * dim_v + d] - wanted[row * dim_v + d]);
+                        off = gap <= off ? off : gap == gap ? gap : 1e30;
+                    }
+                }
+                CHECK(off < 1e-5);
+            }
+            CHECK(beams.call(mode, 0, tokens, 7, 1) == fine);
+            CHECK(beams.exported(0).size() == pages.size());
+            for (const Side<Cache>* side : {&beams, &alone}) {  // rows beyond the tokens stay as they are
+                ok(cudaMemset(side->out.data(), 0x11, side->out.bytes()));
+            }
+            beams.cache.fork(beams.on, 0, 1);
+            const Device<std::int32_t> swap(std::vector<std::int32_t>{1, 0, 2}),
+                copy(std::vector<std::int32_t>{0, 1, 0});
+            beams.cache.reorder(beams.on, swap.data(), 3);
+            beams.cache.reorder(beams.on, copy.data(), 3);
+            CHECK(beams.call(mode, 1, tokens, 7) == fine);
+            CHECK(alone.call(mode, 1, tokens, 7) == fine);
+            CHECK(beams.out.read() == alone.out.read());
+            CHECK(beams.advance(tokens) == fine);
+            CHECK(alone.advance(tokens) == fine);
+            CHECK(alone.exported(0) == pages);
+            CHECK(beams.content() == alone.content());
+            for (const std::uint32_t seed : {8u, 9u}) {
+                beams.token(Mode::step, 1, seed);
+                alone.token(Mode::step, 1, seed);
+                CHECK(beams.out.read() == alone.out.read());
+                CHECK(beams.content() == alone.content());
+            }
+            if constexpr (Side<Cache>::pooled) {  // further tokens than the one that layer 1 has taken
+                CHECK(beams.call(Mode::step, 1, 1, 10) == fine);
+                const auto ref = beams.cache.ref(0), other = beams.cache.ref(1);
+                REQUIRE(beams.cache.reserve(beams.on, {.count = 1, .length = 2}) == 0);
+                const std::vector<position_t> length = beams.lengths();
+                for (const auto& [layer, ahead] : {std::pair{ref, 3}, std::pair{other, 2}}) {
+                    const auto kept = fetch_from(layer.kept, heads), held = fetch_from(layer.held, heads);
+                    for (std::size_t h = 0; h < heads; ++h) {
+                        const std::int32_t rows = HeadRows{2, 5}.used(length[0] + 3 - ahead, kept[h]) + ahead;
+                        CHECK(held[h] >= (rows + 15) / 16);
+                    }
+                }
+                CHECK(beams.call(Mode::step, 0, 1, 10) == fine);
+                CHECK(beams.advance(1) == fine);
+            }
+        }
+    }
+}
 
 /// Calls too many and calls too few, beside a cache that has neither.
 template <class Cache>
@@ -154,7 +283,10 @@ void check(const typename Side<Cache>::P& policy,
                 CHECK(wrong.advance(n) == missing);  // what is proposed is not taken
                 CHECK(wrong.commit(0, n) == fine);
             }
-            const auto before = wrong.content();
+            CHECK_REFUSED(static_cast<void>(wrong.cache.snapshot_bytes(wrong.on, 2)), in_the_middle);
+            std::vector<unsigned char> nothing(100);
+            CHECK_REFUSED(wrong.cache.snapshot(wrong.on, 2, nothing.data(), nothing.size()), in_the_middle);
+            const auto before = wrong.raw();
             const std::vector<position_t> length = wrong.lengths();
             // The layer again, by every kind of call, with other tokens: nothing changes, no output is written.
             ok(cudaMemset(wrong.out.data(), 0x11, wrong.out.bytes()));
@@ -168,7 +300,7 @@ void check(const typename Side<Cache>::P& policy,
             CHECK(wrong.advance(n) == missing);
             CHECK(wrong.advance(n + 1) == missing);
             CHECK(wrong.lengths() == length);
-            CHECK(wrong.content() == before);
+            CHECK(wrong.raw() == before);
             CHECK(wrong.call(mode, 1, n, seed) == fine);
             if (mode == Mode::propose) {
                 CHECK(wrong.commit(1, n) == fine);
@@ -203,11 +335,13 @@ void check(const typename Side<Cache>::P& policy,
 
 TEST_CASE("a FixedBudgetCache") {
     check<FixedBudgetCache<Policy<Sink<2>, Window<5>, TopKBudget<9>>, float>>({});
+    check_middle<FixedBudgetCache<Policy<Sink<2>, Window<5>, TopKBudget<9>>, float>>({});
 }
 
 TEST_CASE("a DualCache") {
     using P = Policy<Sink<2>, Window<5>, ThresholdGate<at_least>>;
     check<DualCache<P, float>>(P{{}, {}, ThresholdGate<at_least>{0.0f}});
+    check_middle<DualCache<P, float>>(P{{}, {}, ThresholdGate<at_least>{-1.0f}});
 }
 
 TEST_CASE("a state is not advanced twice") {
@@ -217,4 +351,5 @@ TEST_CASE("a state is not advanced twice") {
     const TwoScorers<S> scorers(sized<S>(), true, generator);
     const S by_layer[layers] = {scorers.of_device, scorers.of_device};
     check<FixedBudgetCache<P, float>>(P{{}, {}, {}, scorers.of_host}, by_layer);
+    check_middle<FixedBudgetCache<P, float>>(P{{}, {}, {}, scorers.of_host}, by_layer);
 }

@@ -133,6 +133,61 @@ TEST_CASE("scores beside a policy's own scorer") {
     }
 }
 
+TEST_CASE("a plane for sums that is longer than the chunk") {
+    using P = Policy<Sink<1>, Window<2>, TopKBudget<3>>;
+    for (const int which : {1, 2}) {
+        const Device<float> lse(std::vector<float>(2 * 2 * length, 7.0f)), cut(lse.read());
+        Calls<P> calls(P{}), other(P{});
+        CacheExtras extras = calls.given();
+        extras.lse = view_bhs(lse.data(), 2, 2, length);
+        calls.call(which, {.count = 2, .length = 2}, extras);
+        CacheExtras of_two = other.given();
+        of_two.lse = {cut.data(), 2, 2, 2, 2 * length, length};
+        other.call(which, {.count = 2, .length = 2}, of_two);
+        CHECK(lse.read() == cut.read());
+        CHECK(lse.read()[1] != 7.0f);
+        CHECK(lse.read()[2] == 7.0f);
+        CHECK_REFUSED(calls.call(which, {.count = 2, .length = 2},
+                                 {.scores = extras.scores, .lse = view_bhs(lse.data(), 2, 2, 1)}),
+                      "lse: 2 x 2 x 1 is not allowed; it must be 2 x 2 x at least 2");
+    }
+}
+
+TEST_CASE("what attention refuses of a chunk's keys is refused before the cache has changed") {
+    using P = Policy<Sink<1>, Window<2>, TopKBudget<3>>;
+    using Dims = head_dims<64>;
+    const kvpolicy::cuda on;
+    FixedBudgetCache<P, bf16> cache(shape);
+    const Device<unsigned char> memory(cache.bytes().total());
+    cache.bind(on, memory.data(), memory.size());
+    const Device<unsigned char> workspace(cache_workspace_bytes<Dims>(on, cache.ref(0), 2, length));
+    const Device<bf16> rows(std::vector<bf16>(2 * 2 * length * 8, bf16{0.5f})), result(rows.size());
+    const Device<float> scores(std::vector<float>(2 * 2 * length));
+    const CacheExtras extras{.scores = view_bhs<const float>(scores.data(), 2, 2, length)};
+    const auto in = view_bhsd<const bf16>(rows.data(), 2, 2, length, 8);
+    auto backwards = in;
+    backwards.data += (length - 1) * 8;
+    backwards.row_stride = -8;
+    const auto out = view_bhsd(result.data(), 2, 2, length, 8);
+    const std::vector<unsigned char> before = memory.read();
+    const Batch batch{.count = 2, .length = 3}, one{.count = 2, .length = 1};
+    for (const bool proposes : {false, true}) {
+        const auto call = [&](const Batch& of, const auto& k, const auto& v) {
+            if (proposes) {
+                propose<Dims>(on, cache.ref(0), of, in, k, v, out, workspace, extras);
+            } else {
+                prefill<Dims>(on, cache.ref(0), of, in, k, v, out, workspace, nullptr, extras);
+            }
+        };
+        CHECK_REFUSED(call(batch, backwards, in), "k: a view with a row stride of -8 is not allowed");
+        CHECK_REFUSED(call(batch, in, backwards), "v: a view with a row stride of -8 is not allowed");
+        CHECK(memory.read() == before);
+        if (proposes) {
+            call(one, backwards, backwards);  // one row is a row
+        }
+    }
+}
+
 TEST_CASE("run-time parts that nobody set") {
     using P = Policy<Sink<>, Window<2>, TopKBudget<3>>;
     CHECK_REFUSED(Calls<P>(P{}),

@@ -49,7 +49,10 @@ TEST_CASE("a cache that was moved from is unbound, and the other goes on") {
     CHECK_REFUSED(from.length(0), "cache: unbound");                  // NOLINT(bugprone-use-after-move)
     CHECK_REFUSED(from.bind(on, memory.data(), memory.size()),        // NOLINT(bugprone-use-after-move)
                   "cache: moved from is not allowed");
+    CHECK_REFUSED(static_cast<void>(from.rows(0)),  // NOLINT(bugprone-use-after-move)
+                  "cache: moved from is not allowed; it must be one that still has its policy");
     CHECK(to.length(0) == 0);
+    CHECK(to.rows(0) > 0);
     from = std::move(to);
     from.clear(on, 0);
     CHECK(from.length(0) == 0);

@@ -676,3 +676,39 @@ TEST_CASE("the workspace of a cache is that of the layer that needs most") {
     check(fixed.cache);
     check(dual.cache);
 }
+
+TEST_CASE("a window longer than any sequence costs what one of that length does") {
+    const host on(1);
+    using P = Policy<Sink<2>, Window<>, TopKBudget<8>>;
+    constexpr std::int32_t longest = 1024;
+    const auto cache_of = [&](std::int32_t window) {
+        const std::int32_t windows[] = {16, window};  // a head that never evicts beside one that does
+        const P policy{{}, Window<>{per_head(windows, 1, 2)}, {}};
+        auto bound = std::make_unique<test::BoundDual<P, float>>(
+            on,
+            CacheShape{.slots = 1, .query_heads = 2, .kv_heads = 2, .dim_k = 8, .dim_v = 8, .page_rows = 16},
+            PoolShape{.slab_pages = 70, .most_slabs = 2, .longest = longest}, policy);
+        bound->add_slab(on);
+        return bound;
+    };
+    const auto least = cache_of(longest), most = cache_of(1 << 30);
+    CHECK(cache_workspace_bytes(on, most->cache.ref(0), 1, 16) ==
+          cache_workspace_bytes(on, least->cache.ref(0), 1, 16));
+    std::mt19937 generator(1);
+    for (const std::int32_t n : {1, 16, 700, 1, 200, 16}) {
+        test::Tensor<float> q(1, 2, n, 8), k(1, 2, n, 8), v(1, 2, n, 8), a(1, 2, n, 8), b(1, 2, n, 8);
+        q.fill_normal(generator);
+        k.fill_normal(generator);
+        v.fill_normal(generator);
+        test::Plane<float> scores(1, 2, n);
+        test::fill_scores(scores, test::Scores::random, generator);
+        const Batch batch{.count = 1, .length = n};
+        for (const auto& [bound, out] : {std::pair{least.get(), &a}, std::pair{most.get(), &b}}) {
+            test::call_ref<P, float>(on, bound->cache.ref(0), batch, q.view(), k.view(), v.view(),
+                                     out->view(), {.scores = scores.view()}, n == 1);
+            bound->cache.advance(on, batch);
+        }
+        CHECK(a.data == b.data);
+        CHECK(test::content_of(least->cache.ref(0), 0) == test::content_of(most->cache.ref(0), 0));
+    }
+}

@@ -115,6 +115,82 @@ TEST_CASE("what is no longer reserved goes back with an eviction; copies have no
     CHECK(ref.held[0] == pages(0));
 }
 
+TEST_CASE("in the middle of a token a reservation is for those after it") {
+    const host on(1);
+    using P = Policy<Sink<1>, Window<4>, ThresholdGate<at_least>>;
+    CacheShape two = shape;
+    two.layers = 2;
+    two.page_rows = 1;  // every token shows
+    for (const std::int32_t ahead : {1, 3}) {
+        // No page more than what is reserved.
+        test::BoundDual<P, float> bound(on, two,
+                                        {.slab_pages = 2 * (13 + ahead), .most_slabs = 1, .longest = 100},
+                                        P{{}, {}, ThresholdGate<at_least>{-100.0f}});
+        bound.add_slab(on);
+        std::mt19937 generator(3);
+        const std::int32_t slot = 0;
+        const Batch one{.count = 1, .slots = &slot};
+        const test::Plane<float> scores(1, 1, 1, 0.0f);
+        const auto take = [&](std::int32_t layer) {
+            test::Tensor<float> q(1, 1, 1, 8), k(1, 1, 1, 8), v(1, 1, 1, 8), out(1, 1, 1, 8);
+            q.fill_normal(generator);
+            k.fill_normal(generator);
+            v.fill_normal(generator);
+            test::call_ref<P, float>(on, bound.cache.ref(layer), one, q.view(), k.view(), v.view(),
+                                     out.view(), {.scores = scores.view()}, true);
+        };
+        const auto token = [&] {
+            take(0);
+            take(1);
+            bound.cache.advance(on, one);
+        };
+        for (std::int32_t t = 0; t < 12; ++t) {
+            token();
+        }
+        take(1);  // layers in any order
+        REQUIRE(bound.cache.reserve(on, {.count = 1, .slots = &slot, .length = ahead}) == 0);
+        CHECK(bound.cache.ref(0).held[0] == 13 + ahead);
+        CHECK(bound.cache.ref(1).held[0] == 13 + ahead);
+        take(0);
+        bound.cache.advance(on, one);
+        for (std::int32_t t = 0; t < ahead; ++t) {
+            token();
+        }
+        CHECK(bound.cache.free_pages() == 0);
+        CHECK(bound.cache.reserve(on, {.count = 1, .slots = &slot, .length = 87 - ahead}) > 0);
+        CHECK_REFUSED(
+            static_cast<void>(bound.cache.reserve(on, {.count = 1, .slots = &slot, .length = 88 - ahead})),
+            "length of slot 0 after the call: 101 is not allowed");
+    }
+}
+
+TEST_CASE("an eviction is between two tokens") {
+    const host on(1);
+    test::BoundDual<Evicting, float> bound(on, shape, {.slab_pages = 12, .most_slabs = 1, .longest = 2000},
+                                           evicting(0.3f));
+    bound.add_slab(on);
+    std::mt19937 generator(3);
+    for (std::int32_t t = 0; t < 30; ++t) {
+        token(on, bound, 0, generator);
+    }
+    test::Tensor<float> q(1, 1, 1, 8), k(1, 1, 1, 8), v(1, 1, 1, 8), out(1, 1, 1, 8);
+    const test::Plane<float> scores(1, 1, 1, 0.0f);
+    const std::int32_t slot = 0, none = 0;
+    const Batch one{.count = 1, .slots = &slot};
+    test::call_ref<Evicting, float>(on, bound.cache.ref(0), one, q.view(), k.view(), v.view(), out.view(),
+                                    {.scores = scores.view()}, true);
+    test::Workspace room(bound.cache.evict_workspace_bytes(on));
+    const std::vector<unsigned char> before = bound.everything();
+    CHECK_REFUSED(
+        bound.cache.evict(on, one, room),
+        "slot of entry 0: 0 is not allowed; it must be a slot between two tokens: layer 0 has taken "
+        "some that advance() has not counted");
+    CHECK(bound.everything() == before);
+    bound.cache.evict(on, {.count = 1, .slots = &slot, .q_len = &none}, room);  // which names nobody
+    bound.cache.advance(on, one);
+    bound.cache.evict(on, one, room);
+}
+
 TEST_CASE("spared pages are never handed out, nor written") {
     const host on(1);
     using P = Policy<Window<4>, ThresholdGate<at_least>>;

@@ -46,25 +46,46 @@ struct Bound : std::conditional_t<Pooled, test::BoundDual<P, float>, test::Bound
         bytes.insert(bytes.end(), more.begin(), more.end());
         return bytes;
     }
+    /// Gives one layer n tokens of a slot, drawn from `seed`; returns the outputs. Does not advance.
+    std::vector<float> take(const host& on, std::int32_t layer, std::int32_t slot, std::int32_t n,
+                            std::uint32_t seed) {
+        std::mt19937 generator(2 * seed + static_cast<std::uint32_t>(layer));
+        test::Tensor<float> q(1, 2, n, 8), k(1, 2, n, 8), v(1, 2, n, 16), out(1, 2, n, 16);
+        q.fill_normal(generator);
+        k.fill_normal(generator);
+        v.fill_normal(generator);
+        test::Plane<float> scores(1, 2, n);
+        test::fill_scores(scores, test::Scores::random, generator);
+        test::call_ref<P, float>(on, this->cache.ref(layer), {.count = 1, .slots = &slot, .length = n},
+                                 q.view(), k.view(), v.view(), out.view(), {.scores = scores.view()}, n == 1);
+        return out.data;
+    }
     /// Feeds n tokens drawn from `seed` to one slot, in all layers; returns the outputs.
     std::vector<float> feed(const host& on, std::int32_t slot, std::int32_t n, std::uint32_t seed) {
         const Batch batch{.count = 1, .slots = &slot, .length = n};
         room(on, batch);
-        std::mt19937 generator(seed);
-        std::vector<float> all;
-        for (std::int32_t layer = 0; layer < 2; ++layer) {
-            test::Tensor<float> q(1, 2, n, 8), k(1, 2, n, 8), v(1, 2, n, 16), out(1, 2, n, 16);
-            q.fill_normal(generator);
-            k.fill_normal(generator);
-            v.fill_normal(generator);
-            test::Plane<float> scores(1, 2, n);
-            test::fill_scores(scores, test::Scores::random, generator);
-            test::call_ref<P, float>(on, this->cache.ref(layer), batch, q.view(), k.view(), v.view(),
-                                     out.view(), {.scores = scores.view()}, n == 1);
-            all.insert(all.end(), out.data.begin(), out.data.end());
-        }
+        std::vector<float> all = take(on, 0, slot, n, seed);
+        const std::vector<float> more = take(on, 1, slot, n, seed);
+        all.insert(all.end(), more.begin(), more.end());
         this->cache.advance(on, batch);
         return all;
+    }
+    /// The rows of all heads of a layer of a slot, as export_heads names them.
+    std::vector<position_t> exported(const host& on, std::int32_t layer, std::int32_t slot) const {
+        const auto ref = this->cache.ref(layer);
+        std::int32_t indptr[3], last[2], indices[400];
+        export_heads(on, ref, {.count = 1, .slots = &slot}, {indptr, indices, last, 400});
+        std::vector<position_t> rows;
+        for (std::int32_t h = 0; h < 2; ++h) {
+            const std::int32_t pages = indptr[h + 1] - indptr[h];
+            const std::int32_t used = pages == 0 ? 0 : (pages - 1) * ref.page_rows + last[h];
+            rows.push_back(used);
+            for (std::int32_t r = 0; r < used; ++r) {
+                rows.push_back(ref.head_rows(slot, h).position(r));
+                CHECK(indices[indptr[h] + r / ref.page_rows] == ref.page_id(slot, h, r / ref.page_rows));
+            }
+        }
+        return rows;
     }
     std::vector<unsigned char> saved(const host& on, std::int32_t slot) const {
         std::vector<unsigned char> blob(this->cache.snapshot_bytes(slot));
@@ -289,6 +310,119 @@ TEST_CASE("reorder is a gather of all slots at once") {
         check_reorders<false>(Stateful{}, seed);
         check_reorders<true>(Kept{}, seed);
     }
+}
+
+/// Between a layer's call and advance() a slot is copied, exchanged, exported and attended to with the rows that the layer has taken, in
+/// both kinds of caches; what was copied goes on with the other layer.
+template <bool Pooled, class P>
+void check_middle_of_a_token(const P& policy) {
+    const host on(1);
+    constexpr std::int32_t before = 20;  // sinks and rings are full from 6 on
+    for (std::int32_t n = 0; n <= before; ++n) {
+        for (const std::int32_t tokens : {1, 4}) {
+            CAPTURE(n);
+            CAPTURE(tokens);
+            Bound<P, Pooled> beams(on, policy), alone(on, policy);
+            const auto seed = static_cast<std::uint32_t>(100 + n);
+            if (n != 0) {
+                beams.feed(on, 0, n, 1);
+                alone.feed(on, 0, n, 1);
+            }
+            beams.feed(on, 1, 2, 9);  // dropped by the fork
+            beams.feed(on, 2, 30, 3);
+            const std::vector<unsigned char> other = beams.content(2);
+            const std::int32_t slot = 0, named[] = {1, 2, 3};
+            const Batch one{.count = 1, .slots = &slot, .length = tokens},
+                three{.count = 3, .slots = named, .length = tokens};
+            if constexpr (Pooled) {
+                while (beams.cache.free_pages() < 400) {
+                    beams.add_slab(on);
+                }
+                while (alone.cache.free_pages() < 200) {
+                    alone.add_slab(on);
+                }
+            }
+            const std::vector<float> out = beams.take(on, 0, 0, tokens, seed);
+            CHECK(out == alone.take(on, 0, 0, tokens, seed));
+            const std::vector<position_t> taken = beams.exported(on, 0, 0);
+            if (tokens == 1) {  // the same query over the same rows
+                std::mt19937 generator(2 * seed);
+                test::Tensor<float> q(1, 2, 1, 8), again(1, 2, 1, 16);
+                q.fill_normal(generator);
+                test::Workspace workspace(cache_workspace_bytes(on, beams.cache.ref(0), 1, 1));
+                attend(on, beams.cache.ref(0), one, q.view(), again.view(), {}, workspace);
+                CHECK(again.data == out);
+            }
+            beams.cache.fork(on, 0, 1);
+            const std::int32_t sources[] = {2, 1, 0, 1};  // an exchange, one that stays, and a copy
+            beams.cache.reorder(on, sources, 4);
+            CHECK(beams.content(0) == other);
+            const std::vector<unsigned char> middle = alone.content(0);
+            const std::vector<float> rest = alone.take(on, 1, 0, tokens, seed);
+            for (const std::int32_t beam : named) {
+                CHECK(beams.content(beam) == middle);
+                CHECK(beams.exported(on, 0, beam) == taken);
+                CHECK(beams.take(on, 1, beam, tokens, seed) == rest);
+            }
+            beams.cache.advance(on, three);
+            alone.cache.advance(on, one);
+            CHECK(alone.exported(on, 0, 0) == taken);
+            for (const std::int32_t beam : named) {
+                CHECK(beams.content(beam) == alone.content(0));
+            }
+            for (const std::int32_t more : {1, 1, 3}) {
+                const std::vector<float> wanted = alone.feed(on, 0, more, seed + 1);
+                for (const std::int32_t beam : named) {
+                    CHECK(beams.feed(on, beam, more, seed + 1) == wanted);
+                    CHECK(beams.content(beam) == alone.content(0));
+                }
+            }
+            if constexpr (Pooled) {
+                for (std::int32_t each = 0; each < slots; ++each) {
+                    beams.cache.clear(on, each);
+                }
+                CHECK(beams.cache.free_pages() == beams.cache.lent_pages());
+            }
+        }
+    }
+}
+
+TEST_CASE("in the middle of a token a layer's rows are those that it has taken") {
+    check_middle_of_a_token<false>(capped());
+    check_middle_of_a_token<true>(capped());
+    check_middle_of_a_token<true>(Gated{});
+    check_middle_of_a_token<false>(Stateful{});
+    check_middle_of_a_token<true>(Stateful{});
+    check_middle_of_a_token<true>(Kept{});
+}
+
+TEST_CASE("a snapshot is of a whole token, or refused") {
+    const host on(1);
+    const auto check = [&](auto& bound) {
+        bound.feed(on, 0, 20, 1);
+        const std::vector<unsigned char> good = bound.saved(on, 0);
+        if constexpr (requires { bound.cache.free_pages(); }) {
+            while (bound.cache.free_pages() < 40) {
+                bound.add_slab(on);
+            }
+        }
+        bound.take(on, 1, 0, 1, 7);
+        std::vector<unsigned char> blob(2 * good.size());
+        const std::string sentence =
+            "slot: 0 is not allowed; it must be a slot between two tokens: layer 1 has taken some that "
+            "advance() has not counted";
+        CHECK_REFUSED(bound.cache.snapshot_bytes(0), sentence);
+        CHECK_REFUSED(bound.cache.snapshot(on, 0, blob.data(), blob.size()), sentence);
+        bound.take(on, 0, 0, 1, 7);
+        bound.cache.advance(on, {.count = 1});
+        const std::vector<unsigned char> later = bound.saved(on, 0);
+        bound.cache.restore(on, 1, later.data(), later.size());
+        CHECK(bound.content(1) == bound.content(0));
+    };
+    Bound<Capped, false> fixed(on, capped());
+    check(fixed);
+    Bound<Gated, true> dual(on, Gated{});
+    check(dual);
 }
 
 TEST_CASE("a fork or reorder without pages changes nothing") {

@@ -122,6 +122,17 @@ struct head_view {
     }
 };
 
+/// Tokens of a head that its layer has taken and advance() has not counted: LayerRef::pending.
+template <class View>
+__device__ std::int32_t pending_of(const View& cache, std::int64_t index) {
+    return detail::pending_tokens(__ldcg(cache.taken + index));
+}
+/// Rows that a head has in use now, with those of such tokens: LayerRef::used.
+template <class View, class Head>
+__device__ std::int32_t rows_now(const View& cache, const Head& head, std::int32_t slot) {
+    return head.layout.used(cache.length[slot] + pending_of(cache, head.index), cache.kept[head.index]);
+}
+
 /// The tokens of an entry of a call of at most `most` tokens, and its slot. What a host would refuse counts as no token, and an entry
 /// of slot Batch::no_slot has none.
 struct active_entry {

@@ -169,7 +169,10 @@ class step_head {
     template <class Share>
     __device__ void run(const Share& share) {
         const Head head(call_.cache, slot_, head_);
-        const position_t q = call_.cache.length[slot_];
+        position_t q = call_.cache.length[slot_];
+        if (!call_.writes) {  // a step has none
+            q += pending_of(call_.cache, head.index);
+        }
         const std::int32_t kept = call_.cache.kept[head.index], victim = call_.cache.victim[head.index];
         const std::int32_t used = call_.cache.rows_read(head, pair_, q, kept);
 

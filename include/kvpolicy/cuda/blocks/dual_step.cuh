@@ -97,8 +97,11 @@ __device__ void share_dual_step(const Launch& call, admit_memory& memory) {
             }
             const std::int32_t slot = call.batch.slot(entry), h = pair % kv_heads;
             const dual_head<typename Launch::T> head(call.cache, slot, h);
-            const std::int32_t used =
-                call.cache.rows_read(head, pair, call.cache.length[slot], call.cache.kept[head.index]);
+            position_t queries = call.cache.length[slot];
+            if (!call.writes) {
+                queries += pending_of(call.cache, head.index);
+            }
+            const std::int32_t used = call.cache.rows_read(head, pair, queries, call.cache.kept[head.index]);
             const auto tiles = static_cast<std::int32_t>(ragged::step_tiles(used, call.writes));
             return tiles == 0 ? 1 : tiles;
         },

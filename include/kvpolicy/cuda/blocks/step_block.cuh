@@ -76,7 +76,10 @@ class step_block {
         }
         slot_ = active.slot;
         const head_view<T> head(call_.cache, slot_, head_);
-        const position_t q = call_.cache.length[slot_];
+        position_t q = call_.cache.length[slot_];
+        if (!call_.writes) {  // a step has none, and does not wait to learn it
+            q += pending_of(call_.cache, head.index);
+        }
         const std::int32_t kept = call_.cache.kept[head.index], victim = call_.cache.victim[head.index];
         // Counted by head: no other's block may say that the layer has taken the token while this one comes late.
         const bool again = call_.writes && call_.cache.taken[head.index] > 0;

@@ -306,7 +306,7 @@ __global__ void __launch_bounds__(slot_threads)
             const std::int32_t slot = batch.slot(x / cache.kv_heads);
             if (slot >= 0 && slot < cache.slots) {
                 const head_view<T> head(cache, slot, x % cache.kv_heads);
-                used = head.layout.used(cache.length[slot], cache.kept[head.index]);
+                used = rows_now(cache, head, slot);
             }
         }
         const int mine = (used + page_rows - 1) / page_rows, through = warp_inclusive_sum(mine);

@@ -30,7 +30,6 @@ struct choose_launch {
     Batch batch{};
     rows_view<const T> q{};               // [count, Hq, 1, Dk]
     const std::int32_t* taken = nullptr;  // [count]: entries above 0 take part
-    std::int32_t added = 0;               // 1: the newest token is in its row, but not in `length`
     Real scale{};
     Key* keys = nullptr;                  // [count, Hkv, most_pages]: bounds as numbers of the same order
     std::int32_t* chosen = nullptr;       // [count, Hkv, most_chosen]: see chosen_view
@@ -52,7 +51,7 @@ struct page_head {
           head(number % call.cache.kv_heads),
           slot(call.batch.slot(entry)),
           rows(call.cache, slot, head),
-          used(rows.layout.used(call.cache.length[slot] + call.added, call.cache.kept[rows.index])),
+          used(rows_now(call.cache, rows, slot)),
           pages((used + call.cache.bound_rows - 1) / call.cache.bound_rows),
           read(call.cache.read_pages[head]) {}
 };
@@ -65,8 +64,9 @@ struct page_keys {
 
     __device__ page_keys(const choose_launch<T>& call, const page_head<T>& at)
         : keys(call.keys + at.pair * call.most_pages),
-          newest(at.rows.layout.recent(call.cache.length[at.slot] + call.added - 1) / call.cache.bound_rows) {
-    }
+          newest(
+              at.rows.layout.recent(call.cache.length[at.slot] + pending_of(call.cache, at.rows.index) - 1) /
+              call.cache.bound_rows) {}
     __device__ void operator()(std::int32_t page, typename choose_launch<T>::Real bound) const {
         keys[page] = page == newest ? ~typename choose_launch<T>::Key(0) : key_of_rank(bound);
     }

@@ -404,7 +404,19 @@ __global__ void __launch_bounds__(admit_threads)
         if (leads && bad && status != nullptr) {
             atomicOr(status + entry, static_cast<std::uint32_t>(status_bad_length));
         }
-        while (!bad && !padding && tokens != 0) {
+        bool waits = bad || padding || tokens == 0;
+        if (!waits) {
+            // In the middle of a token a key and queries have taken the places of older ones, which the length does not say yet.
+            bool amid = false;
+            for (auto x = static_cast<std::int64_t>(threadIdx.x); x < heads; x += admit_threads) {
+                amid |= refs[x / kv_heads].pending(slot, static_cast<std::int32_t>(x % kv_heads)) != 0;
+            }
+            waits = __syncthreads_or(amid ? 1 : 0) != 0;
+            if (leads && waits && status != nullptr) {
+                atomicOr(status + entry, static_cast<std::uint32_t>(status_not_taken));
+            }
+        }
+        while (!waits) {
             __syncthreads();  // all have read the total before
             if (threadIdx.x == 0) {
                 total = 0;

@@ -63,6 +63,14 @@ __device__ inline void load_moves(dual_moves& all, const slot_moves& moves, std:
     __syncthreads();
 }
 
+/// Rows of a head that is being copied to `to`, which has the counters of slot `source` already; lengths move last.
+template <class Ref>
+__device__ std::int32_t rows_of_copy(const Ref& cache, std::int32_t head, std::int32_t source,
+                                     std::int32_t to) {
+    return cache.layout(head).used(cache.length[source] + cache.pending(to, head),
+                                   cache.kept[cache.head_index(to, head)]);
+}
+
 /// Whether another slot may name a page of a head with `used` rows too: full, and of rows that are never written again.
 template <class Ref>
 __device__ bool page_is_shareable(const Ref& cache, std::int32_t head, std::int32_t used, std::int32_t page) {
@@ -245,10 +253,8 @@ __global__ void __launch_bounds__(admit_threads)
     load_moves(all, moves, any.slots);
     const std::int32_t each = layers * any.kv_heads, free = *any.pool.free_count;
     const auto used_of = [&](std::int32_t x) {
-        const DualRef<P, T>& cache = refs[x % each / any.kv_heads];
-        const std::int32_t head = x % any.kv_heads, to = all.target(x / each);
-        return cache.layout(head).used(cache.length[all.source[x / each]],
-                                       cache.kept[cache.head_index(to, head)]);
+        return rows_of_copy(refs[x % each / any.kv_heads], x % any.kv_heads, all.source[x / each],
+                            all.target(x / each));
     };
     const int taken = running_sums(
         memory, all.count * each,
@@ -331,8 +337,7 @@ __global__ void __launch_bounds__(slot_threads)
             continue;
         }
         const std::int32_t from = all.holder(i), to = all.target(i);
-        const std::int32_t used =
-            cache.layout(head).used(cache.length[all.source[i]], cache.kept[cache.head_index(to, head)]);
+        const std::int32_t used = rows_of_copy(cache, head, all.source[i], to);
         const auto rows = cache.head_rows(from, head), copy = cache.head_rows(to, head);
         for (std::int32_t r = piece * warps + warp_id(); r < used; r += pieces * warps) {
             if (page_is_shareable(cache, head, used, r / cache.page_rows)) {

@@ -41,6 +41,14 @@ __global__ void __launch_bounds__(admit_threads)
     __shared__ unsigned long long needed;
     const DualRef<P, T>& any = refs[0];
     const std::int32_t each = batch.count * any.kv_heads;
+    // The length up to which an entry has its pages, from the layer that is ahead: in the middle of a token the others take that one, too.
+    const auto until = [&](const active_entry& active) {
+        std::int32_t pending = 0;
+        for (std::int32_t layer = 0; layer < layers; ++layer) {
+            pending = max(pending, refs[layer].pending(active.slot, 0));
+        }
+        return any.length[active.slot] + pending + active.tokens;
+    };
     const auto missing = [&](std::int32_t x) -> std::int32_t {
         const std::int32_t entry = x % each / any.kv_heads, h = x % any.kv_heads;
         const dual_view<T> cache(refs[x / each]);
@@ -50,7 +58,7 @@ __global__ void __launch_bounds__(admit_threads)
         }
         const DualRef<P, T>& ref = refs[x / each];
         const std::int32_t pages =
-            cache.pages_of(static_cast<std::int32_t>(ref.rows_after(active.slot, h, active.tokens))) -
+            cache.pages_of(static_cast<std::int32_t>(ref.rows_until(active.slot, h, until(active)))) -
             ref.held[ref.head_index(active.slot, h)];
         return pages < 0 ? 0 : pages;
     };
@@ -94,8 +102,7 @@ __global__ void __launch_bounds__(admit_threads)
     for (auto entry = static_cast<std::int32_t>(threadIdx.x); entry < batch.count; entry += admit_threads) {
         const active_entry active(view, batch, entry, never);
         if (active.tokens != 0) {
-            const position_t until = any.length[active.slot] + active.tokens;
-            any.reserved[active.slot] = max(any.reserved[active.slot], until);
+            any.reserved[active.slot] = max(any.reserved[active.slot], until(active));
         }
     }
 }
@@ -113,7 +120,7 @@ __global__ void __launch_bounds__(admit_threads)
             return 0;
         }
         const dual_head<T> head(cache, slot, x % cache.kv_heads);
-        return head.layout.used(cache.length[slot], cache.kept[head.index]);
+        return rows_now(cache, head, slot);
     };
     const int total = running_sums(
         memory, heads, [&](std::int32_t x) { return cache.pages_of(used_of(x)); },
