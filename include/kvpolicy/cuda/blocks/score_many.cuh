@@ -17,7 +17,6 @@
 #include <kvpolicy/cuda/config.cuh>
 
 #include <cstdint>
-#include <type_traits>
 
 namespace kvpolicy {
 inline namespace KVPOLICY_CUDA_NAMESPACE KVPOLICY_HIDDEN {
