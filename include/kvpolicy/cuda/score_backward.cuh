@@ -103,6 +103,7 @@ void mlstm_backward(const cuda& on, const S& scorer, const ScoreBackward<T>& cal
     if (measure || mlstm.call.chunks() == 0) {
         return;
     }
+    mlstm.check_room(device_scope(on), false, true);
     mlstm.call.streams.rows = std::min(mlstm.call.streams.rows, call.d_scores.length);
     mlstm.problem.d_scores = call.d_scores;
     if (call.kept) {

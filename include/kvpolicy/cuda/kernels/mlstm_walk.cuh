@@ -36,7 +36,7 @@ inline constexpr int mlstm_walk_threads = Hopper ? 128 : 256;
 /// Shared memory of mlstm_walk_kernel: a ring of what chunks add.
 template <class E, int FS, int VS, bool Hopper>
 struct mlstm_walk_memory {
-    static constexpr int stages = FS + VS <= 64 ? 8 : Hopper ? 5 : 6, batch = 64;
+    static constexpr int stages = 5, batch = 64;  // fit into the 99 KB that every card lends a block
     static constexpr int columns = (FS + VS + 63) / 64 * 64;
     static constexpr int down = FS / 16,
                          across = mlstm_walk_threads<Hopper> / 32 / down;  // warps over features, over values
