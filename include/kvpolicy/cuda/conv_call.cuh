@@ -206,6 +206,10 @@ struct conv_call {
     }
 };
 
+/// Blocks of a gradient of weights on Hopper. Parts of its sums depend on shapes alone, so that bits do not depend on the card: these are the 132
+/// multiprocessors of an H100.
+inline constexpr std::int64_t conv_gradient_blocks = 132;
+
 /// The backward pass, with its part of the workspace.
 template <class T>
 struct conv_backward_call {
@@ -344,8 +348,7 @@ struct conv_backward_call {
         const scorer_streams& streams = conv.call.streams;
         tiles.forward.streams = streams;
         tiles.forward.streams.slots = conv_tiles(from.sequences, conv_back_tile);
-        const std::int64_t count = tile_count(),
-                           multiprocessors = device.attribute(cudaDevAttrMultiProcessorCount);
+        const std::int64_t count = tile_count();
         back = parts.take<T>(std::int64_t{streams.heads} * shape::weights);
         if (from.d_k.data != nullptr) {
             back_inputs = parts.take<T>(std::int64_t{streams.heads} * conv_input_shape<Inputs>::weights);
@@ -359,7 +362,7 @@ struct conv_backward_call {
             tiles.sums_width += l < 2 ? layer.width : 2 * layer.width;
             const std::int64_t blocks = std::int64_t{streams.heads} * ((shape::channels(l) + 63) / 64);
             splits[l] = static_cast<std::int32_t>(std::clamp<std::int64_t>(
-                multiprocessors / std::max<std::int64_t>(blocks, 1), 1,
+                conv_gradient_blocks / std::max<std::int64_t>(blocks, 1), 1,
                 std::max<std::int64_t>(std::int64_t{streams.batch} * tiles.forward.streams.slots, 1)));
             most = std::max(most,
                             std::int64_t{splits[l]} * streams.heads * layer.padded * 3 * layer.padded_inputs);
@@ -382,6 +385,9 @@ struct conv_backward_call {
         launch("conv_backward_hopper_kernel", conv_backward_hopper_kernel<T, Inputs>, tile_count(),
                conv_consumers + 32, shape::shared_bytes, on, tiles, static_cast<const T*>(conv.packed),
                static_cast<const T*>(back));
+        if (streams.delay > conv_reach) {
+            launch("conv_unread_kernel", conv_unread_kernel<T>, tile_count(), 128, 0, on, tiles.forward);
+        }
         if (call.d_k.data != nullptr) {
             add_inputs<Inputs>(on, call);
         }
