@@ -87,7 +87,7 @@ class cache_chunk_call {
         computed_ = parts.take<float>(scored || late ? tokens : 0);
         if constexpr (late) {
             of_tokens_ = parts.take<float>(tokens);
-            late_.emplace(ref_.scorer, call_.cache, gate_, call_.batch.count, call_.tokens.most,
+            late_.emplace(device_, ref_.scorer, call_.cache, gate_, call_.batch.count, call_.tokens.most,
                           call_.longest, parts);
         }
         state_ = parts.take<float>(heads() * call_.cache.state_size);

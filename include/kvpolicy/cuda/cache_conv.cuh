@@ -27,8 +27,8 @@ class late_scores {
   public:
     /// Takes its parts of the workspace.
     template <class S>
-    late_scores(const S& scorer, const View& cache, const Gate& gate, std::int32_t count, std::int32_t most,
-                std::int64_t longest, workspace_parts& parts)
+    late_scores(const device_scope& device, const S& scorer, const View& cache, const Gate& gate,
+                std::int32_t count, std::int32_t most, std::int64_t longest, workspace_parts& parts)
         : conv_(scorer, rows_of(cache, cache.dim_k), rows_of(cache, cache.dim_v), Sequences{1, 1}, 0, {},
                 parts),
           call_{.cache = cache, .together = scorer.batch},
@@ -40,6 +40,11 @@ class late_scores {
             "kvpolicy: on CUDA a cache's ConvScorer takes rows of bf16, fp16 or float; double is the host's");
         call_.batch.count = count;
         call_.tokens.most = most;
+        // A scorer that no kernel has room for is refused here, before anything is enqueued.
+        if (conv_.hopper_inputs() == 0 || device.attribute(cudaDevAttrComputeCapabilityMajor) != 9) {
+            static_cast<void>(fitting_conv_size<false>(
+                conv_.problem, device.shared_limit() - sizeof(late_head<View>), conv_columns<T>));
+        }
     }
 
     /// Before a call's scores are asked for: `batch` says how many tokens count.
@@ -60,7 +65,17 @@ class late_scores {
                 hopper_ = inputs;
             }
         }
-        const std::int64_t tile = hopper_ != 0 ? conv_tile : scorer_chunk, heads = this->heads(),
+        std::int64_t tile = conv_tile;
+        if (hopper_ == 0) {
+            constexpr auto kernel = cache_conv_kernel<View, Gate, conv_most_tiles>;
+            size_ = fitting_conv_size<false>(
+                conv_.problem,
+                shared_room(device, "cache_conv_kernel", reinterpret_cast<const void*>(kernel)),
+                conv_columns<T>);
+            call_.problem.columns = size_.columns;
+            with_conv_tiles<T>(size_.tiles, [&](auto tiles) { tile = conv_tiling<tiles>::tokens; });
+        }
+        const std::int64_t heads = this->heads(),
                            room = 4 * std::int64_t{device.attribute(cudaDevAttrMultiProcessorCount)};
         call_.blocks = static_cast<std::int32_t>(
             std::min((longest_ + call_.tokens.most + tile - 1) / tile,
@@ -113,10 +128,11 @@ class late_scores {
                 return run_hopper<256>(on, device);
             }
         }
-        constexpr auto kernel = cache_conv_kernel<View, Gate>;
-        launch_early<kernel>("cache_conv_kernel", heads() * call_.blocks, 128,
-                             conv_memory<T, conv_columns<T>>(nullptr, call_.problem).bytes, device, on, 1,
-                             call_, gate_);
+        with_conv_tiles<T>(size_.tiles, [&](auto tiles) {
+            constexpr auto kernel = cache_conv_kernel<View, Gate, tiles>;
+            launch_early<kernel>("cache_conv_kernel", heads() * call_.blocks, 128,
+                                 conv_shared_bytes<false>(call_.problem, size_), device, on, 1, call_, gate_);
+        });
     }
     template <int Inputs>
     void run_hopper(const cuda& on, const device_scope& device) {
@@ -131,6 +147,7 @@ class late_scores {
     Gate gate_;
     std::int64_t longest_;
     std::int32_t hopper_ = 0;
+    conv_size size_{};  // of the portable kernel
 };
 
 }  // namespace cuda_backend

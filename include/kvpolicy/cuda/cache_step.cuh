@@ -66,7 +66,8 @@ class cache_step_call {
         call_.states =
             parts.take<typename Rows::Compute>(states * stream_state<Rows::heads>::size(call_.width));
         if constexpr (scored_late<P>) {
-            late_.emplace(ref_.scorer, call_.cache, call_.gate, call_.batch.count, 1, ref_.longest, parts);
+            late_.emplace(device_, ref_.scorer, call_.cache, call_.gate, call_.batch.count, 1, ref_.longest,
+                          parts);
         }
         return parts.bytes();
     }

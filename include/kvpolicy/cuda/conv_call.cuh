@@ -12,7 +12,9 @@
 #include <kvpolicy/cuda/scorer_call.cuh>
 
 #include <algorithm>
+#include <cstddef>
 #include <cstdint>
+#include <type_traits>
 
 namespace kvpolicy {
 inline namespace KVPOLICY_CUDA_NAMESPACE KVPOLICY_HIDDEN {
@@ -22,6 +24,43 @@ namespace cuda_backend {
 inline std::int32_t conv_tiles(const Sequences& sequences, std::int32_t each) {
     return sequences.cu_seqlens == nullptr ? (sequences.length + each - 1) / each
                                            : sequences.length / each + sequences.segments;
+}
+
+/// What a block of the portable kernels has at once: tiles of 16 rows, columns of a slab.
+struct conv_size {
+    int tiles;
+    std::int32_t columns;
+};
+/// Calls body(std::integral_constant Tiles).
+template <class T, class Body>
+void with_conv_tiles(int tiles, Body body) {
+    if (tiles == conv_most_tiles) {
+        body(std::integral_constant<int, conv_most_tiles>{});
+    } else {
+        body(std::integral_constant<int, conv_few_tiles<T>>{});
+    }
+}
+template <bool Backward, class T>
+std::size_t conv_shared_bytes(const conv_problem<T>& problem, const conv_size& size) {
+    std::size_t bytes = 0;
+    with_conv_tiles<T>(size.tiles, [&](auto tiles) {
+        bytes = conv_memory<T, tiles, Backward>(nullptr, problem, size.columns).bytes;
+    });
+    return bytes;
+}
+/// The largest that fits into `room` bytes of shared memory, with slabs of up to `columns` columns: sums of products have one order in all of them.
+/// Refuses a scorer too wide for the smallest.
+template <bool Backward, class T>
+conv_size fitting_conv_size(const conv_problem<T>& problem, std::size_t room, std::int32_t columns) {
+    const conv_size smallest{conv_few_tiles<T>, 64};
+    for (const conv_size& size : {conv_size{conv_most_tiles, columns}, conv_size{conv_most_tiles, 64}}) {
+        if (conv_shared_bytes<Backward>(problem, size) <= room) {
+            return size;
+        }
+    }
+    require_shared("ConvScorer.dim_k + dim_v", problem.layer[0].inputs,
+                   conv_shared_bytes<Backward>(problem, smallest), room);
+    return smallest;
 }
 
 template <class T>
@@ -124,10 +163,20 @@ struct conv_call {
                 return;
             }
         }
+        const conv_size size = fitting_conv_size<false>(
+            problem,
+            shared_room(device, "conv_kernel",
+                        reinterpret_cast<const void*>(conv_kernel<T, conv_most_tiles>)),
+            conv_columns<T>);
         begin(on, status, false);
         stack_weights(on);
-        launch("conv_kernel", conv_kernel<T>, call.chunks(), 128,
-               conv_memory<T, conv_columns<T>>(nullptr, problem).bytes, on, problem);
+        problem.columns = size.columns;
+        with_conv_tiles<T>(size.tiles, [&](auto tiles) {
+            problem.streams.slots = conv_tiles(call.sequences, conv_tiling<tiles>::tokens);
+            launch("conv_kernel", conv_kernel<T, tiles>,
+                   std::int64_t{call.streams.batch} * call.streams.heads * problem.streams.slots, 128,
+                   conv_shared_bytes<false>(problem, size), on, problem);
+        });
     }
 
   private:
@@ -157,6 +206,10 @@ struct conv_call {
     }
 };
 
+/// Blocks of a gradient of weights on Hopper. Parts of its sums depend on shapes alone, so that bits do not depend on the card: these are the 132
+/// multiprocessors of an H100.
+inline constexpr std::int64_t conv_gradient_blocks = 132;
+
 /// The backward pass, with its part of the workspace.
 template <class T>
 struct conv_backward_call {
@@ -165,6 +218,7 @@ struct conv_backward_call {
     conv_back_problem<T> tiles{};  // on Hopper, in place of it
     T *back = nullptr, *back_inputs = nullptr;
     std::int32_t hopper = 0;  // numbers a token that its kernels are compiled for
+    conv_size size{};         // of the portable kernels
     std::int32_t splits[3] = {};
     float* partial = nullptr;  // of one layer after the other
     score_gradients<T> d_scores;
@@ -189,6 +243,16 @@ struct conv_backward_call {
                 }
             }
         }
+        size = fitting_conv_size<true>(
+            conv.problem,
+            shared_room(device, "conv_backward_kernel",
+                        reinterpret_cast<const void*>(conv_backward_kernel<T, conv_most_tiles>)),
+            64);
+        std::int64_t rows = 0;  // of a chunk
+        with_conv_tiles<T>(size.tiles, [&](auto tiles) {
+            rows = conv_tiling<tiles>::rows;
+            conv.call.streams.slots = conv_tiles(from.sequences, conv_tiling<tiles>::tokens);
+        });
         const std::int64_t chunks = conv.call.chunks();
         std::int64_t most = 0;
         problem.sums_width = 1;
@@ -200,17 +264,17 @@ struct conv_backward_call {
                 512 / std::max<std::int64_t>(tiles, 1), 1,
                 std::max<std::int64_t>(std::int64_t{conv.call.streams.batch} * conv.call.streams.slots, 1)));
             most = std::max(most, splits[l] * tiles * 64 * 64 * 3);
-            problem.in[l] = parts.take<T>(chunks * conv_rows * layer.padded_inputs);
-            problem.d[l] = parts.take<T>(chunks * conv_rows * layer.padded);
+            problem.in[l] = parts.take<T>(chunks * rows * layer.padded_inputs);
+            problem.d[l] = parts.take<T>(chunks * rows * layer.padded);
             if (l < 2) {
-                problem.slope[l] = parts.take<T>(chunks * conv_rows * layer.padded);
+                problem.slope[l] = parts.take<T>(chunks * rows * layer.padded);
             }
             problem.sums_width += l < 2 ? layer.width : 2 * layer.width;
         }
         problem.sums = parts.take<float>(chunks * problem.sums_width);
         partial = parts.take<float>(most);
         if (from.d_k.data != nullptr) {
-            problem.d_x = parts.take<float>(chunks * conv_rows * conv.call.source.padded);
+            problem.d_x = parts.take<float>(chunks * rows * conv.call.source.padded);
         }
     }
 
@@ -226,11 +290,18 @@ struct conv_backward_call {
                 return run_tiles<256>(on, to, call);
             }
         }
+        with_conv_tiles<T>(size.tiles, [&](auto tiles) { run_chunks<tiles>(on, to, call); });
+    }
+
+  private:
+    template <int Tiles>
+    void run_chunks(const cuda& on, const ConvParameters<float>& to, const ScoreBackward<T>& call) {
+        using tiling = conv_tiling<Tiles>;
         conv.stack_weights(on);
         problem.forward = conv.problem;
         const scorer_streams& streams = conv.call.streams;
-        launch("conv_backward_kernel", conv_backward_kernel<T>, conv.call.chunks(), 128,
-               conv_memory<T, 64, conv_rows + conv_lead + 8>(nullptr, conv.problem).bytes, on, problem);
+        launch("conv_backward_kernel", conv_backward_kernel<T, Tiles>, conv.call.chunks(), 128,
+               conv_shared_bytes<true>(conv.problem, size), on, problem);
         float* const into[3] = {to.w1, to.w2, to.w3};
         float* const biases[3] = {to.b1, to.b2, to.b3};
         chunk_sums sums;
@@ -239,9 +310,9 @@ struct conv_backward_call {
             const conv_layer_problem<T>& layer = conv.problem.layer[l];
             if (into[l] != nullptr) {
                 shared_parts shared(nullptr);
-                shared.tile<T>(conv_rows, 64);
-                shared.tile<T>(conv_rows + 8, 64);
-                launch("conv_weight_gradient_kernel", conv_weight_gradient_kernel<T>,
+                shared.tile<T>(tiling::rows, 64);
+                shared.tile<T>(tiling::rows + 8, 64);
+                launch("conv_weight_gradient_kernel", conv_weight_gradient_kernel<T, Tiles>,
                        std::int64_t{splits[l]} * streams.heads * (layer.padded / 64) *
                            (layer.padded_inputs / 64),
                        128, shared.bytes(), on, streams, static_cast<const T*>(problem.d[l]), layer.padded,
@@ -260,12 +331,11 @@ struct conv_backward_call {
         sums.add(problem.sums, problem.sums_width, at + last, 1, to.readout_bias);
         add_sums(on, streams, sums);
         if (problem.d_x != nullptr) {
-            launch("conv_input_gradient_kernel", conv_input_gradient_kernel<T>, conv.call.chunks(), 128, 0,
-                   on, problem, call.d_k, call.d_v);
+            launch("conv_input_gradient_kernel", conv_input_gradient_kernel<T, Tiles>, conv.call.chunks(),
+                   128, 0, on, problem, call.d_k, call.d_v);
         }
     }
 
-  private:
     [[nodiscard]] std::int64_t tile_count() const {
         return std::int64_t{tiles.forward.streams.batch} * tiles.forward.streams.heads *
                tiles.forward.streams.slots;
@@ -280,8 +350,7 @@ struct conv_backward_call {
         const scorer_streams& streams = conv.call.streams;
         tiles.forward.streams = streams;
         tiles.forward.streams.slots = conv_tiles(from.sequences, conv_back_tile);
-        const std::int64_t count = tile_count(),
-                           multiprocessors = device.attribute(cudaDevAttrMultiProcessorCount);
+        const std::int64_t count = tile_count();
         back = parts.take<T>(std::int64_t{streams.heads} * shape::weights);
         if (from.d_k.data != nullptr) {
             back_inputs = parts.take<T>(std::int64_t{streams.heads} * conv_input_shape<Inputs>::weights);
@@ -295,7 +364,7 @@ struct conv_backward_call {
             tiles.sums_width += l < 2 ? layer.width : 2 * layer.width;
             const std::int64_t blocks = std::int64_t{streams.heads} * ((shape::channels(l) + 63) / 64);
             splits[l] = static_cast<std::int32_t>(std::clamp<std::int64_t>(
-                multiprocessors / std::max<std::int64_t>(blocks, 1), 1,
+                conv_gradient_blocks / std::max<std::int64_t>(blocks, 1), 1,
                 std::max<std::int64_t>(std::int64_t{streams.batch} * tiles.forward.streams.slots, 1)));
             most = std::max(most,
                             std::int64_t{splits[l]} * streams.heads * layer.padded * 3 * layer.padded_inputs);
@@ -317,6 +386,9 @@ struct conv_backward_call {
         launch("conv_backward_hopper_kernel", conv_backward_hopper_kernel<T, Inputs>, tile_count(),
                conv_consumers, shape::shared_bytes, on, tiles, static_cast<const T*>(conv.packed),
                static_cast<const T*>(back));
+        if (streams.delay > conv_reach) {
+            launch("conv_unread_kernel", conv_unread_kernel<T>, tile_count(), 128, 0, on, tiles.forward);
+        }
         if (call.d_k.data != nullptr) {
             add_inputs<Inputs>(on, call);
         }

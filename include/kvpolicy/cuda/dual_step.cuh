@@ -125,7 +125,7 @@ class dual_step_call {
             call_.cache.most = choose_.most_chosen;
         }
         if constexpr (scored_late<P>) {
-            late_.emplace(ref_.scorer, dual_view<T>(ref_), call_.gate, call_.batch.count, 1,
+            late_.emplace(device_, ref_.scorer, dual_view<T>(ref_), call_.gate, call_.batch.count, 1,
                           most_rows_of(ref_), parts);
         }
         return parts.bytes();

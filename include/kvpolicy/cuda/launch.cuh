@@ -48,6 +48,27 @@ inline void check(cudaError_t error, const char* call,
     detail::fail_cuda(text, static_cast<int>(error), call, where.file_name(), where.line());
 }
 
+#if defined(KVPOLICY_TEST_CARD)
+/// Where not 0, calls run as on a card of compute capability 8 whose blocks have at most so many bytes of shared memory: for tests, which define
+/// KVPOLICY_TEST_CARD in a program's only translation unit.
+inline int test_shared_limit = 0;
+#endif
+
+/// What the driver says of a device.
+inline int attribute_of(int device, cudaDeviceAttr which) {
+#if defined(KVPOLICY_TEST_CARD)
+    if (test_shared_limit != 0 && which == cudaDevAttrMaxSharedMemoryPerBlockOptin) {
+        return test_shared_limit;
+    }
+    if (test_shared_limit != 0 && which == cudaDevAttrComputeCapabilityMajor) {
+        return 8;
+    }
+#endif
+    int value = 0;
+    check(cudaDeviceGetAttribute(&value, which, device), "cudaDeviceGetAttribute");
+    return value;
+}
+
 /// The device that a context's work runs on. (A stream may not be asked for its device while it is capturing, and work can
 /// be enqueued only where the stream's device is current, so the current one is the answer.)
 inline int device_of(const cuda& on) {
@@ -80,10 +101,10 @@ class device_scope {
     }
 
     [[nodiscard]] int number() const { return device_; }
-    [[nodiscard]] int attribute(cudaDeviceAttr which) const {
-        int value = 0;
-        check(cudaDeviceGetAttribute(&value, which, device_), "cudaDeviceGetAttribute");
-        return value;
+    [[nodiscard]] int attribute(cudaDeviceAttr which) const { return attribute_of(device_, which); }
+    /// Bytes of shared memory that a block can have.
+    [[nodiscard]] std::size_t shared_limit() const {
+        return static_cast<std::size_t>(attribute(cudaDevAttrMaxSharedMemoryPerBlockOptin));
     }
     /// Compute capability as 10 * major + minor.
     [[nodiscard]] int capability() const {
@@ -114,13 +135,20 @@ inline void check_device_memory(const device_scope& device, const char* name, co
 inline std::size_t shared_room(const device_scope& device, const char* name, const void* kernel) {
     cudaFuncAttributes code{};
     check(cudaFuncGetAttributes(&code, kernel), name);
-    return static_cast<std::size_t>(device.attribute(cudaDevAttrMaxSharedMemoryPerBlockOptin)) -
-           code.sharedSizeBytes;
+    return device.shared_limit() - code.sharedSizeBytes;
 }
 /// Whether it can have so many.
 inline bool shared_fits(const device_scope& device, const char* name, const void* kernel,
                         std::size_t shared_bytes) {
     return shared_bytes <= shared_room(device, name, kernel);
+}
+
+/// Refuses an argument that makes a kernel want more than `room` bytes of shared memory a block, before anything is enqueued.
+inline void require_shared(const char* argument, std::int32_t value, std::size_t wanted, std::size_t room) {
+    detail::require(wanted <= room, argument, value, [&] {
+        return detail::text("less on this device for rows of this type: a block needs ", wanted,
+                            " bytes of shared memory for it, and has at most ", room);
+    });
 }
 
 /// Lets a kernel have more dynamic shared memory than every kernel may: all that the present device has, whatever this launch wants, so
@@ -130,13 +158,12 @@ inline void allow_shared(const char* name, const void* kernel, std::size_t share
     if (shared_bytes <= without_asking) {
         return;
     }
-    int device = 0, most = 0;
+    int device = 0;
     cudaFuncAttributes code{};
     check(cudaGetDevice(&device), "cudaGetDevice");
-    check(cudaDeviceGetAttribute(&most, cudaDevAttrMaxSharedMemoryPerBlockOptin, device),
-          "cudaDeviceGetAttribute");
     check(cudaFuncGetAttributes(&code, kernel), name);
-    const int allowed = most - static_cast<int>(code.sharedSizeBytes);
+    const int allowed = attribute_of(device, cudaDevAttrMaxSharedMemoryPerBlockOptin) -
+                        static_cast<int>(code.sharedSizeBytes);
     detail::require(static_cast<std::int64_t>(shared_bytes) <= allowed, name, shared_bytes, [&] {
         return detail::text("at most the ", allowed,
                             " bytes of shared memory that a block has on this device");

@@ -18,6 +18,7 @@
 #include <kvpolicy/cuda/scorer_call.cuh>
 
 #include <algorithm>
+#include <cstddef>
 #include <cstdint>
 #include <type_traits>
 
@@ -70,6 +71,10 @@ void check_mlstm(const S& scorer, bool backward) {
     detail::require(!backward || !std::is_same_v<T, float> || scorer.value_width() <= 64, "mLSTMScorer.d_v",
                     scorer.value_width(), "at most 64 for gradients with fp32 rows on CUDA");
 }
+
+/// Whether gradients have kernels for cards that lend a block less: other widths need less anyway.
+template <class E, int F, int V>
+inline constexpr bool mlstm_can_be_small = !shared_tile<E>::plain && F == 128 && V == 128;
 
 template <class Widths, class T, bool Hedgehog>
 struct mlstm_call {
@@ -144,6 +149,31 @@ struct mlstm_call {
         problem.readout_bias = weights.readout_bias;
     }
 
+    /// Refuses what the device's blocks have too little shared memory for, before anything is enqueued: `reads` scores chunk by chunk, which a sweep
+    /// may do without, `backward` makes gradients.
+    void check_room(const device_scope& device, bool reads, bool backward) const {
+        const std::size_t room = device.shared_limit();
+        widths([&](auto features, auto values) {
+            constexpr int F = features, V = values;
+            require_shared("k.dim + v.dim", call.source.size, project_bytes<F, V, 1>(), room);
+            if (has_hopper_code(device, mlstm_read_hopper_kernel<T, F, V>)) {
+                return;
+            }
+            std::size_t wanted = mlstm_walk_memory<E, walk_part, walk_part, false, false>(nullptr).bytes;
+            if (backward) {
+                if constexpr (!shared_tile<E>::plain || V <= 64) {
+                    wanted = std::max(wanted, backward_bytes<F, V, mlstm_can_be_small<E, F, V>>());
+                }
+            } else {
+                std::size_t read = mlstm_read_memory<E, F, V, false>(nullptr).bytes;
+                if constexpr (!shared_tile<E>::plain) {
+                    read = reads ? read : std::min(read, mlstm_sweep_memory<E, F, V>(nullptr).bytes);
+                }
+                wanted = std::max(wanted, read);
+            }
+            require_shared("mLSTMScorer.d_qk + d_v", problem.features + problem.width, wanted, room);
+        });
+    }
     /// Goes on from what an earlier call with the same arguments left in the workspace.
     void resume(const cuda& on, std::uint32_t* status) {
         if (status != nullptr) {
@@ -161,24 +191,18 @@ struct mlstm_call {
         fill_stack(on, of_tokens, call, stack_k);
         widths([&](auto features, auto values) {
             constexpr int F = features, V = values;
-            constexpr int P = Hedgehog ? F / 2 : F;
             const auto with = [&](auto slots_of_a_block, std::size_t shared) {
                 constexpr int Slots = slots_of_a_block;
                 const std::int64_t groups = (call.streams.slots + Slots - 1) / Slots;
                 launch("mlstm_project_kernel", mlstm_project_kernel<T, F, V, Hedgehog, Slots>,
                        2 * planes() * groups, 128 * Slots, shared, on, problem, direct_values);
             };
-            const auto shared = [&](auto slots_of_a_block) {
-                return mlstm_project_memory<T, slots_of_a_block>(nullptr, call.source.padded, P > V ? P : V)
-                    .bytes;
-            };
             // Two chunks share what is loaded of the weights, where two such blocks fit on a large multiprocessor, and one on any.
-            const auto room =
-                static_cast<std::size_t>(device_scope(on).attribute(cudaDevAttrMaxSharedMemoryPerBlockOptin));
-            if (const std::size_t both = shared(two{}); both <= std::min<std::size_t>(room, 112 * 1024)) {
+            const std::size_t room = device_scope(on).shared_limit(), both = project_bytes<F, V, 2>();
+            if (both <= std::min<std::size_t>(room, 112 * 1024)) {
                 with(two{}, both);
             } else {
-                with(one{}, shared(one{}));
+                with(one{}, project_bytes<F, V, 1>());
             }
         });
     }
@@ -194,10 +218,9 @@ struct mlstm_call {
             widths([&](auto features, auto values) {
                 constexpr int F = features, V = values;
                 const std::size_t shared = mlstm_sweep_memory<E, F, V>(nullptr).bytes;
-                const int room = device_scope(on).attribute(cudaDevAttrMaxSharedMemoryPerBlockOptin);
+                const std::size_t room = device_scope(on).shared_limit();
                 // On Hopper a walk and a read of each chunk by itself take less than a sweep.
-                if (has_hopper_code(device_scope(on), mlstm_read_hopper_kernel<T, F, V>) ||
-                    shared > static_cast<std::size_t>(room)) {
+                if (has_hopper_code(device_scope(on), mlstm_read_hopper_kernel<T, F, V>) || shared > room) {
                     return;
                 }
                 swept = true;
@@ -254,11 +277,23 @@ struct mlstm_call {
                         return;
                     }
                 }
-                launch("mlstm_reads_backward_kernel", mlstm_reads_backward_kernel<T, F, V>, call.chunks(),
-                       mlstm_threads, mlstm_read_memory<E, F, V, true>(nullptr).bytes, on, problem);
-                walk<true>(on);
-                launch("mlstm_tokens_backward_kernel", mlstm_tokens_backward_kernel<T, F, V>, call.chunks(),
-                       mlstm_threads, mlstm_tokens_memory<E, F, V>(nullptr).bytes, on, problem);
+                const auto with = [&](auto less) {
+                    constexpr bool Small = less;
+                    launch("mlstm_reads_backward_kernel", mlstm_reads_backward_kernel<T, F, V, Small>,
+                           call.chunks(), mlstm_threads,
+                           mlstm_read_memory<E, F, V, true, Small>(nullptr).bytes, on, problem);
+                    walk<true>(on);
+                    launch("mlstm_tokens_backward_kernel", mlstm_tokens_backward_kernel<T, F, V, Small>,
+                           call.chunks(), mlstm_threads, mlstm_tokens_memory<E, F, V, Small>(nullptr).bytes,
+                           on, problem);
+                };
+                if constexpr (mlstm_can_be_small<E, F, V>) {
+                    if (backward_bytes<F, V, false>() > device_scope(on).shared_limit()) {
+                        with(std::true_type{});
+                        return;
+                    }
+                }
+                with(std::false_type{});
             }
         });
     }
@@ -284,6 +319,16 @@ struct mlstm_call {
     }
 
   private:
+    template <int F, int V, int Slots>
+    [[nodiscard]] std::size_t project_bytes() const {
+        constexpr int P = Hedgehog ? F / 2 : F;
+        return mlstm_project_memory<T, Slots>(nullptr, call.source.padded, P > V ? P : V).bytes;
+    }
+    template <int F, int V, bool Small>
+    static std::size_t backward_bytes() {
+        return std::max(mlstm_read_memory<E, F, V, true, Small>(nullptr).bytes,
+                        mlstm_tokens_memory<E, F, V, Small>(nullptr).bytes);
+    }
     template <class Body>
     void widths(Body body) const {
         mlstm_width_choice<Widths>::with(problem.features, problem.width, body);

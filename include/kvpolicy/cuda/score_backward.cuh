@@ -118,6 +118,7 @@ void mlstm_backward(const cuda& on, const S& scorer, const ScoreBackward<T>& cal
     if (measure) {
         return;
     }
+    mlstm.check_room(device_scope(on), false, true);
     mlstm.call.streams.rows = std::min(mlstm.call.streams.rows, call.d_scores.length);
     if (mlstm.call.chunks() == 0) {
         mlstm.call.begin(on, status);

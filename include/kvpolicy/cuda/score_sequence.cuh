@@ -128,6 +128,7 @@ void score_sequence(const cuda& on, const S& scorer, rows_view<K> k, rows_view<V
         const mLSTMParameters<float> shape{};
         cb::mlstm_call<Widths, T, cb::is_hedgehog<S>> mlstm(scorer, k, v, sequences, delay,
                                                             options.for_backward ? &shape : nullptr, parts);
+        mlstm.check_room(device, options.for_backward, false);
         mlstm.call.streams.rows = std::min(mlstm.call.streams.rows, scores.length);
         mlstm.problem.scores = scores;
         mlstm.problem.states = options.states;

@@ -34,7 +34,8 @@ inline namespace KVPOLICY_CUDA_NAMESPACE KVPOLICY_HIDDEN {
 // bf16 and fp16 rows: widths that are multiples of 8, aligned to 16 bytes; matrix products on tensor cores with fp32 sums, of
 // weights and hidden numbers rounded to 16 bits (an mLSTM's features, values and states to bf16, whatever T is); linear scorers and
 // gates in fp32. float rows: plain sums in fp32, to check the others with. An mLSTM has up to 128 features and
-// 128 values (64 for gradients with float rows).
+// 128 values (64 for gradients with float rows). Wide inputs are refused where a block of the device has too little shared memory: docs/cuda.md,
+// Architectures, says which.
 
 /// Bytes of device workspace that score_sequence needs for a call with the same arguments. Weights in T; an mLSTM also, with F and V
 /// its compiled widths, about 4 F + 2 V bytes a token and head, and 2 F V for every 64 tokens (twice that for float rows).
@@ -65,9 +66,10 @@ std::size_t backward_workspace_bytes(const cuda& on, const S& scorer, const Scor
 
 /// As the host's score_sequence_backward (scorers/backward.hpp): gradients of parameters are added to, call.d_k and call.d_v are
 /// overwritten for the lengths, null arrays are left out. The same bits in every run: sums over tokens are made in parts whose order
-/// depends on shapes alone. Hidden numbers' gradients are rounded to 16 bits before they are multiplied. For fp16 rows they are
-/// scaled by the power of two that brings each head's largest |d_scores| to [1, 2), and sums are scaled back, so d_scores of any
-/// size lose as little as those near 1; that takes 4 bytes of workspace a token and head.
+/// depends on shapes alone, and on which kernels the card has (Hopper's or portable ones; a convolution's by its blocks' shared memory).
+/// Hidden numbers' gradients are rounded to 16 bits before they are multiplied. For fp16 rows they are scaled by the power of two that
+/// brings each head's largest |d_scores| to [1, 2), and sums are scaled back, so d_scores of any size lose as little as those near 1;
+/// that takes 4 bytes of workspace a token and head.
 ///
 /// `status` [B], where given, is OR-ed into: status_bad_length as above, status_not_finite for a NaN or infinity in k, v or
 /// d_scores, which the host refuses; gradients then mean nothing. Refuses, before anything is added to, the rest of what the host

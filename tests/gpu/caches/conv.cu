@@ -1,10 +1,12 @@
 // ConvScorer inside caches' calls: keys get their scores in batches, in the window; those of a device decide as the host's do. 16-bit scores agree to
 // 16-bit rounding, so there nothing is evicted.
+#define KVPOLICY_TEST_CARD
 #include <kvpolicy/policies/sink.hpp>
 #include <kvpolicy/policies/topk_budget.hpp>
 #include <kvpolicy/policies/window.hpp>
 #include <kvpolicy/scorers/conv.hpp>
 
+#include "../support/lesser_card.hpp"
 #include "cache_case.hpp"
 #include "dual_case.hpp"
 #include "two_scorers.hpp"
@@ -118,6 +120,16 @@ TEST_CASE("FixedBudgetCache, bf16: tiles") {
     check_fixed<150, 4000, bf16, head_dims<64>>(convolution(64, 32, 17, rope_layout::none), 18, 90, 1e-2f);
     check_fixed<150, 4000, bf16, head_dims<128>>(convolution(128, 128, 0, rope_layout::half_split), 15, 200,
                                                  1e-2f);
+}
+
+TEST_CASE("cards with less shared memory") {
+    for (const int card : {test::small_card, test::middle_card}) {
+        const LesserCard as(card);
+        check_fixed<20, 30, float, head_dims<128>>(convolution(128, 128, 0, rope_layout::half_split), 30, 90,
+                                                   5e-5f);
+        check_fixed<150, 4000, bf16, head_dims<128>>(convolution(128, 128, 0, rope_layout::half_split), 15,
+                                                     200, 1e-2f);
+    }
 }
 
 TEST_CASE("DualCache, whose pool runs out") {

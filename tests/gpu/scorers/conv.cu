@@ -1,13 +1,18 @@
 // ConvScorer on the device against the host's in double.
+#define KVPOLICY_TEST_CARD
 #include <kvpolicy/cuda/score_backward.cuh>
 #include <kvpolicy/cuda/score_sequence.cuh>
 
+#include "../support/lesser_card.hpp"
 #include "scorer_case.hpp"
 
+#include <algorithm>
+#include <array>
 #include <limits>
 
 using namespace kvpolicy;
 using namespace scorer_test;
+using test::LesserCard;
 
 namespace {
 
@@ -144,25 +149,189 @@ TEST_CASE("tiles of the Hopper kernel: ragged, packed, continued") {
     }
 }
 
-TEST_CASE("a number that is not finite is reported") {
-    Case c = sized(300, 20, 64);
+TEST_CASE("a number that is not finite is reported, whether a score reads it or not") {
+    Case c = sized(1000, 0, 64);
     const ConvScorer<> shape = shaped(c, rope_layout::half_split);
     const Weights<ConvScorer<>> weights(shape, drawn, c.seed);
-    Inputs<bf16> in(c);
-    for (const bool key : {true, false}) {
-        std::vector<double> k = in.k, v = in.v;
-        (key ? k : v)[17 * 64 + 3] = std::numeric_limits<double>::infinity();
-        const Rows<bf16> of_k(c, k, 64), of_v(c, v, 64);
-        const Device<float> d_scores(std::vector<float>(static_cast<std::size_t>(c.plane()), 1.0f));
-        const Device<std::uint32_t> status(std::vector<std::uint32_t>{0u});
-        const kvpolicy::cuda on{};
-        const ScoreBackward<bf16> call{of_k.view, of_v.view, Sequences{1, 300}, 20,
-                                       view_bhs<const float>(d_scores.data(), 1, c.heads, 300)};
-        const Device<unsigned char> workspace(backward_workspace_bytes(on, weights.on_device(), call));
-        score_sequence_backward(on, weights.on_device(), call, ConvParameters<float>{}, workspace,
-                                status.data());
-        CHECK(status.read()[0] == status_not_finite);
+    const Inputs<bf16> in(c);
+    const Device<float> d_scores(std::vector<float>(static_cast<std::size_t>(c.plane()), 1.0f));
+    const kvpolicy::cuda on{};
+    for (const int card : {0, test::small_card}) {  // 0: the present one's own kernels
+        const LesserCard as(card);
+        for (const std::int32_t delay : {20, 256, 1000}) {
+            for (const std::int32_t place : {-1, 0, 17, 700, 749, 750, 900, 999}) {
+                for (const bool key : {true, false}) {
+                    CAPTURE(card);
+                    CAPTURE(delay);
+                    CAPTURE(place);
+                    CAPTURE(key);
+                    std::vector<double> k = in.k, v = in.v;
+                    if (place >= 0) {
+                        (key ? k : v)[static_cast<std::size_t>(place) * 64 + 3] =
+                            std::numeric_limits<double>::infinity();
+                    }
+                    const Rows<bf16> of_k(c, k, 64), of_v(c, v, 64);
+                    const Device<std::uint32_t> status(std::vector<std::uint32_t>{0u});
+                    const ScoreBackward<bf16> call{of_k.view, of_v.view, Sequences{1, 1000}, delay,
+                                                   view_bhs<const float>(d_scores.data(), 1, c.heads, 1000)};
+                    const Device<unsigned char> workspace(
+                        backward_workspace_bytes(on, weights.on_device(), call));
+                    score_sequence_backward(on, weights.on_device(), call, ConvParameters<float>{}, workspace,
+                                            status.data());
+                    CHECK(status.read()[0] == (place < 0 ? 0u : status_not_finite));
+                }
+            }
+        }
     }
+}
+
+namespace {
+
+/// What a block of the portable kernels has on a card that lends it `bytes`: tiles of 16 rows and columns of a slab, forward and backward.
+template <class T>
+std::array<std::int32_t, 3> sizes_on(std::int32_t dim, std::size_t bytes) {
+    namespace cb = cuda_backend;
+    const Case c = sized(64, 0, dim);
+    const rows_view<const T> rows = view_bhsd<const T>(nullptr, 1, c.heads, 64, dim);
+    cb::workspace_parts parts(nullptr);
+    const cb::conv_call<T> call(shaped(c, rope_layout::none), rows, rows, Sequences{1, 64}, 0, Dropout{},
+                                parts);
+    const cb::conv_size forward = cb::fitting_conv_size<false>(call.problem, bytes, cb::conv_columns<T>);
+    return {forward.tiles, forward.columns, cb::fitting_conv_size<true>(call.problem, bytes, 64).tiles};
+}
+
+template <class T>
+std::vector<float> scores_on(int card, const Case& c, const Weights<ConvScorer<>>& weights) {
+    const LesserCard as(card);
+    const Inputs<T> in(c);
+    const Rows<T> k(c, in.k, c.dim_k), v(c, in.v, c.dim_v);
+    const Device<std::int32_t> lengths(c.lengths), starts(c.starts), edges(c.edges);
+    const Sequences sequences = c.sequences(lengths.data(), starts.data(), edges.data());
+    const Device<float> scores(std::vector<float>(static_cast<std::size_t>(c.plane()), -77.0f));
+    ScoreOptions options;
+    options.dropout = c.dropout;
+    const kvpolicy::cuda on{};
+    const Device<unsigned char> workspace(
+        score_sequence_workspace_bytes(on, weights.on_device(), k.view, v.view, sequences, options));
+    score_sequence(on, weights.on_device(), k.view, v.view, sequences, c.delay,
+                   view_bhs(scores.data(), c.batch, c.heads, c.all_rows()), workspace, options);
+    return scores.read();
+}
+
+/// On cards with less: the same bits of scores as with the largest blocks, and gradients.
+template <class T>
+void check_on(int card, Case c, const std::string& name, const ConvScorer<>& shape) {
+    const Weights<ConvScorer<>> weights(shape, drawn, c.seed);
+    CHECK_MESSAGE(scores_on<T>(card, c, weights) == scores_on<T>(test::large_card, c, weights), name, ", ",
+                  c.name);
+    const LesserCard as(card);
+    check<T>(c, name + " on " + std::to_string(card) + " bytes", shape);
+}
+
+}  // namespace
+
+TEST_CASE("what a block has on cards with less shared memory") {
+    using sizes = std::array<std::int32_t, 3>;
+    constexpr std::int32_t conv_few = cuda_backend::conv_few_tiles<bf16>;
+    for (const std::int32_t dim : {64, 72, 96, 120, 128}) {
+        CHECK(sizes_on<bf16>(dim, test::small_card) ==
+              (dim < 120 ? sizes{5, 128, 5} : sizes{5, 64, conv_few}));
+        CHECK(sizes_on<float>(dim, test::small_card) == sizes{2, 64, 2});
+        CHECK(sizes_on<bf16>(dim, test::middle_card) == sizes{5, 128, 5});
+    }
+    for (const std::int32_t dim : {160, 192, 256}) {
+        CHECK(sizes_on<bf16>(dim, test::small_card) == sizes{conv_few, 64, conv_few});
+    }
+    CHECK(sizes_on<bf16>(192, test::middle_card) == sizes{5, 128, 5});
+    CHECK(sizes_on<bf16>(256, test::middle_card) == sizes{conv_few, 64, conv_few});
+    CHECK(sizes_on<bf16>(256, test::large_card) == sizes{5, 128, 5});
+    CHECK(sizes_on<float>(64, test::middle_card) == sizes{5, 64, 5});
+    CHECK(sizes_on<float>(128, test::middle_card) == sizes{2, 64, 2});
+    CHECK(sizes_on<float>(256, test::middle_card) == sizes{2, 64, 2});
+    CHECK(sizes_on<float>(128, test::large_card) == sizes{5, 64, 5});
+    CHECK(sizes_on<float>(256, test::large_card) == sizes{2, 64, 2});
+}
+
+TEST_CASE("cards with less shared memory") {
+    for (const int card : {test::small_card, test::middle_card}) {
+        for (const auto& [length, delay] :
+             {std::pair{1, 13}, {14, 13}, {45, 13}, {46, 13}, {78, 13}, {200, 70}, {300, 14}}) {
+            const Case c = sized(length, delay, 128);
+            check_on<bf16>(card, c, "bf16, 128", shaped(c, rope_layout::half_split));
+            check_on<float>(card, c, "float, 128", shaped(c, rope_layout::interleaved));
+        }
+        for (const auto& [length, delay] : {std::pair{14, 13}, {45, 13}, {46, 13}, {150, 20}, {140, 15}}) {
+            const Case c = sized(length, delay, 256);
+            check_on<bf16>(card, c, "bf16, 256", shaped(c, rope_layout::half_split));
+            if (card != test::small_card) {
+                check_on<float>(card, c, "float, 256", shaped(c, rope_layout::half_split));
+            }
+        }
+        Case c = sized(150, 20, 96);
+        check_on<fp16>(card, c, "fp16, 96", shaped(c, rope_layout::none));
+        c = sized(100, 13, 160);
+        check_on<fp16>(card, c, "fp16, 160", shaped(c, rope_layout::half_split));
+        c = sized(150, 13, 256);
+        c.edges = {0, 60, 61, 61, 150};
+        c.dropout = {0.3f, 77};
+        check_on<bf16>(card, c, "bf16, 256, dropout", shaped(c, rope_layout::interleaved));
+        Case ragged = sized(150, 14, 256);
+        ragged.name = "ragged";
+        ragged.batch = 3;
+        ragged.lengths = {150, 0, 80};
+        ragged.interleaved = true;
+        Case packed = sized(200, 13, 256);
+        packed.name = "packed";
+        packed.batch = 2;
+        packed.edges = {0, 1, 33, 65, 65, 200};
+        packed.lengths = {200, 100};
+        Case later = sized(70, 20, 256);
+        later.name = "continued";
+        later.batch = 2;
+        later.rows = 160;
+        later.starts = {90, 3};
+        for (const Case& one : {ragged, packed, later}) {
+            check_on<bf16>(card, one, "bf16, 256", shaped(one, rope_layout::half_split));
+        }
+        for (Case one : {ragged, packed, later}) {
+            one.dim_k = one.dim_v = 72;
+            check_on<float>(card, one, "float, 72", shaped(one, rope_layout::half_split));
+        }
+    }
+}
+
+TEST_CASE("a small card, in few words") {  // for compute-sanitizer
+    Case c = sized(100, 13, 256);
+    c.edges = {0, 1, 33, 100};
+    check_on<bf16>(test::small_card, c, "bf16, 256", shaped(c, rope_layout::half_split));
+    c.dim_k = c.dim_v = 72;
+    check_on<float>(test::small_card, c, "float, 72", shaped(c, rope_layout::interleaved));
+}
+
+TEST_CASE("a scorer too wide for a card's blocks is refused before anything is enqueued") {
+    const LesserCard as(test::small_card);
+    const Case c = sized(100, 13, 256);
+    const Weights<ConvScorer<>> weights(shaped(c, rope_layout::half_split), drawn, c.seed);
+    const Inputs<float> in(c);
+    const Rows<float> k(c, in.k, c.dim_k), v(c, in.v, c.dim_v);
+    const Device<float> scores(std::vector<float>(static_cast<std::size_t>(c.plane()), -77.0f));
+    const kvpolicy::cuda on{};
+    const Device<std::uint32_t> status(std::vector<std::uint32_t>{0u});
+    const Device<unsigned char> workspace(
+        score_sequence_workspace_bytes(on, weights.on_device(), k.view, v.view, c.on_host()));
+    const auto text = doctest::Contains(
+        "ConvScorer.dim_k + dim_v: 512 is not allowed; it must be less on this device for rows of this type: "
+        "a "
+        "block needs 141312 bytes of shared memory for it, and has at most 101376");
+    CHECK_THROWS_WITH_AS(
+        score_sequence(on, weights.on_device(), k.view, v.view, c.on_host(), c.delay,
+                       view_bhs(scores.data(), 1, c.heads, 100), workspace, {}, status.data()),
+        text, invalid_argument);
+    const std::vector<float> after = scores.read();
+    CHECK(std::count(after.begin(), after.end(), -77.0f) == c.plane());
+    const ScoreBackward<float> call{k.view, v.view, c.on_host(), c.delay,
+                                    view_bhs<const float>(scores.data(), 1, c.heads, 100)};
+    CHECK_THROWS_WITH_AS(backward_workspace_bytes(on, weights.on_device(), call), text, invalid_argument);
 }
 
 TEST_CASE("ragged, packed, continued") {

@@ -1,4 +1,6 @@
 // mLSTMScorer of bf16 rows on the device.
+#define KVPOLICY_TEST_CARD
+#include "../support/lesser_card.hpp"
 #include "mlstm_case.hpp"
 
 using namespace mlstm_test;
@@ -251,6 +253,25 @@ TEST_CASE("a delay beyond every sequence: nothing is scored") {
     }
 }
 
+TEST_CASE("cards with less shared memory") {
+    for (const int card : {test::small_card, test::middle_card}) {
+        const test::LesserCard as(card);
+        const std::string on = "bf16 on " + std::to_string(card) + " bytes";
+        for (const auto& [length, delay] : {std::pair{65, 1}, {300, 130}}) {
+            const Case narrow = sized(length, delay, 64), wide = sized(length, delay, 128);
+            check<bf16>(narrow, on + ", 64 and 64", shaped<Plain>(narrow), drawing({}, true, true));
+            check<bf16>(wide, on + ", 128 and 64", shaped<Plain>(wide), drawing({}, true, false));
+            check<bf16>(wide, on + ", 128 and 128", shaped<SoftmaxDirect>(wide), drawing({}, true, true));
+        }
+        Case packed = sized(500, 70, 128);
+        packed.name = "packed";
+        packed.edges = {0, 1, 65, 65, 499, 500};
+        check<bf16>(packed, on, shaped<SoftmaxDirect>(packed), drawing({}, true, true));
+        const Case kept = sized(300, 20, 128);
+        check_kept<bf16>(kept, shaped<SoftmaxDirect>(kept), drawing({}, false, false));
+    }
+}
+
 TEST_CASE("refusals") {
     Case c = sized(64, 4, 64);
     const Weights<Plain> weights(shaped<Plain>(c, 256, 64), drawing({}, false, false), 1);
@@ -268,4 +289,12 @@ TEST_CASE("refusals") {
     CHECK_THROWS_WITH_AS(score_sequence(on, fitting.on_device(), k.view, v.view, c.on_host(), 4,
                                         view_bhs(scores.data(), 1, 2, 64), workspace_view{}, options),
                          doctest::Contains("options.how: form::recurrent"), invalid_argument);
+    const test::LesserCard as(48 * 1024);
+    const Device<unsigned char> workspace(
+        score_sequence_workspace_bytes(on, fitting.on_device(), k.view, v.view, c.on_host()));
+    CHECK_THROWS_WITH_AS(score_sequence(on, fitting.on_device(), k.view, v.view, c.on_host(), 4,
+                                        view_bhs(scores.data(), 1, 2, 64), workspace),
+                         doctest::Contains("mLSTMScorer.d_qk + d_v: 96 is not allowed; it must be less on "
+                                           "this device for rows of this type: a block needs"),
+                         invalid_argument);
 }

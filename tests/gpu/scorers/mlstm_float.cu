@@ -1,6 +1,8 @@
 // mLSTMScorer of fp32 rows on the device, and the committed float64 vectors.
+#define KVPOLICY_TEST_CARD
 #include "../../support/vectors.hpp"
 #include "../../unit/scorers/scorer_cases.hpp"
+#include "../support/lesser_card.hpp"
 #include "mlstm_case.hpp"
 
 using namespace mlstm_test;
@@ -17,6 +19,34 @@ TEST_CASE("chunks, both widths") {
     for (const auto& [length, delay] : {std::pair{150, 0}, {150, 10}, {320, 64}, {300, 130}}) {
         const Case c = sized(length, delay, 64);
         check<float>(c, "float", shaped<Plain>(c), drawing({}, false, false));
+    }
+}
+
+TEST_CASE("cards with less shared memory") {
+    for (const int card : {test::small_card, test::middle_card}) {
+        const test::LesserCard as(card);
+        const std::string on = "float on " + std::to_string(card) + " bytes";
+        for (const auto& [length, delay] : {std::pair{65, 1}, {300, 130}}) {
+            const Case c = sized(length, delay, 64);
+            const Weights<Plain> weights(shaped<Plain>(c), drawing({}, true, true), 3);
+            check_scores<float>(c, weights, tolerance<float>());
+            if (card == test::small_card) {
+                const Inputs<float> in(c);
+                const Rows<float> k(c, in.k, 64), v(c, in.v, 64);
+                const Device<float> d_scores(std::vector<float>(static_cast<std::size_t>(c.plane()), 1.0f));
+                const ScoreBackward<float> call{
+                    k.view, v.view, c.on_host(), delay,
+                    view_bhs<const float>(d_scores.data(), c.batch, c.heads, c.length)};
+                const kvpolicy::cuda context{};
+                const Device<unsigned char> workspace(
+                    backward_workspace_bytes(context, weights.on_device(), call));
+                CHECK_THROWS_WITH_AS(
+                    score_sequence_backward(context, weights.on_device(), call, {}, workspace),
+                    doctest::Contains("mLSTMScorer.d_qk + d_v: 96 is not allowed"), invalid_argument);
+            } else {
+                check_gradients<float>(c, weights, tolerance<float>());
+            }
+        }
     }
 }
 

@@ -207,7 +207,7 @@ __global__ void __launch_bounds__(256)
 }
 
 /// call.blocks blocks a head.
-template <class View, class Gate>
+template <class View, class Gate, int Tiles>
 __global__ void __launch_bounds__(128)
     cache_conv_kernel(const __grid_constant__ late_launch<View> call, const Gate gate) {
     let_next_kernel_start();
@@ -220,17 +220,17 @@ __global__ void __launch_bounds__(128)
     if (block == 0 && !call.in_rows) {
         head.fill(static_cast<std::int32_t>(threadIdx.x), 128);
     }
+    constexpr std::int32_t tokens = conv_tiling<Tiles>::tokens;
     scorer_span s{};
     s.h = head.at.head;
-    for (std::int32_t first = head.from + block * scorer_chunk; first < head.end;
-         first += call.blocks * scorer_chunk) {
-        if (!head.any(first, scorer_chunk)) {
+    for (std::int32_t first = head.from + block * tokens; first < head.end; first += call.blocks * tokens) {
+        if (!head.any(first, tokens)) {
             continue;
         }
-        conv_block(call.problem, s, late_rows<View>{head}, first, 0, min(head.end - first, scorer_chunk),
-                   [&](std::int32_t r, float score) {
-                       head.write(first + r, score, detail::holds(gate, head.at.base + first + r));
-                   });
+        conv_block<Tiles>(call.problem, s, late_rows<View>{head}, first, 0, min(head.end - first, tokens),
+                          [&](std::int32_t r, float score) {
+                              head.write(first + r, score, detail::holds(gate, head.at.base + first + r));
+                          });
         __syncthreads();  // before the next tokens take its memory
     }
 }

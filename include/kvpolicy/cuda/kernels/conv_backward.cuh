@@ -1,9 +1,9 @@
 // The backward pass of ConvScorer. A block computes its chunk's layers again and goes back through them for its own scores, which are
 // all that it answers for: what two chunks say about the 12 tokens that both see is added up afterwards. Layers' inputs and the gradients
-// d y_l before their activations go to memory, [chunks, 80, channels], for the gradients of the weights.
+// d y_l before their activations go to memory, [chunks, rows, channels], for the gradients of the weights.
 //
 // d y_{l-1}[i] = sum over taps of W_l[tap]^T d y_l[i - tap]: the product of conv_scorer.cuh with taps that go the other way, so tiles of
-// d y have eight rows of zeros before the 80, and rows that are no token's are 0.
+// d y begin with rows of zeros (conv_lead), and rows that are no token's are 0.
 #pragma once
 
 #include <kvpolicy/cuda/blocks/scorer_problem.cuh>
@@ -19,22 +19,20 @@ namespace kvpolicy {
 inline namespace KVPOLICY_CUDA_NAMESPACE KVPOLICY_HIDDEN {
 namespace cuda_backend {
 
-inline constexpr int conv_lead = 8;  // rows of zeros before a tile of gradients
-
 /// What the backward pass has besides the call: arrays of the workspace.
 template <class T>
 struct conv_backward_problem {
-    conv_problem<T> forward;
+    conv_problem<T> forward;  // streams.slots counts chunks of conv_tiling::tokens tokens
     plane_view<const float> d_scores;
-    T* in[3] = {};          // chunks x 80 x padded inputs of layer l + 1: x, y_1, y_2
-    T* slope[2] = {};       // chunks x 80 x padded of layers 1, 2: drop SiLU'
-    T* d[3] = {};           // chunks x 80 x padded of layers 1, 2, 3
-    float* d_x = nullptr;   // chunks x 80 x source.padded, or null
+    T* in[3] = {};          // chunks x rows x padded inputs of layer l + 1: x, y_1, y_2
+    T* slope[2] = {};       // chunks x rows x padded of layers 1, 2: drop SiLU'
+    T* d[3] = {};           // chunks x rows x padded of layers 1, 2, 3
+    float* d_x = nullptr;   // chunks x rows x source.padded, or null
     float* sums = nullptr;  // chunks x (C1 + C2 + 2 C3 + 1): biases, readout, readout_bias
     std::int32_t sums_width = 0;
 };
 
-/// The sum over a warp's 80 rows of one column of its product, in lanes 0 to 3.
+/// The sum over all rows of one column of its product, in lanes 0 to 3.
 __device__ inline float conv_column_sum(float x) {
 #pragma unroll
     for (int step = 4; step < 32; step *= 2) {
@@ -43,13 +41,25 @@ __device__ inline float conv_column_sum(float x) {
     return x;
 }
 
-template <class T>
+/// Puts what a thread has of gradients d y behind the lead; the last rows are 0 and have no place.
+template <int Tiles, int NI, class T>
+__device__ inline void put_conv_gradients(const shared_tile<T>& to, std::int32_t column,
+                                          const float (&acc)[Tiles][NI][4]) {
+    for_each_of_product<Tiles, NI>(column, [&](int i, int j, int e, int row, std::int32_t c) {
+        if (e % 2 == 0 && row + conv_lead<Tiles> < conv_memory<T, Tiles, true>::rows) {
+            to.set_pair(row + conv_lead<Tiles>, c, acc[i][j][e], acc[i][j][e + 1]);
+        }
+    });
+}
+
+template <class T, int Tiles>
 __global__ void __launch_bounds__(128) conv_backward_kernel(const conv_backward_problem<T> problem) {
+    using tiling = conv_tiling<Tiles>;
     constexpr int NI = 2, columns = 64;
     const conv_problem<T>& forward = problem.forward;
     const scorer_streams& streams = forward.streams;
     const scorer_span s = streams.span(static_cast<std::int32_t>(blockIdx.x) / streams.slots,
-                                       static_cast<std::int32_t>(blockIdx.x) % streams.slots);
+                                       static_cast<std::int32_t>(blockIdx.x) % streams.slots, tiling::tokens);
     const std::int64_t chunk = blockIdx.x;
     float* const sums = problem.sums + chunk * problem.sums_width;
     const auto thread = static_cast<int>(threadIdx.x);
@@ -61,22 +71,22 @@ __global__ void __launch_bounds__(128) conv_backward_kernel(const conv_backward_
         }
         return;
     }
-    const conv_memory<T, columns, conv_rows + conv_lead + 8> memory(aligned_dynamic_shared(), forward);
+    const conv_memory<T, Tiles, true> memory(aligned_dynamic_shared(), forward, columns);
     const std::int32_t first = s.first - streams.delay;
-    load_conv_input(forward.source, scorer_rows<T>{forward.source.k, forward.source.v, s}, first,
-                    memory.in[0], problem.in[0] + chunk * conv_rows * forward.source.padded);
+    load_conv_input<Tiles>(forward.source, scorer_rows<T>{forward.source.k, forward.source.v, s}, first,
+                           memory.in[0], problem.in[0] + chunk * tiling::rows * forward.source.padded);
     const int lane = lane_id();
 #pragma unroll 1
     for (int l = 1; l <= 2; ++l) {
         const conv_layer_problem<T>& layer = forward.layer[l - 1];
-        const std::int64_t at = chunk * conv_rows * layer.padded;
+        const std::int64_t at = chunk * tiling::rows * layer.padded;
         for (std::int32_t column = 0; column < layer.padded; column += columns) {
-            float acc[5][NI][4];
+            float acc[Tiles][NI][4];
             conv_product<NI>(acc, layer, s.h, memory.in[l - 1], column, memory.slabs);
-            for_each_of_product<NI>(column, [&](int i, int j, int e, int row, std::int32_t c) {
+            for_each_of_product<Tiles, NI>(column, [&](int i, int j, int e, int row, std::int32_t c) {
                 float y = 0.0f, slope = 0.0f;
-                if (c < layer.width && row % conv_parity < 38 - 2 * l) {
-                    const float drop = forward.dropout(s, l, first - s.begin + conv_token(l, row), c);
+                if (c < layer.width && row % tiling::parity < tiling::rows_of(l)) {
+                    const float drop = forward.dropout(s, l, first - s.begin + tiling::token(l, row), c);
                     y = acc[i][j][e] +
                         (layer.bias != nullptr ? layer.bias[std::int64_t{s.h} * layer.width + c] : 0.0f);
                     y = drop * activated<true>(scorer_activation::silu, y, slope);
@@ -86,7 +96,7 @@ __global__ void __launch_bounds__(128) conv_backward_kernel(const conv_backward_
                 problem.slope[l - 1][at + std::int64_t{row} * layer.padded + c] = static_cast<T>(slope);
                 acc[i][j][e] = y;
             });
-            for_each_of_product<NI>(column, [&](int i, int j, int e, int row, std::int32_t c) {
+            for_each_of_product<Tiles, NI>(column, [&](int i, int j, int e, int row, std::int32_t c) {
                 if (e % 2 == 0) {
                     memory.in[l].set_pair(row, c, acc[i][j][e], acc[i][j][e + 1]);
                 }
@@ -99,13 +109,13 @@ __global__ void __launch_bounds__(128) conv_backward_kernel(const conv_backward_
     float* to_sums = sums + forward.layer[0].width + forward.layer[1].width;
     {
         const conv_layer_problem<T>& layer = forward.layer[2];
-        float acc[5][NI][4];
+        float acc[Tiles][NI][4];
         conv_product<NI>(acc, layer, s.h, memory.in[2], 0, memory.slabs);
         float of_readout[NI][2] = {}, of_bias[NI][2] = {};
-        for_each_of_product<NI>(0, [&](int i, int j, int e, int row, std::int32_t c) {
-            const std::int32_t r = conv_token(3, row);
+        for_each_of_product<Tiles, NI>(0, [&](int i, int j, int e, int row, std::int32_t c) {
+            const std::int32_t r = tiling::token(3, row);
             float d = 0.0f;
-            if (c < layer.width && row % conv_parity < 32 && r >= skipped && r < s.count) {
+            if (c < layer.width && row % tiling::parity < tiling::rows_of(3) && r >= skipped && r < s.count) {
                 const float d_score = gradient_of_score(streams, problem.d_scores, s, first + r);
                 const float drop = forward.dropout(s, 3, first - s.begin + r, c);
                 const float y =
@@ -119,11 +129,9 @@ __global__ void __launch_bounds__(128) conv_backward_kernel(const conv_backward_
             acc[i][j][e] = d;
         });
         const shared_tile<T>& to = memory.in[2];
-        for_each_of_product<NI>(0, [&](int i, int j, int e, int row, std::int32_t c) {
-            if (e % 2 == 0) {
-                to.set_pair(row + conv_lead, c, acc[i][j][e], acc[i][j][e + 1]);
-            }
-            problem.d[2][(chunk * conv_rows + row) * layer.padded + c] = static_cast<T>(acc[i][j][e]);
+        put_conv_gradients<Tiles, NI>(to, 0, acc);
+        for_each_of_product<Tiles, NI>(0, [&](int i, int j, int e, int row, std::int32_t c) {
+            problem.d[2][(chunk * tiling::rows + row) * layer.padded + c] = static_cast<T>(acc[i][j][e]);
         });
 #pragma unroll
         for (int j = 0; j < NI; ++j) {
@@ -155,7 +163,7 @@ __global__ void __launch_bounds__(128) conv_backward_kernel(const conv_backward_
         }
         const conv_layer_problem<T>& above = forward.layer[l];
         const shared_tile<T>& from = memory.in[l];
-        for (int i = thread; i < conv_lead * above.padded / 2; i += 128) {
+        for (int i = thread; i < conv_lead<Tiles> * above.padded / 2; i += 128) {
             from.set_pair(i / (above.padded / 2), i % (above.padded / 2) * 2, 0.0f, 0.0f);
         }
         __syncthreads();
@@ -171,7 +179,7 @@ __global__ void __launch_bounds__(128) conv_backward_kernel(const conv_backward_
                           128);
                 copy_commit();
             };
-            float acc[5][NI][4];
+            float acc[Tiles][NI][4];
             clear(acc);
             copy(0);
             for (int i = 0; i < count; ++i) {
@@ -182,32 +190,28 @@ __global__ void __launch_bounds__(128) conv_backward_kernel(const conv_backward_
                     copy_wait<0>();
                 }
                 __syncthreads();
-                add_product<5, NI, 64, false, true>(acc, from.from(64 * (i % down)), conv_lead - i / down,
-                                                    shared_tile<T>{memory.slabs + slab * (i % 2), 64},
-                                                    8 * NI * warp_id());
+                add_product<Tiles, NI, 64, false, true>(
+                    acc, from.from(64 * (i % down)), conv_lead<Tiles> - i / down,
+                    shared_tile<T>{memory.slabs + slab * (i % 2), 64}, 8 * NI * warp_id());
                 __syncthreads();
             }
             if (l == 0) {
-                for_each_of_product<NI>(column, [&](int i, int j, int e, int row, std::int32_t c) {
-                    problem.d_x[(chunk * conv_rows + row) * padded + c] = acc[i][j][e];
+                for_each_of_product<Tiles, NI>(column, [&](int i, int j, int e, int row, std::int32_t c) {
+                    problem.d_x[(chunk * tiling::rows + row) * padded + c] = acc[i][j][e];
                 });
                 continue;
             }
             const conv_layer_problem<T>& layer = forward.layer[l - 1];
             const shared_tile<T>& to = memory.in[l - 1];
             float of_bias[NI][2] = {};
-            for_each_of_product<NI>(column, [&](int i, int j, int e, int row, std::int32_t c) {
-                const std::int64_t at = (chunk * conv_rows + row) * layer.padded + c;
+            for_each_of_product<Tiles, NI>(column, [&](int i, int j, int e, int row, std::int32_t c) {
+                const std::int64_t at = (chunk * tiling::rows + row) * layer.padded + c;
                 const float slope = static_cast<float>(problem.slope[l - 1][at]);
-                acc[i][j][e] = row % conv_parity < 38 - 2 * l ? acc[i][j][e] * slope : 0.0f;
+                acc[i][j][e] = row % tiling::parity < tiling::rows_of(l) ? acc[i][j][e] * slope : 0.0f;
                 of_bias[j][e % 2] += acc[i][j][e];
                 problem.d[l - 1][at] = static_cast<T>(acc[i][j][e]);
             });
-            for_each_of_product<NI>(column, [&](int i, int j, int e, int row, std::int32_t c) {
-                if (e % 2 == 0) {
-                    to.set_pair(row + conv_lead, c, acc[i][j][e], acc[i][j][e + 1]);
-                }
-            });
+            put_conv_gradients<Tiles, NI>(to, column, acc);
             float* const of_layer = sums + (l == 2 ? forward.layer[0].width : 0);
 #pragma unroll
             for (int j = 0; j < NI; ++j) {
@@ -227,14 +231,15 @@ __global__ void __launch_bounds__(128) conv_backward_kernel(const conv_backward_
 
 /// Partial sums of d W_l[tap] = d y_l^T in[. + tap]: a block has 64 channels, 64 inputs, all taps, and one of `splits` parts of a head's
 /// chunks; partial [splits, heads, padded, 3, padded_inputs] is overwritten.
-template <class T>
+template <class T, int Tiles>
 __global__ void __launch_bounds__(128)
     conv_weight_gradient_kernel(const scorer_streams streams, const T* const d, const std::int32_t padded,
                                 const T* const in, const std::int32_t padded_inputs,
                                 const std::int32_t splits, float* const partial) {
+    using tiling = conv_tiling<Tiles>;
     shared_parts parts(aligned_dynamic_shared());
-    const auto d_y = parts.tile<T>(conv_rows, 64);
-    const auto x = parts.tile<T>(conv_rows + 8, 64);
+    const auto d_y = parts.tile<T>(tiling::rows, 64);
+    const auto x = parts.tile<T>(tiling::rows + 8, 64);
     const std::int32_t across = padded_inputs / 64, down = padded / 64;
     auto item = static_cast<std::int32_t>(blockIdx.x);
     const std::int32_t column = item % across * 64;
@@ -251,20 +256,22 @@ __global__ void __launch_bounds__(128)
         clear(of_tap);
     }
     for (std::int32_t i = split * each; i < last; ++i) {
-        const scorer_span s = streams.span(i / streams.slots * streams.heads + h, i % streams.slots);
+        const scorer_span s =
+            streams.span(i / streams.slots * streams.heads + h, i % streams.slots, tiling::tokens);
         if (max(0, s.begin + streams.delay - s.first) >= s.count) {
             continue;
         }
         const std::int64_t chunk = std::int64_t{s.plane} * streams.slots + s.slot;
         __syncthreads();  // the tiles are free
-        copy_rows(d_y, d + chunk * conv_rows * padded + row, padded, 64, conv_rows, 128);
-        copy_rows(x, in + chunk * conv_rows * padded_inputs + column, padded_inputs, 64, conv_rows, 128);
+        copy_rows(d_y, d + chunk * tiling::rows * padded + row, padded, 64, tiling::rows, 128);
+        copy_rows(x, in + chunk * tiling::rows * padded_inputs + column, padded_inputs, 64, tiling::rows,
+                  128);
         copy_commit();
         copy_wait<0>();
         __syncthreads();
 #pragma unroll
         for (int tap = 0; tap < 3; ++tap) {
-            add_product<2, 4, conv_rows, true, true>(acc[tap], d_y, m0, x, n0, tap);
+            add_product<2, 4, tiling::rows, true, true>(acc[tap], d_y, m0, x, n0, tap);
         }
     }
     float* const to = partial + (std::int64_t{split} * streams.heads + h) * padded * 3 * padded_inputs;
@@ -308,30 +315,33 @@ __global__ void __launch_bounds__(256)
 }
 
 /// d_k and d_v of a chunk's tokens, one warp a token: what the chunks that see a token say of it, turned back. Overwrites.
-template <class T>
+template <class T, int Tiles>
 __global__ void __launch_bounds__(128)
     conv_input_gradient_kernel(const conv_backward_problem<T> problem, const rows_view<float> d_k,
                                const rows_view<float> d_v) {
+    using tiling = conv_tiling<Tiles>;
+    constexpr std::int32_t seen = tiling::tokens + 2 * conv_reach;  // by a chunk
     const scorer_streams& streams = problem.forward.streams;
     const scorer_source<T>& source = problem.forward.source;
     const scorer_span s = streams.span(static_cast<std::int32_t>(blockIdx.x) / streams.slots,
-                                       static_cast<std::int32_t>(blockIdx.x) % streams.slots);
+                                       static_cast<std::int32_t>(blockIdx.x) % streams.slots, tiling::tokens);
     const float unscale = streams.unscale(s.h);
-    const std::int64_t stream = blockIdx.x - (s.first - s.from) / scorer_chunk;  // its first chunk
+    const std::int64_t stream = blockIdx.x - (s.first - s.from) / tiling::tokens;  // its first chunk
     for (int r = warp_id(); r < s.count; r += 4) {
         const std::int32_t t = s.first + r;
-        // Chunk j of the stream sees tokens from + 64 j - delay - 6 and the 75 after it.
+        // Chunk j of the stream sees `seen` tokens from from + tokens j - delay - 6 on.
         const std::int32_t ahead = t - s.from + streams.delay + conv_reach;
         const auto number = [&](std::int32_t c) {
             float sum = 0.0f;
-            for (std::int32_t j = max(0, (ahead - 75 + scorer_chunk - 1) / scorer_chunk);
-                 j <= ahead / scorer_chunk; ++j) {
-                const std::int32_t first = s.from + j * scorer_chunk, left = s.end - first;
-                const std::int32_t u = ahead - j * scorer_chunk;
-                if (left > 0 && max(0, s.begin + streams.delay - first) < min(left, scorer_chunk) && u < 76) {
-                    sum +=
-                        problem.d_x[((stream + j) * conv_rows + u % 2 * conv_parity + u / 2) * source.padded +
-                                    c];
+            for (std::int32_t j = max(0, (ahead - seen + tiling::tokens) / tiling::tokens);
+                 j <= ahead / tiling::tokens; ++j) {
+                const std::int32_t first = s.from + j * tiling::tokens, left = s.end - first;
+                const std::int32_t u = ahead - j * tiling::tokens;
+                if (left > 0 && max(0, s.begin + streams.delay - first) < min(left, tiling::tokens) &&
+                    u < seen) {
+                    sum += problem.d_x[((stream + j) * tiling::rows + u % 2 * tiling::parity + u / 2) *
+                                           source.padded +
+                                       c];
                 }
             }
             return sum * unscale;

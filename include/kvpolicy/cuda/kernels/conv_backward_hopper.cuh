@@ -519,6 +519,17 @@ __device__ inline void conv_backward_tile(const conv_back_problem<T>& problem, c
 
 #endif
 
+/// Reports tokens that are not finite and that no score reads, a block a tile: others are looked at as they are read.
+template <class T>
+__global__ void __launch_bounds__(128) conv_unread_kernel(const conv_problem<T> problem) {
+    const conv_back_span span(problem.streams, blockIdx.x);
+    scorer_span s = span.s;
+    const std::int32_t end = s.first + s.count;
+    s.first = max(s.first, max(s.begin, span.highest));
+    s.count = end - s.first;
+    report_bad_rows(problem.streams, problem.source, s);
+}
+
 /// A block a tile. `weights` is pack_conv_kernel's, `back` pack_conv_backward_kernel's. No dropout.
 template <class T, int Inputs>
 __global__ void __launch_bounds__(KVPOLICY_HOPPER_THREADS(conv_consumers), 2)

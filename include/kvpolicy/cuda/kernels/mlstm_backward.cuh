@@ -141,7 +141,7 @@ __device__ inline void write_rows(T* rows, std::int32_t width, int count, const 
 
 /// Of a chunk's reads: d N_l, d g_l, exp(m - M_l) and their pairs with tokens before the chunk into rows, d (Wq x) and d score into d_rows_q, and the chunk's sums of
 /// the readout's gradients.
-template <class T, int F, int V>
+template <class T, int F, int V, bool Small>
 __global__ void __launch_bounds__(mlstm_threads, mlstm_blocks<T>)
     mlstm_reads_backward_kernel(const mlstm_problem<T> problem) {
     using E = mlstm_element<T>;
@@ -161,7 +161,7 @@ __global__ void __launch_bounds__(mlstm_threads, mlstm_blocks<T>)
         write_rows(d_rows, problem.rows_q, s.count, [](int, int, float(&)[8]) {});
         return;
     }
-    const mlstm_read_memory<E, F, V, true> memory(aligned_dynamic_shared());
+    const mlstm_read_memory<E, F, V, true, Small> memory(aligned_dynamic_shared());
     if (thread < scorer_chunk) {
         memory.d_score[thread] =
             thread >= skipped && thread < s.count
@@ -293,6 +293,12 @@ __global__ void __launch_bounds__(mlstm_threads, mlstm_blocks<T>)
     if (32 * half < m0 + 16) {
         add_product<1, 4, V, false, false>(g, memory.d_n, m0, memory.v, 32 * half);
     }
+    const shared_tile<E> queries = memory.queries();
+    if constexpr (Small) {
+        __syncthreads();  // nobody reads values any more
+        copy_slice<scorer_chunk, F, mlstm_threads>(queries, 0, static_cast<const E*>(problem.q + row * F), F);
+        copy_commit();
+    }
 #pragma unroll
     for (int r = 0; r < 2; ++r) {
         const int l = m0 + lane / 4 + 8 * r;
@@ -329,15 +335,19 @@ __global__ void __launch_bounds__(mlstm_threads, mlstm_blocks<T>)
             }
         }
     }
-    d_q.sum_along(memory.q, m0, memory.sums[0], memory.sums[1]);
+    if constexpr (Small) {
+        copy_wait<0>();
+        __syncthreads();
+    }
+    d_q.sum_along(queries, m0, memory.sums[0], memory.sums[1]);
     sync_rows();
     if (half == 0 && lane < 16) {
         problem.carried[row + m0 + lane] = memory.sums[0].get(m0 + lane) + memory.sums[1].get(m0 + lane);
     }
     d_q.template add<scorer_chunk, true>(memory.weights, m0, memory.k);
-    d_q.sum_along(memory.q, m0, memory.sums[2], memory.sums[3]);
+    d_q.sum_along(queries, m0, memory.sums[2], memory.sums[3]);
     __syncthreads();
-    d_q.through_map(problem, memory.q, m0, memory.sums[2], memory.sums[3]);
+    d_q.through_map(problem, queries, m0, memory.sums[2], memory.sums[3]);
     const shared_tile<T> to{memory.k.data, scorer_chunk};
     d_q.store(to, m0);
     __syncthreads();

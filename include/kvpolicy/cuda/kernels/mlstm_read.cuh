@@ -57,9 +57,11 @@ __device__ inline float sigmoid(float x) {
     }
 }
 
-/// Shared memory of a block that reads.
-template <class E, int F, int V, bool Backward>
+/// Shared memory of a block that reads. Small, for gradients where blocks have less than the 110 KB that 128 features and values take: d N takes the
+/// place of the queries, which are loaded once more where the values were.
+template <class E, int F, int V, bool Backward, bool Small = false>
 struct mlstm_read_memory {
+    static_assert(!Small || (Backward && F == V));
     shared_tile<E> q, k, v, c, weights, d_n;
     shared_tile<E> z_tile;  // z in two rows, rounded and what rounding takes away; of 16
     float* z;
@@ -77,12 +79,12 @@ struct mlstm_read_memory {
         v = parts.tile<E>(scorer_chunk, V);
         c = parts.tile<E>(F, V);
         weights = parts.tile<E>(scorer_chunk, scorer_chunk);
-        if (Backward) {
+        if (Backward && !Small) {
             d_n = parts.tile<E>(scorer_chunk, V);
             z_tile = {d_n.data, 16};
         } else {
             z_tile = parts.tile<E>(16, F);
-            d_n = z_tile;
+            d_n = q;
         }
         z = parts.take<float>(F);
         rho = parts.take<float>(V);
@@ -96,6 +98,8 @@ struct mlstm_read_memory {
         exponents.kept = parts.take<float>(scorer_chunk);
         bytes = parts.bytes();
     }
+    /// The queries once d N is there.
+    [[nodiscard]] __device__ shared_tile<E> queries() const { return Small ? v : q; }
     /// [V][2]: sums down the columns of a warp's 16 rows, where those rows' weights are.
     [[nodiscard]] __device__ float* columns(int warp) const {
         static_assert(16 * scorer_chunk * sizeof(E) >= V * 2 * sizeof(float));

@@ -14,9 +14,11 @@ namespace kvpolicy {
 inline namespace KVPOLICY_CUDA_NAMESPACE KVPOLICY_HIDDEN {
 namespace cuda_backend {
 
-/// Shared memory of mlstm_tokens_backward_kernel.
-template <class E, int F, int V>
+/// Shared memory of mlstm_tokens_backward_kernel. Small, as in mlstm_read.cuh: the state's upper 64 values take the place of the queries, which are
+/// loaded once more where d N was.
+template <class E, int F, int V, bool Small = false>
 struct mlstm_tokens_memory {
+    static_assert(!Small || (F == 128 && V == 128));
     shared_tile<E> q, d_n, k, v, a;
     shared_tile<E> pairs;  // w_lj (q~_l . k~_j), then w_lj G_lj, tokens on rows
     float* a_z;
@@ -35,11 +37,16 @@ struct mlstm_tokens_memory {
 
     KVPOLICY_HOST_DEVICE explicit mlstm_tokens_memory(unsigned char* memory) {
         shared_parts parts(memory);
+        if (Small) {
+            a = parts.tile<E>(F, 64);  // and on into the queries
+        }
         q = parts.tile<E>(scorer_chunk, F);
         d_n = parts.tile<E>(scorer_chunk, V);
         k = parts.tile<E>(scorer_chunk, F);
         v = parts.tile<E>(scorer_chunk, V);
-        a = parts.tile<E>(F, V);
+        if (!Small) {
+            a = parts.tile<E>(F, V);
+        }
         pairs = parts.tile<E>(scorer_chunk, scorer_chunk);
         a_z = parts.take<float>(F);
         z = parts.take<float>(F);
@@ -64,8 +71,8 @@ struct mlstm_tokens_memory {
 /// The pairs of a chunk's tokens with its own reads, tokens on rows and reads on columns: w_lj (q~_l . k~_j) into memory.pairs, w_lj G_lj
 /// into registers, sums over a token's pairs, and sums of pairs across tokens: a pair (j, l) is across t where j < t <= l. In either half of
 /// the columns, sums along rows from l to the half's end, then down the columns over j < l.
-template <class E, int F, int V>
-__device__ inline void pairs_of_chunk(const mlstm_tokens_memory<E, F, V>& memory,
+template <class E, int F, int V, bool Small>
+__device__ inline void pairs_of_chunk(const mlstm_tokens_memory<E, F, V, Small>& memory,
                                       rounded_pair<E> (&gradients)[4][2]) {
     const int m0 = 16 * (warp_id() % 4), half = warp_id() / 4, lane = lane_id();
     float products[1][4][4], g[1][4][4];
@@ -183,7 +190,7 @@ __device__ inline void gate_gradients(const mlstm_problem<T>& problem, const sco
 
 /// Of a chunk's tokens: d (Wk x), d v~ and d of the gates' preactivations into d_rows_k, and the sums of the latter. Eight warps, as
 /// in mlstm_read.cuh.
-template <class T, int F, int V>
+template <class T, int F, int V, bool Small>
 __global__ void __launch_bounds__(mlstm_threads, mlstm_blocks<T>)
     mlstm_tokens_backward_kernel(const mlstm_problem<T> problem) {
     using E = mlstm_element<T>;
@@ -198,7 +205,7 @@ __global__ void __launch_bounds__(mlstm_threads, mlstm_blocks<T>)
         }
         return;
     }
-    const mlstm_tokens_memory<E, F, V> memory(aligned_dynamic_shared());
+    const mlstm_tokens_memory<E, F, V, Small> memory(aligned_dynamic_shared());
     const mlstm_frame& frame = problem.frames[chunk];
     const bool reads = frame.reads < scorer_chunk;
     copy_slice<scorer_chunk, F, mlstm_threads>(memory.k, 0, static_cast<const E*>(problem.k + row * F), F);
@@ -210,7 +217,8 @@ __global__ void __launch_bounds__(mlstm_threads, mlstm_blocks<T>)
                                                    static_cast<const E*>(problem.d_n + row * V), V);
     }
     copy_commit();
-    copy_slice<F, V, mlstm_threads>(memory.a, 0, static_cast<const E*>(problem.d_memory + chunk * F * V), V);
+    const E* const a = problem.d_memory + chunk * F * V;
+    copy_slice<F, Small ? 64 : V, mlstm_threads>(memory.a, 0, a, V);
     copy_commit();
     mlstm_look_ahead<T> next(problem);
     next.array(problem.q, scorer_chunk * F);
@@ -248,12 +256,17 @@ __global__ void __launch_bounds__(mlstm_threads, mlstm_blocks<T>)
     __syncthreads();
     rounded_pair<E> gradients[4][2] = {};
     if (reads) {
-        pairs_of_chunk<E, F, V>(memory, gradients);
+        pairs_of_chunk<E, F, V, Small>(memory, gradients);
     } else {
         memory.columns[thread] = 0.0f;
         if (thread < 2 * scorer_chunk) {
             memory.inside.of[thread] = 0.0f;
         }
+    }
+    if constexpr (Small) {
+        __syncthreads();  // nobody reads queries any more
+        copy_slice<F, 64, mlstm_threads>(memory.a, 64, a + 64, V);
+        copy_commit();
     }
     copy_wait<0>();
     __syncthreads();
@@ -276,6 +289,12 @@ __global__ void __launch_bounds__(mlstm_threads, mlstm_blocks<T>)
     }
     if (reads) {
         add_product<1, V / 16, scorer_chunk, false, true>(d_v, memory.pairs, m0, memory.d_n, V / 2 * half);
+    }
+    const shared_tile<E> queries = Small ? memory.d_n : memory.q;
+    if (Small && reads) {
+        __syncthreads();  // nor d N
+        copy_slice<scorer_chunk, F, mlstm_threads>(queries, 0, static_cast<const E*>(problem.q + row * F), F);
+        copy_commit();
     }
     // d k~_j = sum_l w_lj G_lj q~_l + o_j (A v~_j + a)
     feature_gradients<F> d_k;
@@ -305,9 +324,14 @@ __global__ void __launch_bounds__(mlstm_threads, mlstm_blocks<T>)
     if (half == 0 && lane < 16) {
         memory.later[m0 + lane] = memory.low.get(m0 + lane) + memory.high.get(m0 + lane);
     }
-    sync_rows();
+    if constexpr (Small) {
+        copy_wait<0>();
+        __syncthreads();
+    } else {
+        sync_rows();
+    }
     if (reads) {
-        d_k.template add<scorer_chunk, true>(memory.pairs, m0, memory.q);
+        d_k.template add<scorer_chunk, true>(memory.pairs, m0, queries);
     }
     d_k.sum_along(memory.k, m0, memory.low, memory.high);
     __syncthreads();
