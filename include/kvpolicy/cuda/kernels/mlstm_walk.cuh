@@ -38,8 +38,8 @@ inline constexpr int mlstm_walk_threads = Hopper ? 128 : 256;
 /// Shared memory of mlstm_walk_kernel: a ring of what chunks add; Across: and of the states before them.
 template <class E, int FS, int VS, bool Hopper, bool Across>
 struct mlstm_walk_memory {
-    // Without Across they fit into the 99 KB that every card lends a block.
-    static constexpr int stages = FS + VS <= 64 ? 8 : Across ? 4 : 5, batch = 64;
+    // Without Across, five stages fit into the 99 KB that every card lends a block, of float rows too.
+    static constexpr int stages = Across ? 4 : 5, batch = 64;
     static constexpr int columns = (FS + VS + 63) / 64 * 64;
     static constexpr int down = FS / 16,
                          across = mlstm_walk_threads<Hopper> / 32 / down;  // warps over features, over values
