@@ -56,6 +56,19 @@ Case sized(std::int32_t length, std::int32_t delay, std::int32_t dim) {
     return c;
 }
 
+/// Weights of wide scorers are smaller, so that sums over many inputs do not grow: ideal bf16 of layers, slopes and gradients, with all else in
+/// double, is off by 1 to 2.3% of a bias's gradient at head_dim 128 (eight emulations), by 2 to 5% at 256 with the same weights, and
+/// by 0.7 to 1.2% with half of them, since slopes of SiLU are lost where sums are large.
+Drawing drawn_for(std::int32_t dim) {
+    return [dim](const std::string& name) {
+        Draw draw = drawn(name);
+        if (name[0] == 'w' && dim > 128) {
+            draw.spread *= 128.0 / dim;
+        }
+        return draw;
+    };
+}
+
 template <class T>
 void check(Case c, const std::string& name, const ConvScorer<>& shape, const Drawing& how = drawn) {
     c.name = name + ", " + c.name;
@@ -221,11 +234,12 @@ std::vector<float> scores_on(int card, const Case& c, const Weights<ConvScorer<>
 /// On cards with less: the same bits of scores as with the largest blocks, and gradients.
 template <class T>
 void check_on(int card, Case c, const std::string& name, const ConvScorer<>& shape) {
-    const Weights<ConvScorer<>> weights(shape, drawn, c.seed);
+    const Drawing how = drawn_for(c.dim_k);
+    const Weights<ConvScorer<>> weights(shape, how, c.seed);
     CHECK_MESSAGE(scores_on<T>(card, c, weights) == scores_on<T>(test::large_card, c, weights), name, ", ",
                   c.name);
     const LesserCard as(card);
-    check<T>(c, name + " on " + std::to_string(card) + " bytes", shape);
+    check<T>(c, name + " on " + std::to_string(card) + " bytes", shape, how);
 }
 
 }  // namespace
