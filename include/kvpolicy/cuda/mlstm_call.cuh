@@ -156,8 +156,10 @@ struct mlstm_call {
         widths([&](auto features, auto values) {
             constexpr int F = features, V = values;
             require_shared("k.dim + v.dim", call.source.size, project_bytes<F, V, 1>(), room);
-            if (has_hopper_code(device, mlstm_read_hopper_kernel<T, F, V>)) {
-                return;
+            if constexpr (!shared_tile<E>::plain) {
+                if (has_hopper_code(device, mlstm_read_hopper_kernel<T, F, V>)) {
+                    return;
+                }
             }
             std::size_t wanted = mlstm_walk_memory<E, walk_part, walk_part, false, false>(nullptr).bytes;
             if (backward) {
