@@ -198,11 +198,7 @@ class score_many {
         } else {
             read();
         }
-        // A block may end before the other: what it sent needs it no more, and what was sent to it was counted before it went on. But
-        // racecheck reported what meet() orders, presumably where a block without entries ends at once: in its build both end together.
-        if constexpr (arrivals_of_warp == 32) {
-            cluster_barrier();
-        }
+        // A block may end before the other: what it sent needs it no more, and what was sent to it was counted before it went on.
     }
 
   private:
