@@ -173,14 +173,14 @@ class score_many {
                                             call_.cache.state_size);
                 prefetch_to_l2(part.from, part.bytes);
             }
-        } else if (warp_ == many_warps + 1) {
+        } else if (warp_ == many_warps + 1 && count_ != 0) {
             ask_for_entries(call_.cache, call_.batch, head_, first_, call_.together);
         } else if (warp_ == many_warps + 2) {
             ask_for_rows(call_.cache, call_.batch, call_.tokens, head_, first_, count_);
         }
     }
 
-    /// The block's entries. A block that has none still has its quarter of the others' projections.
+    /// The block's entries. A block that has none still has its half of the columns of the others' projections.
     __device__ void run() {
         begin();
         cluster_arrive_relaxed();
