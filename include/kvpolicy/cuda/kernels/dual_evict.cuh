@@ -435,14 +435,14 @@ __global__ void __launch_bounds__(admit_threads)
             atomicAdd(&total, mine);
             __syncthreads();
             report.rows = static_cast<std::int64_t>(total);
+            if ((report.rows + heads - 1) / heads <= any.eviction.average) {
+                break;
+            }
             // A graph captured before slabs were lent has a workspace for fewer rows.
             if (beyond) {
                 if (leads && status != nullptr) {
                     atomicOr(status + entry, static_cast<std::uint32_t>(status_small_workspace));
                 }
-                break;
-            }
-            if ((report.rows + heads - 1) / heads <= any.eviction.average) {
                 break;
             }
             if (leads) {
