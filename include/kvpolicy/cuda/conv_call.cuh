@@ -5,6 +5,7 @@
 #include <kvpolicy/cuda/hopper.cuh>
 #include <kvpolicy/cuda/kernels/conv_backward.cuh>
 #include <kvpolicy/cuda/kernels/conv_backward_hopper.cuh>
+#include <kvpolicy/cuda/kernels/conv_gradient_hopper.cuh>
 #include <kvpolicy/cuda/kernels/conv_hopper.cuh>
 #include <kvpolicy/cuda/kernels/conv_inputs_hopper.cuh>
 #include <kvpolicy/cuda/kernels/conv_scorer.cuh>
