@@ -180,7 +180,8 @@ class DualCache : public CacheOwner<DualCache<P, T>, P, T> {
     }
 
     /// Gives the named slots the pages that batch.tokens(i) further tokens can need at most, in all layers, so that steps,
-    /// chunks and commits of so many tokens cannot fail. Tokens that some layer has taken before advance() do not count as further ones. Returns 0; or how many more slabs it takes, with nothing changed.
+    /// chunks and commits of so many tokens cannot fail. Tokens that some layer has taken before advance() do not count as further
+    /// ones. Returns 0; or how many more slabs it takes, with nothing changed.
     /// Pages stay with their slot until it is cleared; evict() gives back only what the rest of the reservation cannot need. A copy of
     /// the slot (fork, reorder, restore) has no reservation. Refuses tokens beyond pool().longest.
     [[nodiscard]] std::int64_t reserve(const host& on, const Batch& batch);
@@ -190,7 +191,8 @@ class DualCache : public CacheOwner<DualCache<P, T>, P, T> {
     /// For a policy with an eviction part: looks at the named slots that have tokens in the batch, and makes those that hold too
     /// much drop rows of all their heads (policies/eviction.hpp says which), until they do not or cannot. Rows that stay keep
     /// their order; pages that fall free go back to the pool, but for those of a reservation. Once a step or chunk, after advance(batch): refuses
-    /// a slot some of whose layers have taken tokens that advance() has not counted. `reports` [count], where given, says what happened. Synchronous; the bits do not depend on the number of threads.
+    /// a slot some of whose layers have taken tokens that advance() has not counted. `reports` [count], where given, says what
+    /// happened. Synchronous; the bits do not depend on the number of threads.
     void evict(const host& on, const Batch& batch, workspace_view workspace,
                EvictionReport* reports = nullptr) requires P::has_eviction;
 
