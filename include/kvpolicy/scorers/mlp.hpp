@@ -226,7 +226,7 @@ struct BasicMlpScorer {
     std::int32_t dim_v = D == dynamic ? 0 : D;
     std::int32_t hidden = 0;
     MlpParameters<const float> weights{};
-    Input input;
+    Input input{};
 
     [[nodiscard]] std::int32_t input_size() const { return input.size(dim_k, dim_v); }
 
