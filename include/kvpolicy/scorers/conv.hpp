@@ -59,7 +59,7 @@ struct ConvScorer {
     std::int32_t dim_k = D == dynamic ? 0 : D;
     std::int32_t dim_v = D == dynamic ? 0 : D;
     ConvParameters<const float> weights{};
-    Rope rope;
+    Rope rope{};
     std::int32_t batch = 0;
 
     /// C0 .. C3.

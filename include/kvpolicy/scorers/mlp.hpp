@@ -120,7 +120,7 @@ struct NormalizedInput {
 /// value is not looked at. Frequencies that are given save a power for every pair and token.
 struct WriteGateInput {
     static constexpr bool per_head = true;
-    Rope rope;
+    Rope rope{};
     RootMeanSquare norm;
     position_t position = 0;
 
