@@ -5,6 +5,9 @@ cmake_minimum_required(VERSION 3.25)
 
 file(STRINGS ${SOURCE} expected REGEX "^// expect: ")
 file(STRINGS ${SOURCE} control REGEX "KVPOLICY_CONTROL")
+# Flags of the mistake alone, behind the others.
+file(STRINGS ${SOURCE} flags REGEX "^// flags: ")
+list(TRANSFORM flags REPLACE "^// flags: " "")
 if(NOT expected OR NOT control)
     message(FATAL_ERROR "${SOURCE} needs a line \"// expect: <sentence>\" and a part under #ifndef KVPOLICY_CONTROL")
 endif()
@@ -17,7 +20,7 @@ if(NOT result EQUAL 0)
     message(FATAL_ERROR "The control (with -DKVPOLICY_CONTROL) should compile, and does not.")
 endif()
 
-execute_process(COMMAND ${command} RESULT_VARIABLE result ERROR_VARIABLE output)
+execute_process(COMMAND ${command} ${flags} RESULT_VARIABLE result ERROR_VARIABLE output)
 if(result EQUAL 0)
     message(FATAL_ERROR "${SOURCE} compiles, and should not.")
 endif()

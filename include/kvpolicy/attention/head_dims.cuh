@@ -8,7 +8,7 @@ namespace kvpolicy {
 template <int... Dims>
 struct head_dims {
     static_assert(((Dims == 64 || Dims == 128 || Dims == 256) && ...) && sizeof...(Dims) > 0,
-                  "head_dims takes 64, 128 and 256; other head_dims up to 256 are padded to one of them");
+                  "kvpolicy: head_dims takes 64, 128 and 256; other head_dims up to 256 are padded to one of them");
 };
 using all_head_dims = head_dims<64, 128, 256>;
 

@@ -121,6 +121,7 @@ void export_heads(const host& on, const Ref<P, T>& cache, const Batch& batch, co
 
 }  // namespace kvpolicy
 
+#include <kvpolicy/detail/whole_cache.hpp>
 #include <kvpolicy/host/cache_prefill.hpp>
 #include <kvpolicy/host/cache_step.hpp>
 

@@ -5,6 +5,13 @@
 //   KVPOLICY_X86           1 where the host backend may pick AVX2/FMA/F16C bodies at run time.
 #pragma once
 
+#if defined(__cplusplus) && __cplusplus < 202002L
+#error \
+    "kvpolicy: needs C++20: -std=c++20, of nvcc too (CMake's target kvpolicy::kvpolicy asks for it by itself)"
+// No such file: the compilation ends here, and not after thousands of lines about concepts.
+#include <kvpolicy/needs_cpp20>
+#endif
+
 #if defined(__CUDACC__)
 #define KVPOLICY_HOST_DEVICE __host__ __device__
 #else

@@ -31,8 +31,11 @@ inline constexpr bool is_half = std::is_same_v<T, bf16> || std::is_same_v<T, fp1
 inline void check_sequences(const Sequences& sequences, std::int32_t batch, std::int32_t length) {
     detail::require(sequences.batch == batch, "sequences.batch", sequences.batch,
                     [&] { return detail::text("the views' batch, ", batch); });
-    detail::require(sequences.length >= 0 && sequences.length <= length, "sequences.length", sequences.length,
-                    [&] { return detail::text("0 to the views' length, ", length); });
+    detail::require(
+        sequences.length >= 0 && sequences.length <= length, "sequences.length", sequences.length, [&] {
+            return detail::text("0 to the views' length, ", length,
+                                sequences.length == Sequences{}.length ? " (it was not set)" : "");
+        });
     detail::require(sequences.cu_seqlens == nullptr || sequences.segments >= 1, "sequences.segments",
                     sequences.segments, "1 or more where cu_seqlens is given");
 }

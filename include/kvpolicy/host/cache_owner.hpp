@@ -245,8 +245,8 @@ void CacheOwner<Derived, P, T>::advance(const host&, const Batch& batch) {
                         missing == 0, [&] { return detail::text("tokens of entry ", i); }, batch.tokens(i),
                         [&] {
                             return detail::text("0 until layer ", layer, " has taken them: it lacks ",
-                                                missing,
-                                                " pages (add_slab lends more; then that layer's call again)");
+                                                missing, missing == 1 ? " page" : " pages",
+                                                " (add_slab lends more; then that layer's call again)");
                         });
                 }
             }

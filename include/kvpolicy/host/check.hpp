@@ -23,7 +23,8 @@ inline void check_sequences(const Sequences& sequences, std::int32_t batch, std:
     }
     if (sequences.length < 0 || sequences.length > length) {
         detail::refuse("sequences.length", sequences.length,
-                       detail::text("0 to the views' length, ", length));
+                       detail::text("0 to the views' length, ", length,
+                                    sequences.length == Sequences{}.length ? " (it was not set)" : ""));
     }
     if (sequences.lengths != nullptr) {
         for (std::int32_t b = 0; b < batch; ++b) {

@@ -58,8 +58,8 @@ struct ConvScorer {
     std::int32_t heads = 0;
     std::int32_t dim_k = D == dynamic ? 0 : D;
     std::int32_t dim_v = D == dynamic ? 0 : D;
-    ConvParameters<const float> weights;
-    Rope rope;
+    ConvParameters<const float> weights{};
+    Rope rope{};
     std::int32_t batch = 0;
 
     /// C0 .. C3.

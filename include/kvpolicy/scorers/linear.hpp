@@ -33,7 +33,7 @@ struct LinearScorer {
     std::int32_t heads = 0;
     std::int32_t dim_k = D == dynamic ? 0 : D;
     std::int32_t dim_v = D == dynamic ? 0 : D;
-    LinearParameters<const float> weights;
+    LinearParameters<const float> weights{};
 
     /// Real is float, or double for checks. `scratch` is not used and may be null. The instruction set changes no bit.
     template <class Real>

@@ -120,7 +120,7 @@ struct NormalizedInput {
 /// value is not looked at. Frequencies that are given save a power for every pair and token.
 struct WriteGateInput {
     static constexpr bool per_head = true;
-    Rope rope;
+    Rope rope{};
     RootMeanSquare norm;
     position_t position = 0;
 
@@ -225,8 +225,8 @@ struct BasicMlpScorer {
     std::int32_t dim_k = D == dynamic ? 0 : D;
     std::int32_t dim_v = D == dynamic ? 0 : D;
     std::int32_t hidden = 0;
-    MlpParameters<const float> weights;
-    Input input;
+    MlpParameters<const float> weights{};
+    Input input{};
 
     [[nodiscard]] std::int32_t input_size() const { return input.size(dim_k, dim_v); }
 

@@ -89,7 +89,7 @@ struct mLSTMScorer {
     std::int32_t d_qk = 0;  ///< number of features; 0 stands for dim_k
     std::int32_t d_v = 0;   ///< width of v~; 0 stands for dim_v / 2 (ProjectedValues) or dim_v (DirectValues)
     float gate_softcap = 0.0f;
-    mLSTMParameters<const float> weights;
+    mLSTMParameters<const float> weights{};
 
     [[nodiscard]] std::int32_t input_size() const { return dim_k + dim_v; }
     [[nodiscard]] std::int32_t features() const { return d_qk != 0 ? d_qk : dim_k; }

@@ -567,8 +567,9 @@ TEST_CASE("a slot whose token found no page does not move on before it has one")
     const bool first_exhausted = (status[0] & status_pool_exhausted) != 0;
     CHECK((first_exhausted || (status[1] & status_pool_exhausted) != 0));
     const std::vector<unsigned char> before = cache.everything();
-    CHECK_REFUSED(cache.cache.advance(on, {.count = 2}),
-                  "1 is not allowed; it must be 0 until layer 1 has taken them: it lacks 1 pages");
+    CHECK_REFUSED(
+        cache.cache.advance(on, {.count = 2}),
+        "1 is not allowed; it must be 0 until layer 1 has taken them: it lacks 1 page (add_slab lends more");
     CHECK(cache.everything() == before);
     cache.add_slab(on);
     std::uint32_t again[2] = {};

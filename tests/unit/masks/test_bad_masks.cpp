@@ -130,7 +130,8 @@ TEST_CASE("shapes, lengths and packed edges") {
                [](Call& c) { c.sequences.batch = 1; });
     check_both("sequences.length: 13 is not allowed; it must be 0 to the views' length, 12",
                [](Call& c) { c.sequences.length = 13; });
-    check_both("sequences.length: -1", [](Call& c) { c.sequences.length = -1; });
+    check_both("sequences.length: -1 is not allowed; it must be 0 to the views' length, 12 (it was not set)",
+               [](Call& c) { c.sequences.length = -1; });
     static constexpr std::int32_t below[] = {3, -1}, over[] = {13, 1};
     check_both("sequences.lengths[1]: -1 is not allowed; it must be 0 to sequences.length = 12",
                [](Call& c) { c.sequences.lengths = below; });

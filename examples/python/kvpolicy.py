@@ -1,0 +1,98 @@
+"""kvpolicy from Python, by ctypes: masks, targets and the boundary loss (kvpolicy_c.cpp) for tensors in host memory.
+
+    g++ -std=c++20 -O2 -shared -fPIC -fvisibility=hidden -I include examples/python/kvpolicy_c.cpp -pthread -o libkvpolicy_c.so
+    python3 examples/python/train.py ./libkvpolicy_c.so
+
+A tensor is whatever has a data_ptr(), as PyTorch's on the CPU have, or a buffer, as NumPy's arrays and array.array have: fp32
+(expiries int32, gradients of log gamma fp64), contiguous. Nothing is copied.
+"""
+
+import collections
+import ctypes
+
+Rule = collections.namedtuple("Rule", "sinks window budget")  # rows a head: their sum
+
+_INT, _TENSOR = ctypes.c_int32, ctypes.c_void_p
+_ARGUMENTS = {
+    "kvp_build_mask": [_TENSOR] + [_INT] * 6 + [_TENSOR] * 2,
+    "kvp_future_mass": [_TENSOR] * 2 + [_INT] * 6 + [ctypes.c_float, _TENSOR],
+    "kvp_boundary_loss": [_TENSOR] * 2 + [_INT] * 6 + [_TENSOR] * 4,
+}
+
+
+def _pointer(tensor, numbers, size=4):
+    """The address of so many numbers of `size` bytes; refuses a tensor that is not that."""
+    if tensor is None:
+        return None
+    if hasattr(tensor, "data_ptr"):
+        if tensor.device.type != "cpu" or not tensor.is_contiguous():
+            raise ValueError("a tensor must be contiguous, and on the CPU")
+        address, has, width = tensor.data_ptr(), tensor.numel(), tensor.element_size()
+    else:
+        view = memoryview(tensor)
+        if not view.c_contiguous:
+            raise ValueError("a tensor must be contiguous")
+        has, width = view.nbytes // view.itemsize, view.itemsize
+        address = ctypes.addressof(ctypes.c_char.from_buffer(tensor))
+    if has != numbers or width != size:
+        raise ValueError(f"a tensor has {has} numbers of {width} bytes; it must have {numbers} of {size}")
+    return address
+
+
+class Library:
+    """The functions of libkvpolicy_c.so. Shapes are (batch, heads, length), and with (..., dim) for q and k."""
+
+    def __init__(self, path):
+        self._functions = ctypes.CDLL(path)
+        self._functions.kvp_error.restype = ctypes.c_char_p
+        for name, arguments in _ARGUMENTS.items():
+            getattr(self._functions, name).argtypes = arguments
+
+    def _call(self, name, *arguments):
+        if getattr(self._functions, name)(*arguments) != 0:
+            raise ValueError(self._functions.kvp_error().decode())
+
+    def build_mask(self, scores, shape, rule, expiry, log_gamma=None):
+        """expiry <- what the policy makes of scores: query q sees key t where t <= q < expiry[t]. log_gamma [heads]."""
+        batch, heads, length = shape
+        count = batch * heads * length
+        self._call("kvp_build_mask", _pointer(scores, count), *shape, *rule, _pointer(log_gamma, heads),
+                   _pointer(expiry, count))
+
+    def future_mass(self, q, k, shape, query_heads, dim, window, target, beta=1.0):
+        """target <- the logarithm of the attention that each key gets once it has left the window. q has query_heads heads."""
+        batch, heads, length = shape
+        self._call("kvp_future_mass", _pointer(q, batch * query_heads * length * dim),
+                   _pointer(k, batch * heads * length * dim), batch, query_heads, heads, length, dim, window, beta,
+                   _pointer(target, batch * heads * length))
+
+    def boundary_loss(self, scores, target, shape, rule, d_scores, log_gamma=None, d_log_gamma=None):
+        """The loss; d_scores <- its gradient, and d_log_gamma [heads] (fp64) where it is given."""
+        batch, heads, length = shape
+        count = batch * heads * length
+        value = ctypes.c_double()
+        self._call("kvp_boundary_loss", _pointer(scores, count), _pointer(target, count), *shape, *rule,
+                   _pointer(log_gamma, heads), ctypes.addressof(value), _pointer(d_scores, count),
+                   _pointer(d_log_gamma, heads, 8))
+        return value.value
+
+
+def boundary_loss_of(library, rule):
+    """The boundary loss for PyTorch's autograd: loss(scores, target), both [batch, heads, length] fp32 on the CPU."""
+    import torch
+
+    class BoundaryLoss(torch.autograd.Function):
+        @staticmethod
+        def forward(context, scores, target):
+            scores = scores.contiguous()
+            d_scores = torch.empty_like(scores)
+            value = library.boundary_loss(scores, target.contiguous(), tuple(scores.shape), rule, d_scores)
+            context.save_for_backward(d_scores)
+            return scores.new_tensor(value)
+
+        @staticmethod
+        def backward(context, d_loss):
+            (d_scores,) = context.saved_tensors
+            return d_loss * d_scores, None
+
+    return BoundaryLoss.apply

@@ -1,0 +1,15 @@
+// Calls take one layer, not the cache of all of them.
+// expect: kvpolicy: this call takes one layer of a cache: cache.ref(layer) in place of cache
+#include <kvpolicy/kvpop.hpp>
+
+namespace kvp = kvpolicy;
+using Cache = kvp::FixedBudgetCache<kvp::KVpop<4, 8, 16>, kvp::bf16>;
+
+void decode(const kvp::host& on, const Cache& cache, kvp::rows_view<kvp::bf16> rows,
+            kvp::plane_view<float> scores, kvp::HostBuffer& workspace) {
+#ifndef KVPOLICY_CONTROL
+    kvp::step(on, cache, {.count = 1}, rows, rows, rows, rows, workspace, nullptr, {.scores = scores});
+#else
+    kvp::step(on, cache.ref(0), {.count = 1}, rows, rows, rows, rows, workspace, nullptr, {.scores = scores});
+#endif
+}
