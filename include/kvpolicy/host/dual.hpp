@@ -89,6 +89,7 @@ void DualCache<P, T>::plan() {
     tiles_at_ = memory.take(tile_offset_.size() * sizeof(std::int64_t));
     refs_at_ = memory.take(static_cast<std::size_t>(shape.layers) * sizeof(ref_type));
     answer_at_ = memory.take(sizeof(std::int64_t));
+    claims_at_ = memory.take(slots * sizeof(PageClaim));
     slabs_at_ = memory.take(slabs * sizeof(Slab<T>));
     free_at_ = memory.take(pages * sizeof(std::int32_t));
     count_at_ = memory.take(sizeof(std::int32_t));
@@ -245,7 +246,6 @@ std::int64_t DualCache<P, T>::reserve(const host&, const Batch& batch) {
     std::fill_n(pending, batch.count, 0);
     for (std::int32_t layer = 0; layer < this->shape_.layers; ++layer) {
         const ref_type cache = ref(layer);
-        host_backend::check_longest(cache, batch);
         for (std::int32_t i = 0; i < batch.count; ++i) {
             pending[i] = std::max(pending[i], cache.pending(batch.slot(i), 0));
         }
@@ -253,6 +253,11 @@ std::int64_t DualCache<P, T>::reserve(const host&, const Batch& batch) {
     const auto until = [&](const ref_type& cache, std::int32_t i) {
         return cache.length[batch.slot(i)] + pending[i] + batch.tokens(i);
     };
+    for (std::int32_t i = 0; i < batch.count; ++i) {
+        if (batch.tokens(i) != 0) {
+            host_backend::require_longest(batch.slot(i), until(ref(0), i), longest_slot());
+        }
+    }
     const auto rows_after = [&](const ref_type& cache, std::int32_t i, std::int32_t h) {
         return cache.rows_until(batch.slot(i), h, until(cache, i));
     };
