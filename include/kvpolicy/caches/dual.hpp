@@ -36,7 +36,8 @@ struct DualRef : LayerRef<P, T> {
     std::int32_t most_slabs = 0;
     bool limited = false;  // whether some head's rows are bounded by `longest` only
     position_t longest = 0;
-    std::int64_t most_rows = 0;  // the largest capacity(head): a number that a device's host may read
+    std::int64_t most_rows = 0;       // the largest capacity(head): a number that a device's host may read
+    std::int64_t most_contested = 0;  // the same, of heads with a budget
     // What calls on a device keep between launches, as in a FixedBudgetRef; records are of heads with a budget.
     const std::int64_t* tile_offset = nullptr;  // [kv_heads + 1]
     std::uint32_t* arrivals = nullptr;          // [slots, kv_heads]
@@ -365,10 +366,11 @@ class DualCache : public CacheOwner<DualCache<P, T>, P, T> {
     };
 
     PoolShape pool_;
-    bool strides_given_ = false;              // also where they are those of rows that follow one another
-    std::vector<std::int64_t> table_offset_;  // [layers, kv_heads + 1]
-    std::vector<std::int64_t> tile_offset_;   // [layers, kv_heads + 1]
-    std::vector<std::int64_t> most_rows_;     // [layers]
+    bool strides_given_ = false;                // also where they are those of rows that follow one another
+    std::vector<std::int64_t> table_offset_;    // [layers, kv_heads + 1]
+    std::vector<std::int64_t> tile_offset_;     // [layers, kv_heads + 1]
+    std::vector<std::int64_t> most_rows_;       // [layers]
+    std::vector<std::int64_t> most_contested_;  // [layers]: of heads with a budget
     std::vector<Slab<T>> lent_;
     std::vector<layer_plan> plan_;
     std::vector<char> limited_;  // [layers]

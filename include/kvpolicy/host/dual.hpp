@@ -43,7 +43,7 @@ DualCache<P, T>::DualCache(const CacheShape& shape, const PoolShape& pool, const
     detail::require(!P::has_selection || own_layout(), "strides", "given",
                     "0 for a policy with a selection, whose pages are parts of the pool's");
     for (std::int32_t layer = 0; layer < shape.layers; ++layer) {
-        std::int64_t table = 0, tiles = 0, most_rows = 0;
+        std::int64_t table = 0, tiles = 0, most_rows = 0, most_contested = 0;
         bool limited = false;
         for (std::int32_t head = 0; head < shape.kv_heads; ++head) {
             const HeadRule& rule = this->rule_of(layer, head);
@@ -65,10 +65,13 @@ DualCache<P, T>::DualCache(const CacheShape& shape, const PoolShape& pool, const
                          ? 0
                          : detail::tiles_of_places(static_cast<std::int32_t>(places));
             most_rows = std::max(most_rows, rows);
+            most_contested =
+                std::max(most_contested, rule.budget == unlimited || rule.budget == 0 ? 0 : rows);
         }
         table_offset_.push_back(table);
         tile_offset_.push_back(tiles);
         most_rows_.push_back(most_rows);
+        most_contested_.push_back(most_contested);
         limited_.push_back(limited ? 1 : 0);
     }
     plan();
@@ -315,6 +318,7 @@ DualRef<P, T> DualCache<P, T>::ref(std::int32_t layer) const {
     ref.arrivals = this->template at<std::uint32_t>(plan.arrivals);
     ref.tile_victims = this->template at<std::int32_t>(plan.tile_victims);
     ref.most_rows = most_rows_[static_cast<std::size_t>(layer)];
+    ref.most_contested = most_contested_[static_cast<std::size_t>(layer)];
     ref.spare = {this->template at<T>(plan.spare_k),
                  this->template at<T>(plan.spare_v),
                  this->template at<position_t>(plan.spare_position),
