@@ -111,6 +111,8 @@ gpu.caches.page_choice  | $all_checks | *
 gpu.caches.dual_select  | $all_checks | few calls
 gpu.caches.dual_evict   | $all_checks | few calls
 gpu.caches.dual_keep    | $all_checks | few calls
+gpu.caches.dual_rounds  | $all_checks | few calls
+gpu.caches.reserve      | $all_checks | a layer*
 "
 targets[caches]="
 step/4096 x 1         | 0.014 | 0.012 | cuDNN attention alone 4096 x 1

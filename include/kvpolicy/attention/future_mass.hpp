@@ -28,13 +28,13 @@ struct FutureMassOptions {
 
 /// Bytes of workspace for causal_lse and future_mass.
 template <Storage T>
-std::size_t future_mass_workspace_bytes(const host& on, rows_view<const T> q, rows_view<const T> k);
+std::size_t future_mass_workspace_bytes(const host& on, rows_view<const T> q, input_rows<T> k);
 
 /// lse[b][hq][d] = log sum_{t <= d} exp(logit(d, t)), the dense causal normaliser (eq. 28), natural log. q [B, Hq, S, Dk], k
 /// [B, Hkv, S, Dk], lse [B, Hq, S]: overwritten for the sequences' lengths. Synchronous, O(S^2) time, no S x S array. Refuses
 /// what future_mass refuses.
 template <Storage T>
-void causal_lse(const host& on, const Attention& attention, rows_view<const T> q, rows_view<const T> k,
+void causal_lse(const host& on, const Attention& attention, rows_view<const T> q, input_rows<T> k,
                 const Sequences& sequences, plane_view<float> lse, workspace_view workspace);
 
 /// Writes target [B, Hkv, S] from q [B, Hq, S, Dk], k [B, Hkv, S, Dk] and lse [B, Hq, S] (natural log; dense from causal_lse,
@@ -49,9 +49,26 @@ void causal_lse(const host& on, const Attention& attention, rows_view<const T> q
 /// Synchronous, O(S^2) time, no S x S array. Refuses: shapes that disagree, null data, beta < 1, epsilon < 0, window < 1,
 /// look_ahead < 0, packed segments, too little workspace. A window of S or more leaves every key without future queries.
 template <Storage T>
-void future_mass(const host& on, const Attention& attention, rows_view<const T> q, rows_view<const T> k,
+void future_mass(const host& on, const Attention& attention, rows_view<const T> q, input_rows<T> k,
                  plane_view<const float> lse, const Sequences& sequences, const FutureMassOptions& options,
                  plane_view<float> target, workspace_view workspace);
+
+// The same of queries that may be written.
+template <Storage T>
+std::size_t future_mass_workspace_bytes(const host& on, rows_view<T> q, input_rows<T> k) {
+    return future_mass_workspace_bytes(on, input_rows<T>(q), k);
+}
+template <Storage T>
+void causal_lse(const host& on, const Attention& attention, rows_view<T> q, input_rows<T> k,
+                const Sequences& sequences, plane_view<float> lse, workspace_view workspace) {
+    causal_lse(on, attention, input_rows<T>(q), k, sequences, lse, workspace);
+}
+template <Storage T>
+void future_mass(const host& on, const Attention& attention, rows_view<T> q, input_rows<T> k,
+                 plane_view<const float> lse, const Sequences& sequences, const FutureMassOptions& options,
+                 plane_view<float> target, workspace_view workspace) {
+    future_mass(on, attention, input_rows<T>(q), k, lse, sequences, options, target, workspace);
+}
 
 }  // namespace kvpolicy
 

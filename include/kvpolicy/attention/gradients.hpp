@@ -4,6 +4,8 @@
 #include <kvpolicy/core/types.hpp>
 #include <kvpolicy/core/view.hpp>
 
+#include <type_traits>
+
 namespace kvpolicy {
 
 /// What attend_backward is given besides the arguments of attend(on, attention, q, all, sequences, out, lse): its results,
@@ -14,6 +16,9 @@ struct AttendGradient {
     plane_view<const float> lse;  ///< [B, Hq, S], the same
     rows_view<const T> d_out;     ///< [B, Hq, S, Dv]
 };
+
+template <class Out, class... Rest>
+AttendGradient(rows_view<Out>, Rest...) -> AttendGradient<std::remove_const_t<Out>>;
 
 /// Where attend_backward writes. Each is overwritten: d_q for the sequences' lengths, the others for the rows that
 /// all.lengths counts, with 0 for keys that no query sees. Sums run in compute_t<T> and are rounded once.

@@ -26,7 +26,7 @@ struct keys {
     const std::int32_t* lengths = nullptr;
 };
 
-template <class T, class... Rest>
-keys(rows_view<T>, rows_view<T>, Rest...) -> keys<std::remove_const_t<T>>;
+template <class K, class V, class... Rest>
+keys(rows_view<K>, rows_view<V>, Rest...) -> keys<std::remove_const_t<K>>;
 
 }  // namespace kvpolicy

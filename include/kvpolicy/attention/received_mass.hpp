@@ -20,7 +20,7 @@ struct ReceivedMassOptions {
 
 /// Bytes of workspace for received_mass.
 template <Storage T>
-std::size_t received_mass_workspace_bytes(const host& on, rows_view<const T> q, rows_view<const T> k);
+std::size_t received_mass_workspace_bytes(const host& on, rows_view<const T> q, input_rows<T> k);
 
 /// Overwrites mass [B, Hkv, S] for the sequences' lengths. With p_q,g(t) = exp(logit(q, t) - lse_q) over the keys that query
 /// head g sees at q through the mask (sparse.hpp has logit and seen), and q over the last options.queries queries:
@@ -33,9 +33,21 @@ std::size_t received_mass_workspace_bytes(const host& on, rows_view<const T> q, 
 /// Synchronous, O(queries * S), no array of that size; the bits do not depend on the number of threads. Refuses: shapes that
 /// disagree, null data, queries below 0, packed segments, starts, too little workspace.
 template <Storage T>
-void received_mass(const host& on, const Attention& attention, rows_view<const T> q, rows_view<const T> k,
+void received_mass(const host& on, const Attention& attention, rows_view<const T> q, input_rows<T> k,
                    const mask_view& mask, const Sequences& sequences, const ReceivedMassOptions& options,
                    plane_view<float> received, workspace_view workspace);
+
+// The same of queries that may be written.
+template <Storage T>
+std::size_t received_mass_workspace_bytes(const host& on, rows_view<T> q, input_rows<T> k) {
+    return received_mass_workspace_bytes(on, input_rows<T>(q), k);
+}
+template <Storage T>
+void received_mass(const host& on, const Attention& attention, rows_view<T> q, input_rows<T> k,
+                   const mask_view& mask, const Sequences& sequences, const ReceivedMassOptions& options,
+                   plane_view<float> received, workspace_view workspace) {
+    received_mass(on, attention, input_rows<T>(q), k, mask, sequences, options, received, workspace);
+}
 
 }  // namespace kvpolicy
 

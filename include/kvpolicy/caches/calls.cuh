@@ -135,8 +135,9 @@ void step(const cuda& on, const DualRef<P, T>& cache, const Batch& batch, input_
           input_rows<T> v, output_rows<T> out, workspace_view workspace, std::uint32_t* status = nullptr,
           const CacheExtras& extras = {});
 
-/// A chunk fits, or nothing of it is kept. Its workspace has room for the keys and values of all rows that the batch's entries can hold
-/// (each no more than the pool has): they are brought together once a chunk, which costs what reading them twice does.
+/// A chunk fits, or nothing of it is kept. Rows are brought together once a chunk, which costs what reading them twice does: those of as many
+/// entries at once as have room in 1 GiB, or in the workspace if that is larger than cache_workspace_bytes (at least one), each with all the
+/// rows that it can hold, but no more than the pool has. docs/cuda.md, Ragged heads, has the workspace's other parts.
 template <class Dims = all_head_dims, class P, Storage T>
 void prefill(const cuda& on, const DualRef<P, T>& cache, const Batch& batch, input_rows<T> q, input_rows<T> k,
              input_rows<T> v, output_rows<T> out, workspace_view workspace, std::uint32_t* status = nullptr,

@@ -15,6 +15,7 @@
 
 #include <cstddef>
 #include <cstdint>
+#include <limits>
 #include <vector>
 
 namespace kvpolicy {
@@ -35,7 +36,8 @@ struct DualRef : LayerRef<P, T> {
     std::int32_t most_slabs = 0;
     bool limited = false;  // whether some head's rows are bounded by `longest` only
     position_t longest = 0;
-    std::int64_t most_rows = 0;  // the largest capacity(head): a number that a device's host may read
+    std::int64_t most_rows = 0;       // the largest capacity(head): a number that a device's host may read
+    std::int64_t most_contested = 0;  // the same, of heads with a budget
     // What calls on a device keep between launches, as in a FixedBudgetRef; records are of heads with a budget.
     const std::int64_t* tile_offset = nullptr;  // [kv_heads + 1]
     std::uint32_t* arrivals = nullptr;          // [slots, kv_heads]
@@ -101,7 +103,9 @@ struct DualRef : LayerRef<P, T> {
     }
 
     /// Pages that a head lacks for `rows` rows.
-    [[nodiscard]] std::int64_t pages_missing(std::int64_t slot, std::int32_t head, std::int64_t rows) const {
+    [[nodiscard]] KVPOLICY_HOST_DEVICE constexpr std::int64_t pages_missing(std::int64_t slot,
+                                                                            std::int32_t head,
+                                                                            std::int64_t rows) const {
         const std::int64_t pages = (rows + pool.page_rows - 1) / pool.page_rows;
         const std::int64_t have = held[this->head_index(slot, head)];
         return pages > have ? pages - have : 0;
@@ -113,6 +117,12 @@ struct DualRef : LayerRef<P, T> {
             pages(slot, head)[have++] = pool.take();
         }
     }
+};
+
+/// Pages for an entry of reserve(), on a device.
+struct PageClaim {
+    position_t until;    // the length up to which the entry has its pages; 0: it gets none
+    std::int64_t pages;  // how many it lacks; then where those that it gets begin in the pool's stack
 };
 
 /// What evict did to one sequence.
@@ -181,7 +191,7 @@ class DualCache : public CacheOwner<DualCache<P, T>, P, T> {
 
     /// Gives the named slots the pages that batch.tokens(i) further tokens can need at most, in all layers, so that steps,
     /// chunks and commits of so many tokens cannot fail. Tokens that some layer has taken before advance() do not count as further
-    /// ones. Returns 0; or how many more slabs it takes, with nothing changed.
+    /// ones, in no layer. Returns 0; or how many more slabs it takes, with nothing changed.
     /// Pages stay with their slot until it is cleared; evict() gives back only what the rest of the reservation cannot need. A copy of
     /// the slot (fork, reorder, restore) has no reservation. Refuses tokens beyond pool().longest.
     [[nodiscard]] std::int64_t reserve(const host& on, const Batch& batch);
@@ -224,8 +234,9 @@ class DualCache : public CacheOwner<DualCache<P, T>, P, T> {
     /// Waits for the stream.
     template <class Build = cuda_build>
     [[nodiscard]] std::int64_t free_pages(const cuda& on) const;
-    /// As the host's; `batch`'s arrays are device memory. Entries that a call would not take (status_bad_length) need no pages. Waits
-    /// for the stream; not to be captured: call it between steps, and the next ones cannot fail inside a graph.
+    /// As the host's; `batch`'s arrays are device memory. Entries that the host would refuse (bad slots and counts, tokens beyond
+    /// pool().longest) get nothing. Waits for the stream; not to be captured: call it between steps, and the next ones cannot fail
+    /// inside a graph.
     template <class Build = cuda_build>
     [[nodiscard]] std::int64_t reserve(const cuda& on, const Batch& batch);
     template <class Build = cuda_build>
@@ -301,6 +312,15 @@ class DualCache : public CacheOwner<DualCache<P, T>, P, T> {
                static_cast<std::size_t>(head);
     }
     void plan();
+    /// How long a slot may get: where budgets bound all heads of all layers, nothing bounds it.
+    [[nodiscard]] position_t longest_slot() const {
+        for (const char limited : limited_) {
+            if (limited != 0) {
+                return pool_.longest;
+            }
+        }
+        return std::numeric_limits<position_t>::max();
+    }
     /// The most rows that a head can hold: no more than its tokens, and what fits in the pages that were lent.
     [[nodiscard]] std::int64_t most_rows() const;
     /// Bytes of the selection's bounds of so many rows.
@@ -346,10 +366,11 @@ class DualCache : public CacheOwner<DualCache<P, T>, P, T> {
     };
 
     PoolShape pool_;
-    bool strides_given_ = false;              // also where they are those of rows that follow one another
-    std::vector<std::int64_t> table_offset_;  // [layers, kv_heads + 1]
-    std::vector<std::int64_t> tile_offset_;   // [layers, kv_heads + 1]
-    std::vector<std::int64_t> most_rows_;     // [layers]
+    bool strides_given_ = false;                // also where they are those of rows that follow one another
+    std::vector<std::int64_t> table_offset_;    // [layers, kv_heads + 1]
+    std::vector<std::int64_t> tile_offset_;     // [layers, kv_heads + 1]
+    std::vector<std::int64_t> most_rows_;       // [layers]
+    std::vector<std::int64_t> most_contested_;  // [layers]: of heads with a budget
     std::vector<Slab<T>> lent_;
     std::vector<layer_plan> plan_;
     std::vector<char> limited_;  // [layers]
@@ -359,6 +380,7 @@ class DualCache : public CacheOwner<DualCache<P, T>, P, T> {
     std::size_t tiles_at_ = 0;
     std::size_t refs_at_ = 0;    // [layers]: the refs, for kernels that serve all layers
     std::size_t answer_at_ = 0;  // [1]: what a call on a device answers
+    std::size_t claims_at_ = 0;  // [slots]: of reserve() on a device
     std::size_t slabs_at_ = 0;
     std::size_t free_at_ = 0;
     std::size_t count_at_ = 0;

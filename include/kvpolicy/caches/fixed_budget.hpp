@@ -103,8 +103,8 @@ class FixedBudgetCache : public CacheOwner<FixedBudgetCache<P, T>, P, T> {
     template <class Build = cuda_build>
     void reorder(const cuda& on, const std::int32_t* sources, std::int32_t count,
                  std::uint32_t* status = nullptr);
-    // Snapshots go through host memory of one slot, which these calls allocate, and wait for the stream. Blobs are the host's: a
-    // snapshot of a cache on a device can be restored in one on the host, and the other way round.
+    // Snapshots go through host memory of one slot, which these calls allocate, and wait for the stream; of its rows only those in use are
+    // copied. Blobs are the host's: a snapshot of a cache on a device can be restored in one on the host, and the other way round.
     template <class Build = cuda_build>
     [[nodiscard]] std::size_t snapshot_bytes(const cuda& on, std::int32_t slot) const;
     /// `buffer` is host memory.
@@ -120,7 +120,14 @@ class FixedBudgetCache : public CacheOwner<FixedBudgetCache<P, T>, P, T> {
     template <class Build>
     void require_device_slot(std::int32_t slot, const char* name) const;
     template <class Build>
-    FixedBudgetCache one_slot(std::vector<unsigned char>& memory) const;
+    struct slot_copy;
+    template <class Build>
+    auto counted_slot(const cuda& on, std::int32_t slot) const;
+    [[nodiscard]] CacheShape one_slot_shape() const {
+        CacheShape shape = this->shape_;
+        shape.slots = 1;
+        return shape;
+    }
     template <class Build, class Copy>
     void for_each_slice(const FixedBudgetCache& other, std::int32_t slot, const Copy& copy) const;
 #endif

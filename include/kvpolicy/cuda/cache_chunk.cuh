@@ -29,6 +29,24 @@ template <class P, class T>
 dual_view<T> view_of(const DualRef<P, T>& cache) {
     return dual_view<T>(cache);
 }
+
+/// The most rows of a head whose places change hands.
+template <class P, class T>
+std::int64_t most_contested_of(const FixedBudgetRef<P, T>& cache) {
+    return cache.longest;
+}
+template <class P, class T>
+std::int64_t most_contested_of(const DualRef<P, T>& cache) {
+    return cache.most_contested;
+}
+
+/// Bytes of keys and values of a DualCache that a chunk brings together at once, unless a single entry can have more.
+#if defined(KVPOLICY_TEST_GATHERED_BYTES)
+inline constexpr std::int64_t gathered_bytes = KVPOLICY_TEST_GATHERED_BYTES;  // so that tests have rounds
+#else
+inline constexpr std::int64_t gathered_bytes = std::int64_t{1} << 30;
+#endif
+
 /// A chunk of at most `tokens` tokens an entry.
 template <class Cache, class Dims>
 class cache_chunk_call {
@@ -39,6 +57,7 @@ class cache_chunk_call {
     static constexpr bool scored = scored_before<Scorer> || scores_by_warp<Scorer>, late = scored_late<P>;
     static constexpr bool paged = Cache::pooled;
     static constexpr bool retains = P::ranked || P::has_keep;  // keys may live on after their window
+    static constexpr std::int64_t most_together = 0x7fffffff;  // rows
 
   public:
     cache_chunk_call(const cuda& on, const Cache& cache, std::int32_t count, std::int32_t tokens)
@@ -57,25 +76,42 @@ class cache_chunk_call {
             call_.bound_rows = cache.selection.page_rows();
         }
         call_.longest = static_cast<std::int32_t>(most_rows_of(cache));
+        call_.places = static_cast<std::int32_t>(
+            std::max<std::int64_t>(most_contested_of(cache), std::min(tokens, call_.longest)));
         call_.tiles = detail::tiles_of_places(call_.longest);
         constexpr std::size_t most_shared = 96 * 1024;  // what every card has
-        call_.contest_in_shared = retains && contest_bytes(call_.longest, call_.tiles) <= most_shared;
+        call_.contest_in_shared = retains && contest_bytes(call_.places, call_.tiles) <= most_shared;
         detail::require(heads() * std::max<std::int64_t>(tokens, 1) <= 0x7fffffff, "entries x heads x tokens",
                         heads() * tokens, "below 2^31: split the batch");
+        call_.together = count;
+        if constexpr (paged) {
+            // No more rows of an entry than its heads can have, and than the pool has: its pages are all different.
+            of_entry_ = std::max<std::int64_t>(std::min(std::int64_t{call_.cache.kv_heads} * call_.longest,
+                                                        ref_.page_count() * ref_.page_rows),
+                                               1);
+            detail::require(of_entry_ <= most_together, "rows of an entry, at most", of_entry_, "below 2^31");
+            const std::int64_t row =
+                (std::int64_t{call_.cache.dim_k} + call_.cache.dim_v) * static_cast<std::int64_t>(sizeof(T));
+            call_.together = static_cast<std::int32_t>(std::min<std::int64_t>(
+                std::max<std::int64_t>(
+                    std::min(gathered_bytes / (of_entry_ * row), most_together / of_entry_), 1),
+                count));
+        }
     }
 
     /// Takes the parts of the workspace; with null only measures.
     std::size_t lay_out(void* memory) {
         workspace_parts parts(memory);
         const std::int64_t rows = heads() * call_.longest, tokens = heads() * call_.tokens.most;
+        const std::int64_t places = retains ? heads() * call_.places : 0;
         call_.taken = parts.take<std::int32_t>(call_.batch.count);
         call_.first_row = parts.take<std::int64_t>(heads());
         call_.position = parts.take<std::int32_t>(rows);
         call_.past_expiry = parts.take<expiry_t>(rows);
         call_.chunk_expiry = parts.take<expiry_t>(tokens);
-        call_.place_score = parts.take<float>(retains ? rows : 0);
-        call_.place_position = parts.take<position_t>(retains ? rows : 0);
-        call_.holder = parts.take<std::int32_t>(retains ? rows : 0);
+        call_.place_score = parts.take<float>(places);
+        call_.place_position = parts.take<position_t>(places);
+        call_.holder = parts.take<std::int32_t>(places);
         call_.record = parts.take<std::int32_t>(retains ? heads() * call_.tiles : 0);
         call_.kept = parts.take<std::int32_t>(heads());
         if constexpr (P::has_keep) {
@@ -93,15 +129,15 @@ class cache_chunk_call {
         state_ = parts.take<float>(heads() * call_.cache.state_size);
         if constexpr (paged) {
             missing_ = parts.take<std::int32_t>(heads());
-            // No more rows than an entry can have, and than the pool can: forks share pages, an entry's own are all different.
-            const std::int64_t gathered =
-                std::min(rows, call_.batch.count * ref_.page_count() * ref_.page_rows);
-            detail::require(gathered <= 0x7fffffff, "rows of the batch's entries, at most", gathered,
-                            "below 2^31: split the batch");
-            k_ = parts.take<T>(gathered * call_.cache.dim_k);
-            v_ = parts.take<T>(gathered * call_.cache.dim_v);
+            k_ = parts.take<T>(call_.together * of_entry_ * call_.cache.dim_k);
+            v_ = parts.take<T>(call_.together * of_entry_ * call_.cache.dim_v);
         }
-        attention_bytes_ = attention(nullptr, [](auto& attend) { return attend.lay_out(nullptr); });
+        attention_bytes_ = 0;
+        each_round([this](std::int32_t first, std::int32_t count) {
+            attention_bytes_ = std::max(attention_bytes_, attention(nullptr, first, count, [](auto& attend) {
+                                            return attend.lay_out(nullptr);
+                                        }));
+        });
         attention_ = parts.take<unsigned char>(static_cast<std::int64_t>(attention_bytes_));
         return parts.bytes();
     }
@@ -148,6 +184,16 @@ class cache_chunk_call {
 
     void begin(const Batch& batch, workspace_view workspace, std::uint32_t* status) {
         check_workspace(workspace, lay_out(nullptr));
+        if constexpr (paged) {  // more than is asked for makes for fewer rounds
+            const std::int32_t least = call_.together;
+            for (std::int32_t together = call_.batch.count; together > least; together = (together + 1) / 2) {
+                call_.together = together;
+                if (together * of_entry_ <= most_together && lay_out(nullptr) <= workspace.bytes) {
+                    break;
+                }
+                call_.together = least;
+            }
+        }
         lay_out(workspace.data);
         call_.batch = batch;
         call_.status = status;
@@ -185,7 +231,7 @@ class cache_chunk_call {
             late_->begin(on_, device_, call_.batch, call_.tokens, call_.status);
             late_->decide(on_, device_, computed_, writes ? of_tokens_ : nullptr);
         }
-        const std::size_t shared = call_.contest_in_shared ? contest_bytes(call_.longest, call_.tiles) : 0;
+        const std::size_t shared = call_.contest_in_shared ? contest_bytes(call_.places, call_.tiles) : 0;
         launch("chunk_decide_kernel", chunk_decide_kernel<View, gate_of<P>>, heads(), chunk_threads, shared,
                on_, call_, gate_);
         if constexpr (paged) {
@@ -217,11 +263,26 @@ class cache_chunk_call {
         }
     }
 
-    /// Calls body(attend_call) for attention of the chunk over the cache's rows and itself; with null queries for its sizes only.
+    /// Calls body(first, count) for entries that are attended to at once, in rounds; or once for every size of a round.
     template <class Body>
-    auto attention(const rows_view<const T>* queries, const Body& body) {
-        const std::int32_t count = call_.batch.count, kv_heads = call_.cache.kv_heads,
-                           most = call_.tokens.most;
+    void each_round(const Body& body, bool all = false) const {
+        const std::int32_t count = call_.batch.count, together = call_.together;
+        std::int32_t first = 0;
+        do {
+            if (all || first == 0 || count - first < together) {
+                body(first, std::min(together, count - first));
+            }
+            first += together;
+        } while (first < count);
+    }
+
+    /// Calls body(attend_call) for attention of entries of the chunk over the cache's rows and themselves; with null queries for its sizes
+    /// only.
+    template <class Body>
+    auto attention(const rows_view<const T>* queries, std::int32_t first, std::int32_t count,
+                   const Body& body) {
+        const std::int32_t kv_heads = call_.cache.kv_heads, most = call_.tokens.most;
+        const std::int64_t head = std::int64_t{first} * kv_heads;
         // Sizes alone never look at the tensors: rows of the cache stand for them.
         const T *k = nullptr, *v = nullptr, *any = nullptr;
         if constexpr (paged) {
@@ -235,7 +296,7 @@ class cache_chunk_call {
             v = call_.cache.v;
         }
         rows_view<const T> q = queries != nullptr
-                                   ? *queries
+                                   ? entries(*queries, first, count)
                                    : view_bhsd(any, count, kv_heads * ref_.group, most, call_.cache.dim_k);
         q.length = most;
         keys<T> past, self;
@@ -243,37 +304,57 @@ class cache_chunk_call {
         past.v = {v, count, kv_heads, call_.longest, call_.cache.dim_v, 0, 0, call_.cache.dim_v};
         past.position = view_bhs<const std::int32_t>(call_.position, count, kv_heads, call_.longest);
         past.mask.expiry = view_bhs<const expiry_t>(call_.past_expiry, count, kv_heads, call_.longest);
-        self.k =
-            queries != nullptr ? call_.tokens.k : view_bhsd(any, count, kv_heads, most, call_.cache.dim_k);
-        self.v =
-            queries != nullptr ? call_.tokens.v : view_bhsd(any, count, kv_heads, most, call_.cache.dim_v);
+        self.k = queries != nullptr ? entries(call_.tokens.k, first, count)
+                                    : view_bhsd(any, count, kv_heads, most, call_.cache.dim_k);
+        self.v = queries != nullptr ? entries(call_.tokens.v, first, count)
+                                    : view_bhsd(any, count, kv_heads, most, call_.cache.dim_v);
         self.mask.expiry = view_bhs<const expiry_t>(call_.chunk_expiry, count, kv_heads, most);
         Sequences sequences;
         sequences.batch = count;
         sequences.length = most;
         sequences.lengths = call_.taken;
+        if (queries != nullptr) {
+            past.position.data += head * call_.longest;
+            past.mask.expiry.data += head * call_.longest;
+            self.mask.expiry.data += head * most;
+            sequences.lengths += first;
+        }
         if (queries == nullptr) {  // planes that are not there would be another call
             const auto* const there = reinterpret_cast<const std::int32_t*>(any);
             past.position.data = past.mask.expiry.data = self.mask.expiry.data = there;
         }
         attend_call<T, Dims> call(on_, ref_.attention, q, past, &self, sequences, AttendOptions{});
-        call.past_begins(call_.first_row);
+        call.past_begins(call_.first_row + (queries != nullptr ? head : 0));
         return body(call);
+    }
+    /// Some of a tensor's entries.
+    template <class View_>
+    static View_ entries(View_ of, std::int32_t first, std::int32_t count) {
+        of.data += of.data != nullptr ? first * of.batch_stride : 0;
+        of.batch = count;
+        return of;
     }
     void attend(const rows_view<const T>& q, const rows_view<T>& out, const plane_view<float>& lse) {
         if (heads() * call_.tokens.most == 0) {
             return;
         }
-        if constexpr (paged) {
-            constexpr std::int32_t pieces = 32;  // blocks that share the rows of a head
-            launch("dual_chunk_gather_kernel", dual_chunk_gather_kernel<T>, heads() * pieces, chunk_threads,
-                   0, on_, call_, k_, v_, pieces);
-        }
         // Tensors may be longer than the chunk; attention takes those of one length.
         rows_view<T> to = out;
         plane_view<float> sums = lse;
         to.length = sums.length = call_.tokens.most;
-        attention(&q, [&](auto& call) { call.run(to, sums, {attention_, attention_bytes_}); });
+        const auto round = [&](std::int32_t first, std::int32_t count) {
+            if constexpr (paged) {
+                constexpr std::int32_t pieces = 32;  // blocks that share the rows of a head
+                launch("dual_chunk_gather_kernel", dual_chunk_gather_kernel<T>,
+                       std::int64_t{count} * call_.cache.kv_heads * pieces, chunk_threads, 0, on_, call_, k_,
+                       v_, first * call_.cache.kv_heads, pieces);
+            }
+            attention(&q, first, count, [&](auto& call) {
+                call.run(entries(to, first, count), entries(sums, first, count),
+                         {attention_, attention_bytes_});
+            });
+        };
+        each_round(round, true);
     }
 
     const cuda& on_;
@@ -286,6 +367,7 @@ class cache_chunk_call {
     float* computed_ = nullptr;
     float* of_tokens_ = nullptr;
     float* state_ = nullptr;
+    std::int64_t of_entry_ = 0;        // of a DualCache: the most rows of an entry
     std::int32_t* missing_ = nullptr;  // of a DualCache: scratch, and its rows
     T* k_ = nullptr;
     T* v_ = nullptr;

@@ -12,6 +12,7 @@
 #include <cstddef>
 #include <cstdint>
 #include <limits>
+#include <memory>
 #include <vector>
 
 namespace kvpolicy {
@@ -151,36 +152,87 @@ void FixedBudgetCache<P, T>::reorder(const cuda& on, const std::int32_t* sources
                                    {sources, count, 0, 0}, this->device_, status);
 }
 
-/// A cache of the same kind with one slot, in host memory.
+/// A cache of the same kind with one slot, in host memory. Rows that nobody uses are never touched there.
 template <AnyPolicy P, Storage T>
 template <class Build>
-FixedBudgetCache<P, T> FixedBudgetCache<P, T>::one_slot(std::vector<unsigned char>& memory) const {
-    CacheShape shape = this->shape_;
-    shape.slots = 1;
-    FixedBudgetCache copy(shape, this->policy_, this->scorers_, this->attention_);
-    copy.rebase_limit(this->rebase_limit_);
-    memory.resize(copy.bytes().total());
-    copy.bind(host{1}, memory.data(), memory.size());
+struct FixedBudgetCache<P, T>::slot_copy {
+    FixedBudgetCache cache;
+    std::unique_ptr<unsigned char[]> memory;
+
+    explicit slot_copy(const FixedBudgetCache& of)
+        : cache(of.one_slot_shape(), of.policy_, of.scorers_, of.attention_) {
+        cache.rebase_limit(of.rebase_limit_);
+        const std::size_t bytes = cache.bytes().total();
+        memory.reset(new unsigned char[bytes]);
+        cache.bind(host{1}, memory.get(), bytes);
+    }
+};
+
+/// A slot's counters, which say what rows it has. Waits for the stream.
+template <AnyPolicy P, Storage T>
+template <class Build>
+auto FixedBudgetCache<P, T>::counted_slot(const cuda& on, std::int32_t slot) const {
+    namespace cb = cuda_backend;
+    cb::check_between_tokens(on, this->shape_, this->template at<const std::int32_t>(this->taken_at_), slot);
+    slot_copy<Build> copy(*this);
+    const auto fetch = [&](auto* to, const auto* from, std::int64_t count) {
+        cb::check(cudaMemcpyAsync(to, from, static_cast<std::size_t>(count) * sizeof *to,
+                                  cudaMemcpyDeviceToHost, on.stream),
+                  "cudaMemcpyAsync");
+    };
+    for (std::int32_t layer = 0; layer < this->shape_.layers; ++layer) {
+        const ref_type a = ref(layer), b = copy.cache.ref(layer);
+        fetch(b.kept, a.kept + std::int64_t{slot} * a.kv_heads, a.kv_heads);
+        if (layer == 0) {
+            fetch(b.length, a.length + slot, 1);
+        }
+    }
+    cb::check(cudaStreamSynchronize(on.stream), "cudaStreamSynchronize");
     return copy;
 }
 
-/// Calls copy(array of slot `slot`, array of other's slot 0, bytes) for all that a slot consists of.
+/// Calls copy(array of slot `slot`, array of other's slot 0, bytes) for all that a slot consists of, of rows for those that other's slot
+/// uses. Heads that use all of theirs are one piece.
 template <AnyPolicy P, Storage T>
 template <class Build, class Copy>
 void FixedBudgetCache<P, T>::for_each_slice(const FixedBudgetCache& other, std::int32_t slot,
                                             const Copy& copy) const {
     for (std::int32_t layer = 0; layer < this->shape_.layers; ++layer) {
         const ref_type a = ref(layer), b = other.ref(layer);
-        const auto slice = [&](auto* mine, auto* theirs, std::int64_t each) {
-            copy(mine + slot * each, theirs, static_cast<std::size_t>(each) * sizeof *mine);
+        const auto some = [&](auto* mine, auto* theirs, std::int64_t each, std::int64_t first,
+                              std::int64_t count) {
+            copy(mine + slot * each + first, theirs + first, static_cast<std::size_t>(count) * sizeof *mine);
         };
-        slice(a.k, b.k, a.rows * a.dim_k);
-        slice(a.v, b.v, a.rows * a.dim_v);
-        slice(a.position, b.position, a.rows);
-        slice(a.score, b.score, a.rows);
-        if constexpr (P::has_selection) {
-            slice(a.bounds, b.bounds, a.rows / a.selection.page_rows() * 2 * a.dim_k);
+        const auto slice = [&](auto* mine, auto* theirs, std::int64_t each) {
+            some(mine, theirs, each, 0, each);
+        };
+        std::int64_t begin = 0, end = 0;
+        const auto rows = [&] {
+            if (begin == end) {
+                return;
+            }
+            some(a.k, b.k, a.rows * a.dim_k, begin * a.dim_k, (end - begin) * a.dim_k);
+            some(a.v, b.v, a.rows * a.dim_v, begin * a.dim_v, (end - begin) * a.dim_v);
+            some(a.position, b.position, a.rows, begin, end - begin);
+            some(a.score, b.score, a.rows, begin, end - begin);
+            if constexpr (P::has_selection) {
+                const std::int64_t size = a.selection.page_rows(), each = 2 * std::int64_t{a.dim_k};
+                const std::int64_t first = begin / size, pages = (end + size - 1) / size - first;
+                some(a.bounds, b.bounds, a.rows / size * each, first * each, pages * each);
+            }
+        };
+        for (std::int32_t head = 0; head < a.kv_heads; ++head) {
+            const std::int64_t first = b.first_row(0, head), used = b.used(0, head);
+            if (used == 0) {
+                continue;
+            }
+            if (first != end) {
+                rows();
+                begin = first;
+            }
+            end = first + used;
         }
+        rows();
         slice(a.kept, b.kept, a.kv_heads);
         slice(a.victim, b.victim, a.kv_heads);
         slice(a.state, b.state, a.kv_heads * a.state_size);
@@ -195,24 +247,8 @@ template <AnyPolicy P, Storage T>
 template <class Build>
 std::size_t FixedBudgetCache<P, T>::snapshot_bytes(const cuda& on, std::int32_t slot) const {
     this->template require_device_slot<Build>(slot, "slot");
-    // Rows in use depend on lengths and counters alone.
-    namespace cb = cuda_backend;
-    const cb::device_scope device(on, this->device_);
-    cb::check_between_tokens(on, this->shape_, this->template at<const std::int32_t>(this->taken_at_), slot);
-    std::vector<unsigned char> memory;
-    const FixedBudgetCache copy = one_slot<Build>(memory);
-    const auto fetch = [&](auto* to, const auto* from, std::int64_t count) {
-        cb::check(cudaMemcpyAsync(to, from, static_cast<std::size_t>(count) * sizeof *to,
-                                  cudaMemcpyDeviceToHost, on.stream),
-                  "cudaMemcpyAsync");
-    };
-    for (std::int32_t layer = 0; layer < this->shape_.layers; ++layer) {
-        const ref_type a = ref(layer), b = copy.ref(layer);
-        fetch(b.kept, a.kept + std::int64_t{slot} * a.kv_heads, a.kv_heads);
-        fetch(b.length, a.length + slot, 1);
-    }
-    cb::check(cudaStreamSynchronize(on.stream), "cudaStreamSynchronize");
-    return copy.snapshot_bytes(0);
+    const cuda_backend::device_scope device(on, this->device_);
+    return this->template counted_slot<Build>(on, slot).cache.snapshot_bytes(0);
 }
 
 template <AnyPolicy P, Storage T>
@@ -222,14 +258,14 @@ std::size_t FixedBudgetCache<P, T>::snapshot(const cuda& on, std::int32_t slot, 
     namespace cb = cuda_backend;
     this->template require_device_slot<Build>(slot, "slot");
     const cb::device_scope device(on, this->device_);
-    cb::check_between_tokens(on, this->shape_, this->template at<const std::int32_t>(this->taken_at_), slot);
-    std::vector<unsigned char> memory;
-    const FixedBudgetCache copy = one_slot<Build>(memory);
-    this->template for_each_slice<Build>(copy, slot, [&](const void* mine, void* theirs, std::size_t bytes) {
-        cb::check(cudaMemcpyAsync(theirs, mine, bytes, cudaMemcpyDeviceToHost, on.stream), "cudaMemcpyAsync");
-    });
+    const auto copy = this->template counted_slot<Build>(on, slot);
+    this->template for_each_slice<Build>(
+        copy.cache, slot, [&](const void* mine, void* theirs, std::size_t bytes) {
+            cb::check(cudaMemcpyAsync(theirs, mine, bytes, cudaMemcpyDeviceToHost, on.stream),
+                      "cudaMemcpyAsync");
+        });
     cb::check(cudaStreamSynchronize(on.stream), "cudaStreamSynchronize");
-    return copy.snapshot(host{1}, 0, buffer, buffer_bytes);
+    return copy.cache.snapshot(host{1}, 0, buffer, buffer_bytes);
 }
 
 template <AnyPolicy P, Storage T>
@@ -239,19 +275,20 @@ void FixedBudgetCache<P, T>::restore(const cuda& on, std::int32_t slot, const vo
     namespace cb = cuda_backend;
     this->template require_device_slot<Build>(slot, "slot");
     const cb::device_scope device(on, this->device_);
-    std::vector<unsigned char> memory;
-    FixedBudgetCache copy = one_slot<Build>(memory);
-    copy.restore(host{1}, 0, blob, blob_bytes);
-    this->template for_each_slice<Build>(copy, slot, [&](void* mine, const void* theirs, std::size_t bytes) {
-        cb::check(cudaMemcpyAsync(mine, theirs, bytes, cudaMemcpyHostToDevice, on.stream), "cudaMemcpyAsync");
-    });
+    slot_copy<Build> copy(*this);
+    copy.cache.restore(host{1}, 0, blob, blob_bytes);
+    this->template for_each_slice<Build>(
+        copy.cache, slot, [&](void* mine, const void* theirs, std::size_t bytes) {
+            cb::check(cudaMemcpyAsync(mine, theirs, bytes, cudaMemcpyHostToDevice, on.stream),
+                      "cudaMemcpyAsync");
+        });
     for (std::int32_t layer = 0; layer < this->shape_.layers; ++layer) {
         const ref_type of = ref(layer);
         cb::check(cudaMemsetAsync(of.taken + of.head_index(slot, 0), 0,
                                   static_cast<std::size_t>(of.kv_heads) * sizeof(std::int32_t), on.stream),
                   "cudaMemsetAsync");
     }
-    cb::check(cudaStreamSynchronize(on.stream), "cudaStreamSynchronize");  // `memory` may go
+    cb::check(cudaStreamSynchronize(on.stream), "cudaStreamSynchronize");  // host memory may go
 }
 
 inline namespace KVPOLICY_CUDA_NAMESPACE KVPOLICY_HIDDEN {

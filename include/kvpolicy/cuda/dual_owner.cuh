@@ -8,6 +8,7 @@
 #include <kvpolicy/cuda/kernels/cache_slots.cuh>
 #include <kvpolicy/cuda/kernels/dual_evict.cuh>
 #include <kvpolicy/cuda/kernels/dual_moves.cuh>
+#include <kvpolicy/cuda/kernels/dual_reserve.cuh>
 #include <kvpolicy/cuda/kernels/dual_slots.cuh>
 #include <kvpolicy/cuda/kernels/dual_snapshot.cuh>
 #include <kvpolicy/cuda/launch.cuh>
@@ -136,8 +137,18 @@ std::int64_t DualCache<P, T>::reserve(const cuda& on, const Batch& batch) {
     }
     const cb::device_scope device(on, this->device_);
     auto* const answer = this->template at<std::int64_t>(answer_at_);
-    cb::launch("reserve_pages_kernel", cb::reserve_pages_kernel<P, T>, 1, cb::admit_threads, 0, on,
-               this->template at<const ref_type>(refs_at_), this->shape_.layers, batch, answer);
+    const cb::reserve_launch<P, T> call{.refs = this->template at<const ref_type>(refs_at_),
+                                        .layers = this->shape_.layers,
+                                        .slots = this->shape_.slots,
+                                        .longest = longest_slot(),
+                                        .batch = batch,
+                                        .claims = this->template at<PageClaim>(claims_at_),
+                                        .answer = answer};
+    cb::launch("count_reserved_kernel", cb::count_reserved_kernel<P, T>, batch.count, cb::admit_threads, 0,
+               on, call);
+    cb::launch("grant_reserved_kernel", cb::grant_reserved_kernel<P, T>, 1, cb::admit_threads, 0, on, call);
+    cb::launch("take_reserved_kernel", cb::take_reserved_kernel<P, T>, batch.count, cb::admit_threads, 0, on,
+               call);
     std::int64_t lacking = 0;
     cb::check(cudaMemcpyAsync(&lacking, answer, sizeof lacking, cudaMemcpyDeviceToHost, on.stream),
               "cudaMemcpyAsync");
@@ -222,8 +233,6 @@ void DualCache<P, T>::advance(const cuda& on, const Batch& batch, std::uint32_t*
     detail::require(batch.count >= 0 && batch.count <= this->shape_.slots, "batch.count", batch.count,
                     [&] { return detail::text("0 to the cache's slots, ", this->shape_.slots); });
     const cb::device_scope device(on, this->device_);
-    // Where budgets bound all heads of a layer, nothing bounds a sequence.
-    const bool limited = std::find(limited_.begin(), limited_.end(), 1) != limited_.end();
     cb::launch("advance_kernel", cb::advance_kernel<cb::advance_launch>, batch.count, cb::advance_threads, 0,
                on,
                cb::advance_launch{.length = this->template at<position_t>(this->length_at_),
@@ -231,7 +240,7 @@ void DualCache<P, T>::advance(const cuda& on, const Batch& batch, std::uint32_t*
                                   .layers = this->shape_.layers,
                                   .slots = this->shape_.slots,
                                   .kv_heads = this->shape_.kv_heads,
-                                  .longest = limited ? pool_.longest : std::numeric_limits<position_t>::max(),
+                                  .longest = longest_slot(),
                                   .batch = batch,
                                   .status = status});
 }

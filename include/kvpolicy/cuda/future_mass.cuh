@@ -298,7 +298,7 @@ void future_mass_by(const cuda& on, band_path path, const Attention& attention, 
 }  // namespace cuda_backend
 
 template <Storage T>
-std::size_t future_mass_workspace_bytes(const cuda& on, rows_view<const T> q, rows_view<const T> k) {
+std::size_t future_mass_workspace_bytes(const cuda& on, rows_view<const T> q, input_rows<T> k) {
     static_cast<void>(on);
     cuda_backend::workspace_parts parts(nullptr);
     static_cast<void>(cuda_backend::band_workspace::take(parts, q, k));
@@ -306,7 +306,7 @@ std::size_t future_mass_workspace_bytes(const cuda& on, rows_view<const T> q, ro
 }
 
 template <Storage T, class Dims>
-void causal_lse(const cuda& on, const Attention& attention, rows_view<const T> q, rows_view<const T> k,
+void causal_lse(const cuda& on, const Attention& attention, rows_view<const T> q, input_rows<T> k,
                 const Sequences& sequences, plane_view<float> lse, workspace_view workspace) {
     namespace cb = cuda_backend;
     cb::check_mass_call(attention, q, k, plane_view<const float>(lse), sequences);
@@ -315,7 +315,7 @@ void causal_lse(const cuda& on, const Attention& attention, rows_view<const T> q
 }
 
 template <Storage T, class Dims>
-void future_mass(const cuda& on, const Attention& attention, rows_view<const T> q, rows_view<const T> k,
+void future_mass(const cuda& on, const Attention& attention, rows_view<const T> q, input_rows<T> k,
                  plane_view<const float> lse, const Sequences& sequences, const FutureMassOptions& options,
                  plane_view<float> target, workspace_view workspace) {
     namespace cb = cuda_backend;

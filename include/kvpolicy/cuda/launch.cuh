@@ -192,6 +192,19 @@ struct launch_attributes {
     }
 };
 
+/// A launch on a 1-D grid. `attributes` must outlive it.
+inline cudaLaunchConfig_t launch_config(unsigned blocks, int threads, std::size_t shared_bytes,
+                                        launch_attributes& attributes, cudaStream_t stream = nullptr) {
+    cudaLaunchConfig_t config{};
+    config.gridDim = dim3(blocks);
+    config.blockDim = dim3(static_cast<unsigned>(threads));
+    config.dynamicSmemBytes = shared_bytes;
+    config.stream = stream;
+    config.attrs = attributes.all;
+    config.numAttrs = attributes.count;
+    return config;
+}
+
 /// Enqueues a kernel on a 1-D grid, with launch attributes; `name` is a literal and names the kernel in errors.
 template <class... Parameters, class... Arguments>
 void launch_with(launch_attributes attributes, const char* name, void (*kernel)(Parameters...),
@@ -200,13 +213,8 @@ void launch_with(launch_attributes attributes, const char* name, void (*kernel)(
     detail::require(blocks > 0 && blocks <= 0x7fffffff, "blocks of a launch", blocks,
                     "at most 2^31 - 1: split the batch");
     allow_shared(name, reinterpret_cast<const void*>(kernel), shared_bytes);
-    cudaLaunchConfig_t config{};
-    config.gridDim = dim3(static_cast<unsigned>(blocks));
-    config.blockDim = dim3(static_cast<unsigned>(threads));
-    config.dynamicSmemBytes = shared_bytes;
-    config.stream = on.stream;
-    config.attrs = attributes.all;
-    config.numAttrs = attributes.count;
+    const cudaLaunchConfig_t config =
+        launch_config(static_cast<unsigned>(blocks), threads, shared_bytes, attributes, on.stream);
     check(cudaLaunchKernelEx(&config, kernel, static_cast<Parameters>(arguments)...), name);
 }
 
@@ -281,21 +289,18 @@ int largest_cluster(const device_scope& device, int most, int threads, std::size
         }
         allow_shared("cudaFuncSetAttribute", reinterpret_cast<const void*>(Kernel), shared_bytes);
         allow_cluster<Kernel>("cudaFuncSetAttribute", static_cast<unsigned>(most));
-        cudaLaunchConfig_t config{};
-        config.gridDim = dim3(16);
-        config.blockDim = dim3(static_cast<unsigned>(threads));
-        config.dynamicSmemBytes = shared_bytes;
+        launch_attributes none;
+        const cudaLaunchConfig_t any = launch_config(16, threads, shared_bytes, none);
         int blocks = 0;
-        if (cudaOccupancyMaxPotentialClusterSize(&blocks, Kernel, &config) != cudaSuccess) {
+        if (cudaOccupancyMaxPotentialClusterSize(&blocks, Kernel, &any) != cudaSuccess) {
             static_cast<void>(cudaGetLastError());  // there is a way without clusters
             return 1;
         }
         for (blocks = blocks < most ? blocks : most; blocks > 1; --blocks) {
             launch_attributes attributes;
             attributes.add_cluster(static_cast<unsigned>(blocks));
-            config.gridDim = dim3(static_cast<unsigned>(blocks));
-            config.attrs = attributes.all;
-            config.numAttrs = attributes.count;
+            const cudaLaunchConfig_t config =
+                launch_config(static_cast<unsigned>(blocks), threads, shared_bytes, attributes);
             int clusters = 0;
             if (cudaOccupancyMaxActiveClusters(&clusters, Kernel, &config) != cudaSuccess) {
                 static_cast<void>(cudaGetLastError());
@@ -319,12 +324,8 @@ int clusters_at_once(const device_scope& device, int blocks, int threads, std::s
         allow_shared("cudaFuncSetAttribute", reinterpret_cast<const void*>(Kernel), shared_bytes);
         launch_attributes attributes;
         attributes.add_cluster(static_cast<unsigned>(blocks));
-        cudaLaunchConfig_t config{};
-        config.gridDim = dim3(static_cast<unsigned>(blocks));
-        config.blockDim = dim3(static_cast<unsigned>(threads));
-        config.dynamicSmemBytes = shared_bytes;
-        config.attrs = attributes.all;
-        config.numAttrs = attributes.count;
+        const cudaLaunchConfig_t config =
+            launch_config(static_cast<unsigned>(blocks), threads, shared_bytes, attributes);
         int clusters = 0;
         if (cudaOccupancyMaxActiveClusters(&clusters, Kernel, &config) != cudaSuccess) {
             static_cast<void>(cudaGetLastError());  // there is a way without

@@ -20,6 +20,14 @@ std::size_t admission_bytes([[maybe_unused]] const Cache& cache, [[maybe_unused]
     return 0;
 }
 
+/// Refuses a slot that a call would make longer than it may get.
+inline void require_longest(std::int32_t slot, position_t after, position_t longest) {
+    if (after > longest) {
+        detail::refuse(detail::text("length of slot ", slot, " after the call").c_str(), after,
+                       detail::text("at most the cache's longest, ", longest));
+    }
+}
+
 /// Refuses tokens beyond what the page tables of unbounded heads can name.
 template <class Cache>
 void check_longest([[maybe_unused]] const Cache& cache, [[maybe_unused]] const Batch& batch) {
@@ -27,11 +35,9 @@ void check_longest([[maybe_unused]] const Cache& cache, [[maybe_unused]] const B
         for (std::int32_t i = 0; cache.limited && i < batch.count; ++i) {
             const std::int32_t slot = batch.slot(i);
             const position_t after = cache.length[slot] + cache.pending(slot, 0) + batch.tokens(i);
-            if (batch.tokens(i) == 0 || after <= cache.longest) {
-                continue;
+            if (batch.tokens(i) != 0) {
+                require_longest(slot, after, cache.longest);
             }
-            detail::refuse(detail::text("length of slot ", slot, " after the call").c_str(), after,
-                           detail::text("at most the cache's longest, ", cache.longest));
         }
     }
 }

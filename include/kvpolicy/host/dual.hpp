@@ -43,7 +43,7 @@ DualCache<P, T>::DualCache(const CacheShape& shape, const PoolShape& pool, const
     detail::require(!P::has_selection || own_layout(), "strides", "given",
                     "0 for a policy with a selection, whose pages are parts of the pool's");
     for (std::int32_t layer = 0; layer < shape.layers; ++layer) {
-        std::int64_t table = 0, tiles = 0, most_rows = 0;
+        std::int64_t table = 0, tiles = 0, most_rows = 0, most_contested = 0;
         bool limited = false;
         for (std::int32_t head = 0; head < shape.kv_heads; ++head) {
             const HeadRule& rule = this->rule_of(layer, head);
@@ -65,10 +65,13 @@ DualCache<P, T>::DualCache(const CacheShape& shape, const PoolShape& pool, const
                          ? 0
                          : detail::tiles_of_places(static_cast<std::int32_t>(places));
             most_rows = std::max(most_rows, rows);
+            most_contested =
+                std::max(most_contested, rule.budget == unlimited || rule.budget == 0 ? 0 : rows);
         }
         table_offset_.push_back(table);
         tile_offset_.push_back(tiles);
         most_rows_.push_back(most_rows);
+        most_contested_.push_back(most_contested);
         limited_.push_back(limited ? 1 : 0);
     }
     plan();
@@ -89,6 +92,7 @@ void DualCache<P, T>::plan() {
     tiles_at_ = memory.take(tile_offset_.size() * sizeof(std::int64_t));
     refs_at_ = memory.take(static_cast<std::size_t>(shape.layers) * sizeof(ref_type));
     answer_at_ = memory.take(sizeof(std::int64_t));
+    claims_at_ = memory.take(slots * sizeof(PageClaim));
     slabs_at_ = memory.take(slabs * sizeof(Slab<T>));
     free_at_ = memory.take(pages * sizeof(std::int32_t));
     count_at_ = memory.take(sizeof(std::int32_t));
@@ -245,7 +249,6 @@ std::int64_t DualCache<P, T>::reserve(const host&, const Batch& batch) {
     std::fill_n(pending, batch.count, 0);
     for (std::int32_t layer = 0; layer < this->shape_.layers; ++layer) {
         const ref_type cache = ref(layer);
-        host_backend::check_longest(cache, batch);
         for (std::int32_t i = 0; i < batch.count; ++i) {
             pending[i] = std::max(pending[i], cache.pending(batch.slot(i), 0));
         }
@@ -253,6 +256,11 @@ std::int64_t DualCache<P, T>::reserve(const host&, const Batch& batch) {
     const auto until = [&](const ref_type& cache, std::int32_t i) {
         return cache.length[batch.slot(i)] + pending[i] + batch.tokens(i);
     };
+    for (std::int32_t i = 0; i < batch.count; ++i) {
+        if (batch.tokens(i) != 0) {
+            host_backend::require_longest(batch.slot(i), until(ref(0), i), longest_slot());
+        }
+    }
     const auto rows_after = [&](const ref_type& cache, std::int32_t i, std::int32_t h) {
         return cache.rows_until(batch.slot(i), h, until(cache, i));
     };
@@ -310,6 +318,7 @@ DualRef<P, T> DualCache<P, T>::ref(std::int32_t layer) const {
     ref.arrivals = this->template at<std::uint32_t>(plan.arrivals);
     ref.tile_victims = this->template at<std::int32_t>(plan.tile_victims);
     ref.most_rows = most_rows_[static_cast<std::size_t>(layer)];
+    ref.most_contested = most_contested_[static_cast<std::size_t>(layer)];
     ref.spare = {this->template at<T>(plan.spare_k),
                  this->template at<T>(plan.spare_v),
                  this->template at<position_t>(plan.spare_position),

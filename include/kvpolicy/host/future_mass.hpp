@@ -106,7 +106,7 @@ void mass_tile(isa set, const attention_shape& shape, const T* q_last, std::int6
 }  // namespace host_backend
 
 template <Storage T>
-std::size_t future_mass_workspace_bytes(const host& on, rows_view<const T> q, rows_view<const T> k) {
+std::size_t future_mass_workspace_bytes(const host& on, rows_view<const T> q, input_rows<T> k) {
     namespace hb = host_backend;
     const hb::attention_shape shape = hb::valueless_shape({}, q.dim);
     const auto length = static_cast<std::size_t>(q.length);
@@ -119,7 +119,7 @@ std::size_t future_mass_workspace_bytes(const host& on, rows_view<const T> q, ro
 }
 
 template <Storage T>
-void causal_lse(const host& on, const Attention& attention, rows_view<const T> q, rows_view<const T> k,
+void causal_lse(const host& on, const Attention& attention, rows_view<const T> q, input_rows<T> k,
                 const Sequences& sequences, plane_view<float> lse, workspace_view workspace) {
     namespace hb = host_backend;
     hb::check_attention(attention);
@@ -154,7 +154,7 @@ void causal_lse(const host& on, const Attention& attention, rows_view<const T> q
 }
 
 template <Storage T>
-void future_mass(const host& on, const Attention& attention, rows_view<const T> q, rows_view<const T> k,
+void future_mass(const host& on, const Attention& attention, rows_view<const T> q, input_rows<T> k,
                  plane_view<const float> lse, const Sequences& sequences, const FutureMassOptions& options,
                  plane_view<float> target, workspace_view workspace) {
     namespace hb = host_backend;

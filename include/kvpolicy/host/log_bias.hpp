@@ -194,9 +194,10 @@ void build_log_bias(const host& on, const P& policy, const G& gate, plane_view<c
 }
 
 template <AnyPolicy P, TrainingGate G, class Real>
-void log_bias_backward(const host& on, const P& policy, const G& gate, plane_view<const Real> scores,
+void log_bias_backward(const host& on, const P& policy, const G& gate,
+                       std::type_identity_t<plane_view<const Real>> scores,
                        std::type_identity_t<plane_view<const Real>> d_log_bias, const Sequences& sequences,
-                       std::type_identity_t<plane_view<Real>> d_scores, std::int32_t layer) {
+                       plane_view<Real> d_scores, std::int32_t layer) {
     namespace hb = host_backend;
     hb::check_gate_call(policy, gate, scores, sequences, layer);
     hb::check_plane("d_log_bias", d_log_bias, scores.batch, scores.heads, sequences.length);

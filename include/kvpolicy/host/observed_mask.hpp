@@ -27,7 +27,7 @@ inline std::int32_t observed_block_end(const Observation& seen, std::int32_t a, 
 
 template <Storage T, AnyPolicy P>
 std::size_t build_observed_mask_workspace_bytes(const host& on, const P&, rows_view<const T> q,
-                                                rows_view<const T> k) {
+                                                input_rows<T> k) {
     const std::int32_t keys = std::max(q.length, 0);
     const std::size_t tasks = static_cast<std::size_t>(q.batch) * static_cast<std::size_t>(k.heads);
     return tasks * host_backend::observed_head<T>::bytes(keys) +
@@ -38,7 +38,7 @@ std::size_t build_observed_mask_workspace_bytes(const host& on, const P&, rows_v
 
 template <AnyPolicy P, Storage T>
 void build_observed_mask(const host& on, const P& policy, const Attention& attention, rows_view<const T> q,
-                         rows_view<const T> k, const Sequences& sequences, plane_view<expiry_t> expiry,
+                         input_rows<T> k, const Sequences& sequences, plane_view<expiry_t> expiry,
                          workspace_view workspace, const ObservedMaskOptions& options) {
     namespace hb = host_backend;
     static_assert(P::observed,

@@ -49,7 +49,7 @@ struct mass_memory {
 }  // namespace host_backend
 
 template <Storage T>
-std::size_t received_mass_workspace_bytes(const host& on, rows_view<const T> q, rows_view<const T> k) {
+std::size_t received_mass_workspace_bytes(const host& on, rows_view<const T> q, input_rows<T> k) {
     static_cast<void>(k);
     return static_cast<std::size_t>(on.threads()) *
                host_backend::mass_memory<T>(nullptr, q.dim, std::max(q.length, 0)).bytes +
@@ -57,7 +57,7 @@ std::size_t received_mass_workspace_bytes(const host& on, rows_view<const T> q, 
 }
 
 template <Storage T>
-void received_mass(const host& on, const Attention& attention, rows_view<const T> q, rows_view<const T> k,
+void received_mass(const host& on, const Attention& attention, rows_view<const T> q, input_rows<T> k,
                    const mask_view& mask, const Sequences& sequences, const ReceivedMassOptions& options,
                    plane_view<float> received, workspace_view workspace) {
     namespace hb = host_backend;

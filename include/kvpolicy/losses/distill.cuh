@@ -36,6 +36,12 @@ std::size_t row_loss_workspace_bytes(const cuda& on, const L& loss, const Sequen
 template <Storage T>
 std::size_t top_distillation_workspace_bytes(const cuda& on, const TopDistillation& loss,
                                              rows_view<const T> teacher, const Sequences& sequences);
+/// The same of rows that may be written.
+template <Storage T>
+std::size_t top_distillation_workspace_bytes(const cuda& on, const TopDistillation& loss,
+                                             rows_view<T> teacher, const Sequences& sequences) {
+    return top_distillation_workspace_bytes(on, loss, input_rows<T>(teacher), sequences);
+}
 
 /// The host's top_logits: the same logits and indices in the same order. logits [B, 1, S, V]; overwrites values and indices
 /// [B, 1, S, K] for the sequences' lengths. K is 1 to V, and at most most_top_logits. No workspace.

@@ -40,6 +40,10 @@ struct CompressionLoss {
     template <AnyPolicy P, class Real>
     EvictionSums sums(const host& on, const P& policy, plane_view<const Real> scores,
                       const Sequences& sequences) const;
+    template <AnyPolicy P, class Real>
+    requires(!std::is_const_v<Real>) EvictionSums
+        sums(const host& on, const P& policy, plane_view<Real> scores, const Sequences& sequences)
+    const { return sums(on, policy, plane_view<const Real>(scores), sequences); }
 
     /// d_scores [B, Hkv, S]: overwritten for the sequences' lengths with d value / d z = -scale alpha (1 - alpha) /
     /// (temperature keys) where the mean is below the target, else 0. Refuses a target outside [0, 1], a NaN score that is

@@ -40,6 +40,15 @@ void straight_through_values(const cuda& on, const P& policy, plane_view<const f
                              rows_view<const T> v, std::type_identity_t<rows_view<const T>> d_v,
                              const Sequences& sequences, plane_view<float> d_scores, workspace_view workspace,
                              std::int32_t layer = 0, std::uint32_t* status = nullptr);
+/// The same of values that may be written.
+template <AnyPolicy P, Storage T>
+void straight_through_values(const cuda& on, const P& policy, plane_view<const float> scores, rows_view<T> v,
+                             input_rows<T> d_v, const Sequences& sequences, plane_view<float> d_scores,
+                             workspace_view workspace, std::int32_t layer = 0,
+                             std::uint32_t* status = nullptr) {
+    straight_through_values(on, policy, scores, input_rows<T>(v), d_v, sequences, d_scores, workspace, layer,
+                            status);
+}
 
 /// Overwrites counts [Hkv], exactly the host's.
 template <AnyPolicy P>

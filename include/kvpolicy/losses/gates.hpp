@@ -76,14 +76,30 @@ struct RetentionPenalty {
 template <AnyPolicy P, Storage T>
 void straight_through_values(const host& on, const P& policy,
                              std::type_identity_t<plane_view<const compute_t<T>>> scores,
-                             rows_view<const T> v, rows_view<const T> d_v, const Sequences& sequences,
+                             rows_view<const T> v, input_rows<T> d_v, const Sequences& sequences,
                              plane_view<compute_t<T>> d_scores, std::int32_t layer = 0);
+
+/// The same of values that may be written.
+template <AnyPolicy P, Storage T>
+void straight_through_values(const host& on, const P& policy,
+                             std::type_identity_t<plane_view<const compute_t<T>>> scores, rows_view<T> v,
+                             input_rows<T> d_v, const Sequences& sequences, plane_view<compute_t<T>> d_scores,
+                             std::int32_t layer = 0) {
+    straight_through_values(on, policy, scores, input_rows<T>(v), d_v, sequences, d_scores, layer);
+}
 
 /// counts[h] = how many keys of head h are out of the window, no sinks, and have r > 0.5 (z > 0): mean over sequences.
 /// Overwrites counts [Hkv].
 template <AnyPolicy P, class Real>
 void retention_counts(const host& on, const P& policy, plane_view<const Real> scores,
                       const Sequences& sequences, double* counts, std::int32_t layer = 0);
+/// The same of scores that may be written.
+template <AnyPolicy P, class Real>
+requires(!std::is_const_v<Real>) void retention_counts(const host& on, const P& policy,
+                                                       plane_view<Real> scores, const Sequences& sequences,
+                                                       double* counts, std::int32_t layer = 0) {
+    retention_counts(on, policy, plane_view<const Real>(scores), sequences, counts, layer);
+}
 
 /// LTE's controller of lambda by head (algorithm 1): arrays are the caller's, `heads` of them over all layers. Each step
 /// observe(counts); where due(step), after the caller has averaged `average` over its devices, update().

@@ -104,13 +104,22 @@ template <AnyPolicy P, TrainingGate G, class Real>
 void build_log_bias(const host& on, const P& policy, const G& gate, plane_view<const Real> scores,
                     const Sequences& sequences, plane_view<expiry_t> expiry, plane_view<float> log_bias,
                     std::int32_t layer = 0);
+/// The same of scores that may be written.
+template <AnyPolicy P, TrainingGate G, class Real>
+requires(!std::is_const_v<Real>) void build_log_bias(const host& on, const P& policy, const G& gate,
+                                                     plane_view<Real> scores, const Sequences& sequences,
+                                                     plane_view<expiry_t> expiry, plane_view<float> log_bias,
+                                                     std::int32_t layer = 0) {
+    build_log_bias(on, policy, gate, plane_view<const Real>(scores), sequences, expiry, log_bias, layer);
+}
 
 /// The way back: d_scores[b][h][t] = derivative * d_log_bias[b][h][t] where the score was read, else 0. Overwrites d_scores
 /// [B, Hkv, S] for the sequences' lengths.
 template <AnyPolicy P, TrainingGate G, class Real>
-void log_bias_backward(const host& on, const P& policy, const G& gate, plane_view<const Real> scores,
+void log_bias_backward(const host& on, const P& policy, const G& gate,
+                       std::type_identity_t<plane_view<const Real>> scores,
                        std::type_identity_t<plane_view<const Real>> d_log_bias, const Sequences& sequences,
-                       std::type_identity_t<plane_view<Real>> d_scores, std::int32_t layer = 0);
+                       plane_view<Real> d_scores, std::int32_t layer = 0);
 
 /// out[h] = w of head h, what a mask_view with log-biases takes as bias_from.
 template <AnyPolicy P>

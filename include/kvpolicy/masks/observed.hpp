@@ -22,7 +22,7 @@ struct ObservedMaskOptions {
 /// Bytes of workspace that build_observed_mask needs.
 template <Storage T, AnyPolicy P>
 std::size_t build_observed_mask_workspace_bytes(const host& on, const P& policy, rows_view<const T> q,
-                                                rows_view<const T> k);
+                                                input_rows<T> k);
 
 /// Writes expiry [B, Hkv, S] for the sequences' lengths, from q [B, Hq, S, Dk] and k [B, Hkv, S, Dk]: the keys that a cache of
 /// the same policy holds when it takes the prompt in one prefill() and the rest in steps. A key that is evicted after query q
@@ -36,8 +36,21 @@ std::size_t build_observed_mask_workspace_bytes(const host& on, const P& policy,
 /// (TOVA), too little workspace.
 template <AnyPolicy P, Storage T>
 void build_observed_mask(const host& on, const P& policy, const Attention& attention, rows_view<const T> q,
-                         rows_view<const T> k, const Sequences& sequences, plane_view<expiry_t> expiry,
+                         input_rows<T> k, const Sequences& sequences, plane_view<expiry_t> expiry,
                          workspace_view workspace, const ObservedMaskOptions& options = {});
+
+// The same of queries that may be written.
+template <Storage T, AnyPolicy P>
+std::size_t build_observed_mask_workspace_bytes(const host& on, const P& policy, rows_view<T> q,
+                                                input_rows<T> k) {
+    return build_observed_mask_workspace_bytes(on, policy, input_rows<T>(q), k);
+}
+template <AnyPolicy P, Storage T>
+void build_observed_mask(const host& on, const P& policy, const Attention& attention, rows_view<T> q,
+                         input_rows<T> k, const Sequences& sequences, plane_view<expiry_t> expiry,
+                         workspace_view workspace, const ObservedMaskOptions& options = {}) {
+    build_observed_mask(on, policy, attention, input_rows<T>(q), k, sequences, expiry, workspace, options);
+}
 
 }  // namespace kvpolicy
 

@@ -20,6 +20,7 @@
 
 #include <cstddef>
 #include <cstdint>
+#include <type_traits>
 
 namespace kvpolicy {
 
@@ -31,6 +32,9 @@ struct HiddenDeviceBackward {
     plane_view<const float> d_scores;  ///< [B, Hkv, S]
     rows_view<float> d_hidden{};       ///< [B, 1, S, width], overwritten for the lengths; empty: not wanted
 };
+
+template <class T, class... Rest>
+HiddenDeviceBackward(rows_view<T>, Rest...) -> HiddenDeviceBackward<std::remove_const_t<T>>;
 
 inline namespace KVPOLICY_CUDA_NAMESPACE KVPOLICY_HIDDEN {
 

@@ -6,6 +6,7 @@
 #include <kvpolicy/scorers/dropout.hpp>
 
 #include <cstdint>
+#include <type_traits>
 
 namespace kvpolicy {
 
@@ -25,5 +26,8 @@ struct ScoreBackward {
     /// scores as many as d_scores has), so that this pass need not make again what that call made. Once a forward call.
     bool kept = false;
 };
+
+template <class K, class... Rest>
+ScoreBackward(rows_view<K>, Rest...) -> ScoreBackward<std::remove_const_t<K>>;
 
 }  // namespace kvpolicy

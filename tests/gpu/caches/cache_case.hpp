@@ -138,6 +138,30 @@ class ReturningTokens {
     Device<float> scores_;
 };
 
+/// Whether scores and scorer states of a device are near the host's.
+struct NearHost {
+    float tolerance;
+    bool near = true;
+
+    void score(std::int32_t /*slot*/, std::int32_t /*head*/, kvpolicy::position_t /*position*/,
+               float of_device, float of_host) {
+        note(of_device, of_host);
+    }
+    /// One head's state.
+    void states(std::int32_t /*slot*/, std::int32_t /*head*/, const float* of_device, const float* of_host,
+                std::int64_t count) {
+        for (std::int64_t x = 0; x < count; ++x) {
+            note(of_device[x], of_host[x]);
+        }
+    }
+    void check() const { CHECK(near); }
+
+  private:
+    void note(float a, float b) {
+        near = near && (a == b || std::abs(a - b) <= tolerance * (1.0f + std::abs(b)));
+    }
+};
+
 enum class Mode { step, prefill, propose };
 
 /// Without `Chunks` calls of one token only: the others take long to compile.

@@ -22,7 +22,8 @@ class BothDuals {
     kvpolicy::DualCache<P, T> cache;
     Device<unsigned char> memory;
     std::vector<std::unique_ptr<Device<unsigned char>>> slabs;
-    bool outputs_count = true;  // whether they are compared: not where they are no numbers
+    std::size_t more_workspace = 0;  // than chunks ask for
+    bool outputs_count = true;       // whether they are compared: not where they are no numbers
 
     BothDuals(const kvpolicy::CacheShape& of, const kvpolicy::PoolShape& pool, const P& policy = P{},
               const typename P::scorer_type* scorers = nullptr,
@@ -123,7 +124,8 @@ class BothDuals {
                                    extras, true, wanted_status.data());
                 } else if constexpr (Chunks) {
                     const Device<unsigned char> workspace(
-                        kvpolicy::cache_workspace_bytes<Dims>(device, ref, count, batch.length));
+                        kvpolicy::cache_workspace_bytes<Dims>(device, ref, count, batch.length) +
+                        more_workspace);
                     Workspace host_workspace(
                         kvpolicy::cache_workspace_bytes(on, host_ref, count, batch.length));
                     if (committing) {
@@ -289,12 +291,15 @@ class BothDuals {
         every_page_once();
     }
 
-    /// Whether both hold the same keys, with scores and scorer states alike to `tolerance`.
+    /// Whether both hold the same keys, with scores and scorer states alike to `tolerance`, or as `near` has it.
     void near_rows(float tolerance) const {
-        bool same = true, near = true;
-        const auto close = [&](float a, float b) {
-            return a == b || std::abs(a - b) <= tolerance * (1.0f + std::abs(b));
-        };
+        NearHost near{tolerance};
+        near_rows(near);
+        near.check();
+    }
+    template <class Near>
+    void near_rows(Near& near) const {
+        bool same = true;
         for (std::int32_t layer = 0; layer < shape.layers; ++layer) {
             const auto ref = cache.ref(layer), host_ref = oracle.cache.ref(layer);
             for (std::int32_t slot = 0; slot < shape.slots; ++slot) {
@@ -315,18 +320,20 @@ class BothDuals {
                         const auto first = static_cast<std::int32_t>(page) * shape.page_rows;
                         for (std::int32_t r = 0; r < shape.page_rows && first + r < used; ++r) {
                             same = same && position[static_cast<std::size_t>(r)] == rows.position(first + r);
-                            near = near && close(score[static_cast<std::size_t>(r)], rows.score(first + r));
+                            near.score(slot, head, rows.position(first + r),
+                                       score[static_cast<std::size_t>(r)], rows.score(first + r));
                         }
                     }
                 }
             }
             const auto state = fetch(ref.state, std::int64_t{ref.slots} * ref.kv_heads * ref.state_size);
-            for (std::size_t x = 0; x < state.size(); ++x) {
-                near = near && close(state[x], host_ref.state[x]);
+            for (std::int32_t x = 0; x < ref.slots * ref.kv_heads; ++x) {
+                const std::int64_t first = x * ref.state_size;
+                near.states(x / ref.kv_heads, x % ref.kv_heads, state.data() + first, host_ref.state + first,
+                            ref.state_size);
             }
         }
         CHECK(same);
-        CHECK(near);
     }
 
     template <class Value>

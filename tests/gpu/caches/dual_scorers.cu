@@ -6,6 +6,7 @@
 #include <kvpolicy/policies/window.hpp>
 
 #include "dual_case.hpp"
+#include "near_scores.hpp"
 #include "two_scorers.hpp"
 
 using namespace kvpolicy;
@@ -31,6 +32,7 @@ void check(const S& sizes, bool optional, std::int32_t turns = 60) {
     BothDuals<P, float, all_head_dims, true> both(shape,
                                                   {.slab_pages = 3, .most_slabs = 100, .longest = 2000},
                                                   policy, &scorers.of_host, &scorers.of_device);
+    NearScores<S> near(scorers.of_host, shape);
     for (std::int32_t turn = 0; turn < turns; ++turn) {
         const Mode mode = turn % 3 == 0 ? Mode::step : turn % 3 == 1 ? Mode::prefill : Mode::propose;
         const std::int32_t most = mode == Mode::step ? 1 : mode == Mode::propose ? 6 : 25;
@@ -44,9 +46,11 @@ void check(const S& sizes, bool optional, std::int32_t turns = 60) {
         }
         const CallTensors<float> in(shape, 3, most, Scores::random, generator);
         both.call(mode, {1, 2, 0}, q_len, in, accepted);
+        near.take({1, 2, 0}, mode == Mode::propose ? accepted : q_len, in);
         CAPTURE(turn);
-        both.near_rows(score_tolerance);
+        both.near_rows(near);
     }
+    near.check();
 }
 
 }  // namespace

@@ -1,5 +1,5 @@
 // Scorers inside a FixedBudgetCache's calls on both backends: the scores that a device computes decide as the host's do, and agree to
-// rounding.
+// rounding; an mLSTM's, on both, with those in double.
 #pragma once
 
 #include <kvpolicy/policies/sink.hpp>
@@ -7,6 +7,7 @@
 #include <kvpolicy/policies/window.hpp>
 
 #include "cache_case.hpp"
+#include "near_scores.hpp"
 #include "two_scorers.hpp"
 
 namespace test {
@@ -45,6 +46,7 @@ void check_scorer(const S& sizes, bool optional, std::int32_t count = 3, std::in
     BothScored<T, S> scored(sizes, optional, count, 6, generator);
     auto& both = scored.both;
     const kvpolicy::CacheShape& shape = both.shape;
+    NearScores<S> near(scored.scorers.of_host, shape);
     for (std::int32_t turn = 0; turn < turns; ++turn) {
         const Mode mode = turn % 3 == 0 ? Mode::step : turn % 3 == 1 ? Mode::prefill : Mode::propose;
         const std::int32_t most = mode == Mode::step ? 1 : mode == Mode::propose ? 6 : 25;
@@ -63,29 +65,25 @@ void check_scorer(const S& sizes, bool optional, std::int32_t count = 3, std::in
         const auto ref = both.cache.ref(0), host_ref = both.oracle.cache.ref(0);
         const auto position = both.fetch(ref.position, ref.slots * ref.rows);
         const auto score = both.fetch(ref.score, ref.slots * ref.rows);
-        bool same = true, near = true;
+        near.take(slots, mode == Mode::propose ? accepted : q_len, in);
+        const auto state = both.fetch(ref.state, ref.slots * ref.kv_heads * ref.state_size);
+        bool same = true;
         for (std::int32_t slot = 0; slot < shape.slots; ++slot) {
             for (std::int32_t h = 0; h < shape.kv_heads; ++h) {
                 const auto first = static_cast<std::size_t>(host_ref.first_row(slot, h));
                 for (std::size_t r = first; r < first + static_cast<std::size_t>(host_ref.used(slot, h));
                      ++r) {
                     same = same && position[r] == host_ref.position[r];
-                    near = near && std::abs(score[r] - host_ref.score[r]) <=
-                                       score_tolerance * (1.0f + std::abs(host_ref.score[r]));
+                    near.score(slot, h, host_ref.position[r], score[r], host_ref.score[r]);
                 }
+                const std::int64_t of_head = host_ref.head_index(slot, h) * ref.state_size;
+                near.states(slot, h, state.data() + of_head, host_ref.state + of_head, ref.state_size);
             }
         }
         CAPTURE(turn);
         CHECK(same);
-        CHECK(near);
-        const auto state = both.fetch(ref.state, ref.slots * ref.kv_heads * ref.state_size);
-        bool states = true;
-        for (std::size_t x = 0; x < state.size(); ++x) {
-            const float a = state[x], b = host_ref.state[x];
-            states = states && (a == b || std::abs(a - b) <= score_tolerance * (1.0f + std::abs(b)));
-        }
-        CHECK(states);
     }
+    near.check();
 }
 
 }  // namespace test

@@ -68,6 +68,7 @@ TEST_CASE("mLSTMScorer, large heads") {
     auto usual = sized<mLSTMScorer<>>();
     usual.dim_k = usual.dim_v = 128;
     check_scorer(usual, true, 5, 30);
+    check_scorer(usual, true, 33, 12);
     usual.d_v = 128;
     check_scorer(usual, false, 2, 15);
     auto wide = sized<mLSTMScorer<dynamic, Softmax, DirectValues>>();

@@ -1,6 +1,7 @@
 // Losses of rows on the device against the host's: the same top logits, values and gradients to rounding.
 #include <kvpolicy/cuda/distill_losses.cuh>
 
+#include "../support/captured.hpp"
 #include "../support/device.hpp"
 
 #include <doctest/doctest.h>
@@ -270,6 +271,85 @@ TEST_CASE("infinite logits are the host's; NaN is told and so is what is outside
     CHECK(status.read() == std::vector<std::uint32_t>{status_bad_index, status_not_finite});
     CHECK(result.read()[0].count == 2);
     CHECK(d.read()[3] == 0.0f);
+}
+
+namespace {
+
+/// Captured with some rows, lengths and labels, replayed with others: what a call makes of those.
+template <class Call>
+void check_captured(const Rows<bf16>& first, const Rows<bf16>& second, const Call& call,
+                    std::size_t workspace_bytes, const Device<bf16>& teacher, const Device<bf16>& student,
+                    const Device<std::int32_t>& lengths, const Device<std::int32_t>& labels,
+                    const Device<bf16>& d, const Device<LossValue>& value) {
+    const Device<unsigned char> workspace(workspace_bytes);
+    const test::Captured graph([&](const kvpolicy::cuda& on) { call(on, workspace); });
+    for (const bool other : {true, false}) {
+        CAPTURE(other);
+        test::write(student, other ? first.data : second.data);
+        test::write(teacher, other ? second.data : first.data);
+        test::write(lengths, other ? std::vector<std::int32_t>{2, 5} : std::vector<std::int32_t>{5, 0});
+        std::vector<std::int32_t> named(labels.size());
+        for (std::size_t i = 0; i < named.size(); ++i) {
+            named[i] = i % 3 == (other ? 1u : 2u) ? -1 : static_cast<std::int32_t>(i * 37 % 300);
+        }
+        test::write(labels, named);
+        const std::vector<bf16> before(d.size(), static_cast<bf16>(untouched));
+        test::write(d, before);
+        test::poison(value);
+        call(kvpolicy::cuda{}, workspace);
+        const std::vector<bf16> wanted = d.read();
+        const LossValue of_call = value.read()[0];
+        CHECK(of_call.count > 0);
+        test::write(d, before);
+        test::poison(value);
+        test::poison(workspace);
+        graph.replay();
+        const std::vector<bf16> got = d.read();
+        CHECK(std::equal(got.begin(), got.end(), wanted.begin(),
+                         [](bf16 x, bf16 y) { return x.bits == y.bits; }));
+        CHECK(!std::equal(got.begin(), got.end(), before.begin(),
+                          [](bf16 x, bf16 y) { return x.bits == y.bits; }));
+        same(value, of_call, 1e-12);
+    }
+}
+
+}  // namespace
+
+TEST_CASE("captured losses serve other rows, lengths and labels") {
+    const Rows<bf16> first(2, 1, 5, 300, 1), second(2, 1, 5, 300, 2);
+    const Device<bf16> teacher(first.data), student(second.data), d(first.size()), values(10 * 64);
+    const Device<std::int32_t> lengths(std::vector<std::int32_t>{3, 1}),
+        labels(std::vector<std::int32_t>(10, 7)), indices(10 * 64);
+    const Device<LossValue> value(1);
+    const Sequences sequences{.batch = 2, .length = 5, .lengths = lengths.data()};
+    const auto in = [&](const Device<bf16>& of) { return first.view(static_cast<const bf16*>(of.data())); };
+    const auto out = first.view(d.data());
+    const auto top = view_bhsd(values.data(), 2, 1, 5, 64);
+    const auto places = view_bhsd(indices.data(), 2, 1, 5, 64);
+    const kvpolicy::cuda on{};
+    const auto check = [&](std::size_t bytes, const auto& call) {
+        check_captured(first, second, call, bytes, teacher, student, lengths, labels, d, value);
+    };
+    const TopDistillation loss{64, 2.0f};
+    check(top_distillation_workspace_bytes<bf16>(on, loss, in(teacher), sequences),
+          [&](const kvpolicy::cuda& by, workspace_view workspace) {
+              row_loss<bf16>(by, loss, in(teacher), in(student), sequences, out, value.data(), workspace);
+          });
+    check(row_loss_workspace_bytes(on, loss, sequences, 1),
+          [&](const kvpolicy::cuda& by, workspace_view workspace) {
+              top_logits<bf16>(by, in(teacher), sequences, top, places);
+              row_loss<bf16>(by, loss, top, places, in(student), sequences, out, value.data(), workspace);
+          });
+    check(row_loss_workspace_bytes(on, CrossEntropy{}, sequences, 1),
+          [&](const kvpolicy::cuda& by, workspace_view workspace) {
+              row_loss<bf16>(by, CrossEntropy{}, view_bhs<const std::int32_t>(labels.data(), 2, 1, 5),
+                             in(student), sequences, out, value.data(), workspace);
+          });
+    check(row_loss_workspace_bytes(on, L2Distillation{}, sequences, 1),
+          [&](const kvpolicy::cuda& by, workspace_view workspace) {
+              row_loss<bf16>(by, L2Distillation{}, in(teacher), in(student), sequences, out, value.data(),
+                             workspace);
+          });
 }
 
 TEST_CASE("refusals") {

@@ -6,15 +6,19 @@
 #include <kvpolicy/policies/window.hpp>
 
 #include "../../support/lifetime_cases.hpp"
+#include "../support/captured.hpp"
 #include "../support/device.hpp"
 
 #include <doctest/doctest.h>
 
+#include <algorithm>
 #include <cmath>
 #include <cstdint>
+#include <cstring>
 #include <limits>
 #include <random>
 #include <string>
+#include <tuple>
 #include <vector>
 
 using namespace kvpolicy;
@@ -141,9 +145,9 @@ void check_straight_through(const P& policy, const Case& c, std::int32_t dim) {
     const Sequences sequences = c.sequences(lengths.data(), edges.data());
     const kvpolicy::cuda on{};
     const Device<unsigned char> workspace(gate_loss_workspace_bytes(on, policy, sequences, c.heads));
-    straight_through_values<P, T>(on, policy, c.plane(static_cast<const float*>(scores.data())),
-                                  rows(of_v.data()), rows(of_d_v.data()), sequences, c.plane(d.data()),
-                                  workspace);
+    const auto of_card = [&](T* data) { return view_bhsd(data, c.batch, c.heads, c.length, dim); };
+    straight_through_values(on, policy, c.plane(scores.data()), of_card(of_v.data()), of_card(of_d_v.data()),
+                            sequences, c.plane(d.data()), workspace);
     const std::vector<float> got = d.read();
     for (std::size_t i = 0; i < got.size(); ++i) {
         CAPTURE(i);  // sums of doubles in another order
@@ -327,4 +331,66 @@ TEST_CASE("the controller of lambda is the host's") {
     }
     got.cap = -1.0;
     CHECK_THROWS_AS(controller_update(on, got), invalid_argument);
+}
+
+TEST_CASE("captured losses serve other scores, lengths and weights") {
+    Case c(2, 3, 700);
+    c.lengths = {700, 300};
+    const Gated policy(Sink<>{2}, Window<>{9}, ThresholdGate<at_least>{0.0f});
+    const Device<float> scores(c.scores), d(c.count()), lambda(std::vector<float>{0.25f, 1.0f, 2.0f});
+    const Device<std::int32_t> lengths(c.lengths);
+    const Device<LossValue> value(1);
+    const Device<EvictionSums> sums(std::vector<EvictionSums>(1));
+    const Device<double> counts(3);
+    const auto in = c.plane(static_cast<const float*>(scores.data()));
+    const Sequences sequences = c.sequences(lengths.data(), nullptr);
+    const Device<unsigned char> workspace(
+        gate_loss_workspace_bytes(kvpolicy::cuda{}, policy, sequences, c.heads));
+    const auto check = [&](const auto& call) {
+        const test::Captured graph(call);
+        for (const std::int32_t length : {700, 41, 0}) {
+            CAPTURE(length);
+            std::vector<float> turned = c.scores;
+            std::rotate(turned.begin(), turned.begin() + length, turned.end());
+            test::write(scores, turned);
+            test::write(lengths, {length, 350});
+            test::write(lambda, {1.0f, static_cast<float>(length), 0.5f});
+            const std::vector<float> before(c.count(), untouched);
+            const auto run = [&](const auto& one) {
+                test::write(d, before);
+                test::write(sums, std::vector<EvictionSums>(1));
+                test::poison(value);
+                test::poison(counts);
+                test::poison(workspace);
+                one();
+                return std::tuple(d.read(), value.read()[0].value, value.read()[0].count,
+                                  sums.read()[0].evicted, sums.read()[0].keys, counts.read());
+            };
+            const auto wanted = run([&] { call(kvpolicy::cuda{}); });
+            const auto got = run([&] { graph.replay(); });
+            CHECK(std::memcmp(std::get<0>(got).data(), std::get<0>(wanted).data(), d.bytes()) == 0);
+            CHECK(std::get<2>(got) == std::get<2>(wanted));
+            CHECK(std::memcmp(&std::get<1>(got), &std::get<1>(wanted), sizeof(double)) == 0);
+            CHECK(std::get<3>(got) == std::get<3>(wanted));
+            CHECK(std::get<4>(got) == std::get<4>(wanted));
+            CHECK(std::memcmp(std::get<5>(got).data(), std::get<5>(wanted).data(), counts.bytes()) == 0);
+        }
+    };
+    const auto loss = [&](const auto& of) {
+        check([&](const kvpolicy::cuda& on) {
+            gate_loss(on, of, policy, in, sequences, c.plane(d.data()), value.data(), workspace);
+        });
+    };
+    loss(GateSparsity{0.5f, gate_scope::all});
+    loss(GateDensity{2.0f, gate_scope::decided});
+    loss(RetentionPenalty{lambda.data(), 3.0f, gate_scope::decided});
+    check([&](const kvpolicy::cuda& on) {
+        retention_counts(on, policy, in, sequences, counts.data(), workspace);
+    });
+    const CompressionLoss compression{.target = 0.6f};
+    check([&](const kvpolicy::cuda& on) {
+        compression_sums(on, compression, policy, in, sequences, sums.data(), workspace);
+        compression_loss(on, compression, policy, in, sequences, c.plane(d.data()), value.data(), workspace,
+                         sums.data());
+    });
 }

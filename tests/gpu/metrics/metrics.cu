@@ -6,12 +6,14 @@
 #include <kvpolicy/policies/window.hpp>
 
 #include "../../support/refusal.hpp"
+#include "../support/captured.hpp"
 #include "../support/mask_check.hpp"
 
 #include <doctest/doctest.h>
 
 #include <cmath>
 #include <cstdint>
+#include <cstring>
 #include <random>
 #include <string>
 #include <vector>
@@ -114,6 +116,63 @@ TEST_CASE("metrics of more heads than one launch's parameters hold, with numbers
     std::mt19937 generator(1);
     fill_scores(input.scores, Scores::random, generator);
     check_metrics(policy, policy, input, false, "300 heads");
+}
+
+TEST_CASE("captured metrics serve other masks and lengths") {
+    constexpr std::int32_t batch = 2, heads = 3, length = 900;
+    const Budget policy(Sink<>{2}, Window<>{9}, TopKBudget<>{40}),
+        other(Sink<>{2}, Window<>{9}, TopKBudget<>{25});
+    MaskCase input{Plane<float>(batch, heads, length), {length, length / 2}, {}, {}};
+    std::mt19937 generator(5);
+    fill_scores(input.scores, Scores::random, generator);
+    const Plane<expiry_t> one = mask_of(policy, input, false), two = mask_of(other, input, true);
+    const Device<expiry_t> teacher(one.data), student(two.data);
+    const Device<std::int32_t> lengths(input.lengths), live(one.data.size());
+    const Device<double> dense(batch * heads), evicted(batch * heads);
+    const Device<Recall> recall(batch * heads);
+    const Sequences sequences = input.sequences(lengths.data(), nullptr);
+    const auto view = [&](const Device<expiry_t>& of) {
+        return view_bhs<const expiry_t>(of.data(), batch, heads, length);
+    };
+    const Device<unsigned char> workspace(
+        oracle_recall_workspace_bytes(kvpolicy::cuda{}, view(teacher), sequences));
+    const auto call = [&](const kvpolicy::cuda& on) {
+        live_keys(on, view(teacher), sequences, view_bhs(live.data(), batch, heads, length));
+        density(on, view(teacher), sequences, dense.data());
+        evict_ratio(on, policy, view(teacher), sequences, evicted.data());
+        oracle_recall(on, policy, view(teacher), view(student), sequences, recall.data(), workspace);
+    };
+    const test::Captured graph(call);
+    for (const std::int32_t now : {length, 512, 1}) {
+        CAPTURE(now);
+        test::write(teacher, two.data);
+        test::write(student, one.data);
+        test::write(lengths, {now, length - now});
+        const auto run = [&](const auto& make) {
+            test::poison(live);
+            test::poison(dense);
+            test::poison(evicted);
+            test::poison(recall);
+            test::poison(workspace);
+            make();
+            std::vector<unsigned char> bytes;
+            const auto add = [&](const auto& values) {
+                const auto* from = reinterpret_cast<const unsigned char*>(values.data());
+                bytes.insert(bytes.end(), from, from + values.size() * sizeof values[0]);
+            };
+            add(live.read());
+            add(dense.read());
+            add(evicted.read());
+            for (const Recall& x : recall.read()) {
+                add(std::vector<double>{x.mean, x.chance_mean, x.last, x.chance_last});
+                CHECK(x.queries >= 0);
+            }
+            return bytes;
+        };
+        const auto wanted = run([&] { call(kvpolicy::cuda{}); });
+        const auto got = run([&] { graph.replay(); });
+        CHECK(got == wanted);
+    }
 }
 
 TEST_CASE("metrics refuse what does not fit") {

@@ -56,6 +56,33 @@ Case sized(std::int32_t length, std::int32_t delay, std::int32_t dim) {
     return c;
 }
 
+/// Three sequences: all tokens, none, and `last`; a fused tensor's rows.
+Case ragged(Case c, std::int32_t last) {
+    c.name = "ragged";
+    c.batch = 3;
+    c.lengths = {c.length, 0, last};
+    c.interleaved = true;
+    return c;
+}
+/// Two sequences of segments with these edges between them, the second half as long.
+Case packed(Case c, const std::vector<std::int32_t>& inner) {
+    c.name = "packed";
+    c.batch = 2;
+    c.edges = inner;
+    c.edges.insert(c.edges.begin(), 0);
+    c.edges.push_back(c.length);
+    c.lengths = {c.length, c.length / 2};
+    return c;
+}
+/// Two sequences that begin later.
+Case continued(Case c, std::int32_t start) {
+    c.name = "continued";
+    c.batch = 2;
+    c.rows = start + c.length;
+    c.starts = {start, 3};
+    return c;
+}
+
 /// Weights of wide scorers are smaller, so that sums over many inputs do not grow: ideal bf16 of layers, slopes and gradients, with all else in
 /// double, is off by 1 to 2.3% of a bias's gradient at head_dim 128 (eight emulations), by 2 to 5% at 256 with the same weights, and
 /// by 0.7 to 1.2% with half of them, since slopes of SiLU are lost where sums are large.
@@ -142,22 +169,8 @@ TEST_CASE("angles beyond what is turned quickly") {
 }
 
 TEST_CASE("tiles of the Hopper kernel: ragged, packed, continued") {
-    Case ragged = sized(380, 14, 64);
-    ragged.name = "ragged";
-    ragged.batch = 3;
-    ragged.lengths = {380, 0, 134};
-    ragged.interleaved = true;
-    Case packed = sized(500, 13, 64);
-    packed.name = "packed";
-    packed.batch = 2;
-    packed.edges = {0, 1, 121, 241, 241, 500};
-    packed.lengths = {500, 250};
-    Case later = sized(250, 130, 64);
-    later.name = "continued";
-    later.batch = 2;
-    later.rows = 460;
-    later.starts = {210, 3};
-    for (const Case& c : {ragged, packed, later}) {
+    for (const Case& c : {ragged(sized(380, 14, 64), 134), packed(sized(500, 13, 64), {1, 121, 241, 241}),
+                          continued(sized(250, 130, 64), 210)}) {
         check<bf16>(c, "bf16", shaped(c, rope_layout::half_split));
     }
 }
@@ -289,25 +302,9 @@ TEST_CASE("cards with less shared memory") {
         c.edges = {0, 60, 61, 61, 150};
         c.dropout = {0.3f, 77};
         check_on<bf16>(card, c, "bf16, 256, dropout", shaped(c, rope_layout::interleaved));
-        Case ragged = sized(150, 14, 256);
-        ragged.name = "ragged";
-        ragged.batch = 3;
-        ragged.lengths = {150, 0, 80};
-        ragged.interleaved = true;
-        Case packed = sized(200, 13, 256);
-        packed.name = "packed";
-        packed.batch = 2;
-        packed.edges = {0, 1, 33, 65, 65, 200};
-        packed.lengths = {200, 100};
-        Case later = sized(70, 20, 256);
-        later.name = "continued";
-        later.batch = 2;
-        later.rows = 160;
-        later.starts = {90, 3};
-        for (const Case& one : {ragged, packed, later}) {
+        for (Case one : {ragged(sized(150, 14, 256), 80), packed(sized(200, 13, 256), {1, 33, 65, 65}),
+                         continued(sized(70, 20, 256), 90)}) {
             check_on<bf16>(card, one, "bf16, 256", shaped(one, rope_layout::half_split));
-        }
-        for (Case one : {ragged, packed, later}) {
             one.dim_k = one.dim_v = 72;
             check_on<float>(card, one, "float, 72", shaped(one, rope_layout::half_split));
         }
@@ -349,22 +346,8 @@ TEST_CASE("a scorer too wide for a card's blocks is refused before anything is e
 }
 
 TEST_CASE("ragged, packed, continued") {
-    Case ragged = sized(150, 14, 32);
-    ragged.name = "ragged";
-    ragged.batch = 3;
-    ragged.lengths = {150, 0, 80};
-    ragged.interleaved = true;
-    Case packed = sized(200, 13, 32);
-    packed.name = "packed";
-    packed.batch = 2;
-    packed.edges = {0, 1, 65, 65, 200};
-    packed.lengths = {200, 100};
-    Case later = sized(70, 20, 32);
-    later.name = "continued";
-    later.batch = 2;
-    later.rows = 160;
-    later.starts = {90, 3};
-    for (const Case& c : {ragged, packed, later}) {
+    for (const Case& c : {ragged(sized(150, 14, 32), 80), packed(sized(200, 13, 32), {1, 65, 65}),
+                          continued(sized(70, 20, 32), 90)}) {
         check<bf16>(c, "bf16", shaped(c, rope_layout::interleaved));
         check<float>(c, "float", shaped(c, rope_layout::interleaved));
     }

@@ -202,9 +202,9 @@ class MassTest {
         }
         const Sequences sequences{.batch = c.batch, .length = c.length, .lengths = lengths_.data()};
         Workspace workspace(
-            future_mass_workspace_bytes<double>(on, std::as_const(q).view(), std::as_const(k).view()));
+            future_mass_workspace_bytes<double>(on, q.view(), k.view()));
         std::fill(lse_host.data.begin(), lse_host.data.end(), poison);
-        causal_lse<double>(on, attention(), std::as_const(q).view(), std::as_const(k).view(), sequences,
+        causal_lse<double>(on, attention(), q.view(), k.view(), sequences,
                            lse_host.view(), workspace);
         lse_ = lse_host;
         for (float& x : lse_.data) {
@@ -217,7 +217,7 @@ class MassTest {
             }
             most_lse_ = std::isinf(x) ? most_lse_ : std::max(most_lse_, static_cast<double>(std::abs(x)));
         }
-        future_mass<double>(on, attention(), std::as_const(q).view(), std::as_const(k).view(),
+        future_mass<double>(on, attention(), q.view(), k.view(),
                             std::as_const(lse_).view(), sequences, c.options, target_host.view(), workspace);
     }
 

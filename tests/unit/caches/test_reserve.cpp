@@ -2,6 +2,7 @@
 #include <kvpolicy/policies/eviction.hpp>
 #include <kvpolicy/policies/sink.hpp>
 #include <kvpolicy/policies/threshold_gate.hpp>
+#include <kvpolicy/policies/topk_budget.hpp>
 #include <kvpolicy/policies/window.hpp>
 
 #include "support/bound_dual.hpp"
@@ -162,6 +163,31 @@ TEST_CASE("in the middle of a token a reservation is for those after it") {
             static_cast<void>(bound.cache.reserve(on, {.count = 1, .slots = &slot, .length = 88 - ahead})),
             "length of slot 0 after the call: 101 is not allowed");
     }
+}
+
+TEST_CASE("a token that any layer has taken counts against the longest sequence in all of them") {
+    const host on(1);
+    using P = Policy<Sink<1>, Window<4>, TopKBudget<>>;
+    CacheShape two = shape;
+    two.layers = 2;
+    constexpr std::int32_t budgets[] = {unlimited,
+                                        6};  // so that only layer 0 is bounded by the longest sequence
+    test::BoundDual<P, float> bound(on, two, {.slab_pages = 60, .most_slabs = 1, .longest = 30},
+                                    P{{}, {}, TopKBudget<>{per_head(budgets, 2, 1)}});
+    bound.add_slab(on);
+    const std::int32_t slot = 0;
+    const Batch one{.count = 1, .slots = &slot};
+    const test::Plane<float> scores(1, 1, 1, 0.0f);
+    const test::Tensor<float> in(1, 1, 1, 8);
+    test::Tensor<float> out(1, 1, 1, 8);
+    test::call_ref<P, float>(on, bound.cache.ref(1), one, in.view(), in.view(), in.view(), out.view(),
+                             {.scores = scores.view()}, true);
+    const auto before = bound.everything();
+    CHECK_REFUSED(
+        static_cast<void>(bound.cache.reserve(on, {.count = 1, .slots = &slot, .length = 30})),
+        "length of slot 0 after the call: 31 is not allowed; it must be at most the cache's longest, 30");
+    CHECK(bound.everything() == before);
+    CHECK(bound.cache.reserve(on, {.count = 1, .slots = &slot, .length = 29}) == 0);
 }
 
 TEST_CASE("an eviction is between two tokens") {

@@ -40,17 +40,19 @@ struct chunk_launch {
         nullptr;  // [count, Hkv, most]: of the new tokens, where those are of the keys that leave
     std::uint32_t* status = nullptr;  // [count]
     std::int32_t longest = 0;         // the most rows of a head
-    std::int32_t tiles = 0;           // of its places
-    bool contest_in_shared = false;   // places and records fit into shared memory
+    std::int32_t places = 0;  // the most of a head that a chunk may write: those contested, else the new ones
+    std::int32_t tiles = 0;   // of all its places
+    bool contest_in_shared = false;  // places and records fit into shared memory
+    std::int32_t together = 1;       // entries whose rows are brought together at once, of a DualCache
     // Made by chunk_begin_kernel and chunk_decide_kernel.
     std::int32_t* taken = nullptr;         // [count]: tokens that count
     std::int64_t* first_row = nullptr;     // [count, Hkv]
     std::int32_t* position = nullptr;      // [count, Hkv, longest], from the chunk's first token on
     expiry_t* past_expiry = nullptr;       // [count, Hkv, longest]
     expiry_t* chunk_expiry = nullptr;      // [count, Hkv, most]
-    float* place_score = nullptr;          // [count, Hkv, longest]
-    position_t* place_position = nullptr;  // [count, Hkv, longest]
-    std::int32_t* holder = nullptr;        // [count, Hkv, longest]: see detail::chunk_places
+    float* place_score = nullptr;          // [count, Hkv, places], from first_contested on
+    position_t* place_position = nullptr;  // [count, Hkv, places], the same
+    std::int32_t* holder = nullptr;        // [count, Hkv, places], the same: see detail::chunk_places
     std::int32_t* record = nullptr;        // [count, Hkv, tiles]
     std::int32_t* kept = nullptr;          // [count, Hkv]: places in use after the chunk
     std::int32_t* pinned = nullptr;  // [count, Hkv], with a keep part: of these, keys that do not compete
@@ -183,23 +185,28 @@ __global__ void __launch_bounds__(chunk_threads)
             atomicOr(call.status + at.entry, static_cast<std::uint32_t>(status_nan_score));
         }
     }
-    float* const of_score = call.place_score + plane;
-    position_t* const of_position = call.place_position + plane;
+    // Named by place, of which those before `contested` are never looked at.
+    const std::int32_t contested = first_contested(rule, kept);
+    const std::int64_t places = std::int64_t{at.pair} * call.places - contested;
+    float* const of_score = call.place_score + places;
+    position_t* const of_position = call.place_position + places;
     detail::chunk_places chunk{{rule, call.cache.rebase_limit, of_score, of_position},
-                               call.holder + plane,
+                               call.holder + places,
                                call.record + std::int64_t{at.pair} * call.tiles,
                                call.past_expiry + plane,
                                call.chunk_expiry + std::int64_t{at.pair} * call.tokens.most};
     if (call.contest_in_shared) {
-        chunk.of.position = reinterpret_cast<position_t*>(dynamic_shared());
-        chunk.of.score = reinterpret_cast<float*>(chunk.of.position + call.longest);
-        chunk.record = reinterpret_cast<std::int32_t*>(chunk.of.score + call.longest);
+        auto* const in_shared = reinterpret_cast<position_t*>(dynamic_shared());
+        auto* const score_in_shared = reinterpret_cast<float*>(in_shared + call.places);
+        chunk.of.position = in_shared - contested;
+        chunk.of.score = score_in_shared - contested;
+        chunk.record = reinterpret_cast<std::int32_t*>(score_in_shared + call.places);
     }
-    for (std::int32_t p = first_contested(rule, kept) + thread; p < kept; p += chunk_threads) {
+    for (std::int32_t p = contested + thread; p < kept; p += chunk_threads) {
         const std::int32_t row = at.rows.layout.place(p);
         chunk.of.score[p] = at.rows.score_of(row);
         chunk.of.position[p] = at.rows.position_of(row);
-        call.holder[plane + p] = row;
+        chunk.holder[p] = row;
     }
     if constexpr (std::is_same_v<View, cache_view<typename View::value_type>>) {
         if (thread == 0) {
@@ -229,7 +236,7 @@ __global__ void __launch_bounds__(chunk_threads)
     if (call.contest_in_shared) {
         __syncthreads();
         const std::int32_t after = call.kept[at.pair];
-        for (std::int32_t p = first_contested(rule, kept) + thread; p < after; p += chunk_threads) {
+        for (std::int32_t p = contested + thread; p < after; p += chunk_threads) {
             of_score[p] = chunk.of.score[p];
             of_position[p] = chunk.of.position[p];
         }
@@ -268,12 +275,12 @@ __global__ void __launch_bounds__(chunk_threads)
     }
     constexpr std::int32_t warps = chunk_threads / 32;
     const std::int32_t piece = static_cast<std::int32_t>(blockIdx.x) % chunk_pieces;
-    const std::int64_t plane = std::int64_t{at.pair} * call.longest;
     const std::int32_t kept = call.kept[at.pair], capacity = at.rows.capacity();
     const View& cache = call.cache;
     const std::int32_t first = first_contested(at.rows.rule, cache.kept[at.rows.index]);
+    const std::int64_t places = std::int64_t{at.pair} * call.places - first;
     for (std::int32_t p = first + piece * warps + warp_id(); p < kept; p += chunk_pieces * warps) {
-        const std::int32_t holder = call.holder[plane + p];
+        const std::int32_t holder = call.holder[places + p];
         const std::int32_t row = at.rows.layout.place(p);
         if (holder == row) {
             continue;  // it held its place already
@@ -285,8 +292,8 @@ __global__ void __launch_bounds__(chunk_threads)
         copy_row(of_ring ? at.rows.value(holder) : call.tokens.value(at.rows, at.entry, at.head, j),
                  at.rows.value(row), cache.dim_v);
         if (lane_id() == 0) {
-            at.rows.position_of(row) = call.place_position[plane + p];
-            at.rows.score_of(row) = call.place_score[plane + p];
+            at.rows.position_of(row) = call.place_position[places + p];
+            at.rows.score_of(row) = call.place_score[places + p];
         }
     }
 }

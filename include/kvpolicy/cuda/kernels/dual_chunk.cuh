@@ -13,7 +13,8 @@ namespace kvpolicy {
 inline namespace KVPOLICY_CUDA_NAMESPACE KVPOLICY_HIDDEN {
 namespace cuda_backend {
 
-/// Admits the entries of a decided chunk, where it `writes`, and lays the rows of those that go on end to end. One block.
+/// Admits the entries of a decided chunk, where it `writes`, and lays the rows of those that go on, and are brought together at once,
+/// end to end. One block.
 template <class T>
 __global__ void __launch_bounds__(admit_threads)
     dual_chunk_plan_kernel(const __grid_constant__ chunk_launch<dual_view<T>> call,
@@ -30,18 +31,21 @@ __global__ void __launch_bounds__(admit_threads)
                             cache.length[slot] + call.taken[pair / cache.kv_heads], call.kept[pair]);
                     });
     }
-    running_sums(
-        memory, pairs,
-        [&](std::int32_t pair) {
-            const std::int32_t entry = pair / cache.kv_heads;
-            if (call.taken[entry] <= 0) {
-                return 0;
-            }
-            const std::int32_t slot = call.batch.slot(entry);
-            const dual_head<T> head(cache, slot, pair % cache.kv_heads);
-            return head.layout.used(cache.length[slot], cache.kept[head.index]);
-        },
-        [&](std::int32_t pair, std::int32_t before) { call.first_row[pair] = before; });
+    for (std::int32_t first = 0; first < call.batch.count; first += call.together) {
+        const std::int32_t begin = first * cache.kv_heads;
+        running_sums(
+            memory, min(call.together * cache.kv_heads, pairs - begin),
+            [&](std::int32_t x) {
+                const std::int32_t pair = begin + x, entry = pair / cache.kv_heads;
+                if (call.taken[entry] <= 0) {
+                    return 0;
+                }
+                const std::int32_t slot = call.batch.slot(entry);
+                const dual_head<T> head(cache, slot, pair % cache.kv_heads);
+                return head.layout.used(cache.length[slot], cache.kept[head.index]);
+            },
+            [&](std::int32_t x, std::int32_t before) { call.first_row[begin + x] = before; });
+    }
 }
 
 /// The outputs of entries that found no pages. A block an entry.
@@ -67,12 +71,12 @@ __global__ void __launch_bounds__(chunk_threads)
     }
 }
 
-/// Copies the rows of every head to first_row and after. `pieces` blocks a head, a warp a row.
+/// Copies the rows of heads to first_row and after, from head `begin` of all entries on. `pieces` blocks a head, a warp a row.
 template <class T>
 __global__ void __launch_bounds__(chunk_threads)
     dual_chunk_gather_kernel(const __grid_constant__ chunk_launch<dual_view<T>> call, T* const k, T* const v,
-                             const std::int32_t pieces) {
-    const chunk_head<dual_view<T>> at(call, static_cast<std::int32_t>(blockIdx.x) / pieces);
+                             const std::int32_t begin, const std::int32_t pieces) {
+    const chunk_head<dual_view<T>> at(call, begin + static_cast<std::int32_t>(blockIdx.x) / pieces);
     if (at.active.tokens == 0) {
         return;
     }

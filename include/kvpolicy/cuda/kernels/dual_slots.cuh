@@ -1,4 +1,4 @@
-// The pool of a DualCache on a device: slabs lent, pages reserved; slots advanced; and the pages of heads.
+// The pool of a DualCache on a device: slabs lent; and the pages of heads.
 #pragma once
 
 #include <kvpolicy/caches/calls.hpp>
@@ -28,82 +28,6 @@ __global__ void __launch_bounds__(admit_threads)
     if (threadIdx.x == 0) {
         slabs[number] = lent;
         *pool.free_count = count + pages;
-    }
-}
-
-/// Pages for batch.tokens(i) more tokens of every entry in all layers, if the pool has them all; else nothing changes. `answer`: how
-/// many it lacks. One block.
-template <class P, class T>
-__global__ void __launch_bounds__(admit_threads)
-    reserve_pages_kernel(const DualRef<P, T>* const refs, const std::int32_t layers, const Batch batch,
-                         std::int64_t* const answer) {
-    __shared__ admit_memory memory;
-    __shared__ unsigned long long needed;
-    const DualRef<P, T>& any = refs[0];
-    const std::int32_t each = batch.count * any.kv_heads;
-    // The length up to which an entry has its pages, from the layer that is ahead: in the middle of a token the others take that one, too.
-    const auto until = [&](const active_entry& active) {
-        std::int32_t pending = 0;
-        for (std::int32_t layer = 0; layer < layers; ++layer) {
-            pending = max(pending, refs[layer].pending(active.slot, 0));
-        }
-        return any.length[active.slot] + pending + active.tokens;
-    };
-    const auto missing = [&](std::int32_t x) -> std::int32_t {
-        const std::int32_t entry = x % each / any.kv_heads, h = x % any.kv_heads;
-        const dual_view<T> cache(refs[x / each]);
-        const active_entry active(cache, batch, entry, never);
-        if (active.tokens == 0) {
-            return 0;
-        }
-        const DualRef<P, T>& ref = refs[x / each];
-        const std::int32_t pages =
-            cache.pages_of(static_cast<std::int32_t>(ref.rows_until(active.slot, h, until(active)))) -
-            ref.held[ref.head_index(active.slot, h)];
-        return pages < 0 ? 0 : pages;
-    };
-    if (threadIdx.x == 0) {
-        needed = 0;
-    }
-    __syncthreads();
-    unsigned long long mine = 0;
-    for (auto x = static_cast<std::int32_t>(threadIdx.x); x < layers * each; x += admit_threads) {
-        mine += static_cast<unsigned long long>(missing(x));
-    }
-    atomicAdd(&needed, mine);
-    const std::int32_t free = *any.pool.free_count;
-    __syncthreads();
-    const auto lacks = static_cast<std::int64_t>(needed) - free;
-    if (threadIdx.x == 0) {
-        *answer = lacks < 0 ? 0 : lacks;
-    }
-    if (lacks > 0) {
-        return;
-    }
-    const int taken = running_sums(memory, layers * each, missing, [&](std::int32_t x, int before) {
-        const std::int32_t pages = missing(x);
-        if (pages == 0) {
-            return;
-        }
-        const DualRef<P, T>& ref = refs[x / each];
-        const std::int32_t slot = batch.slot(x % each / any.kv_heads), h = x % any.kv_heads;
-        std::int32_t& held = ref.held[ref.head_index(slot, h)];
-        for (std::int32_t page = 0; page < pages; ++page) {
-            const std::int32_t id = any.pool.free_ids[free - 1 - before - page];
-            any.pool.names[id] = 1;
-            ref.pages(slot, h)[held + page] = id;
-        }
-        held += pages;
-    });
-    if (threadIdx.x == 0) {
-        *any.pool.free_count = free - taken;
-    }
-    const dual_view<T> view(any);
-    for (auto entry = static_cast<std::int32_t>(threadIdx.x); entry < batch.count; entry += admit_threads) {
-        const active_entry active(view, batch, entry, never);
-        if (active.tokens != 0) {
-            any.reserved[active.slot] = max(any.reserved[active.slot], until(active));
-        }
     }
 }
 

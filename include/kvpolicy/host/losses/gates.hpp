@@ -130,7 +130,7 @@ LossValue RetentionPenalty::operator()(const host&, const P& policy,
 template <AnyPolicy P, Storage T>
 void straight_through_values(const host& on, const P& policy,
                              std::type_identity_t<plane_view<const compute_t<T>>> scores,
-                             rows_view<const T> v, rows_view<const T> d_v, const Sequences& sequences,
+                             rows_view<const T> v, input_rows<T> d_v, const Sequences& sequences,
                              plane_view<compute_t<T>> d_scores, std::int32_t layer) {
     namespace hb = host_backend;
     using Real = compute_t<T>;

@@ -1,0 +1,77 @@
+// Chunks into a DualCache whose entries' rows are brought together in rounds: one entry after another, or two at once, since
+// KVPOLICY_TEST_GATHERED_BYTES is little.
+#define KVPOLICY_TEST_GATHERED_BYTES 1000000
+
+#include <kvpolicy/policies/sink.hpp>
+#include <kvpolicy/policies/threshold_gate.hpp>
+#include <kvpolicy/policies/window.hpp>
+
+#include "dual_case.hpp"
+
+using namespace kvpolicy;
+using namespace test;
+
+namespace {
+
+/// `together`: entries at once, of rows of 3 heads of up to `longest` tokens, in fp32 24 numbers each.
+void check(std::int32_t together, std::int32_t slots, std::int32_t turns, std::size_t more = 0) {
+    CAPTURE(together);
+    constexpr std::int32_t sinks[] = {0, 2, 1, 3, 0, 1}, windows[] = {1, 4, 17, 2, 40, 3};
+    constexpr float gates[] = {-9.0f, 9.0f, 0.0f, -1.0f, 0.5f, 1.5f};
+    using P = Policy<Sink<>, Window<>, ThresholdGate<at_least>>;
+    const P policy{Sink<>{per_head(sinks, 2, 3)}, Window<>{per_head(windows, 2, 3)},
+                   ThresholdGate<at_least>{per_head(gates, 2, 3)}};
+    const CacheShape shape{.layers = 2,
+                           .slots = slots,
+                           .query_heads = 3,
+                           .kv_heads = 3,
+                           .dim_k = 8,
+                           .dim_v = 16,
+                           .page_rows = 16,
+                           .proposals = 5};
+    const position_t longest = KVPOLICY_TEST_GATHERED_BYTES / (3 * 24 * 4 * together);
+    std::mt19937 generator(11);
+    BothDuals<P, float, all_head_dims, true> ample(
+        shape, {.slab_pages = 40, .most_slabs = 400, .longest = longest}, policy);
+    ample.more_workspace = more;
+    CHECK(random_life(ample, Scores::random, turns, generator) != 0);
+    BothDuals<P, float, all_head_dims, true> scarce(
+        shape, {.slab_pages = 100, .most_slabs = 2, .longest = longest}, policy);
+    CHECK(random_life(scarce, Scores::few_values, turns, generator) != 0);
+}
+
+}  // namespace
+
+TEST_CASE("few calls") { check(1, 3, 12); }
+
+TEST_CASE("an entry at a time") { check(1, 4, 80); }
+
+TEST_CASE("two entries at a time, of five") { check(2, 5, 80); }
+
+TEST_CASE("as many entries at a time as there is room for") {
+    check(1, 5, 80, std::size_t{4} * KVPOLICY_TEST_GATHERED_BYTES);
+    check(1, 5, 60, std::size_t{2} * KVPOLICY_TEST_GATHERED_BYTES);
+}
+
+TEST_CASE("a workspace does not grow with the entries' rows beyond a round's") {
+    using P = Policy<Sink<>, Window<>, ThresholdGate<at_least>>;
+    const P policy{Sink<>{4}, Window<>{32}, ThresholdGate<at_least>{0.0f}};
+    const kvpolicy::cuda on{};
+    const auto bytes = [&](std::int32_t count) {
+        DualCache<P, float> cache({.layers = 1,
+                                   .slots = 64,
+                                   .query_heads = 2,
+                                   .kv_heads = 2,
+                                   .dim_k = 64,
+                                   .dim_v = 64,
+                                   .page_rows = 16},
+                                  {.slab_pages = 4000, .most_slabs = 100, .longest = 20000}, policy);
+        const Device<unsigned char> memory(cache.bytes().total());
+        cache.bind(on, memory.data(), memory.size());
+        return cache_workspace_bytes<head_dims<64>>(on, cache.ref(0), count, 16);
+    };
+    // Of a row 512 bytes of keys and values, of one entry; and for every entry what the chunk decides of it.
+    const std::size_t one = bytes(1), all = bytes(64);
+    CHECK(one > 2 * 20000 * 512);
+    CHECK(all < one + 63 * 2 * std::size_t{20000} * 9);
+}

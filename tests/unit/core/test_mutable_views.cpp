@@ -1,0 +1,206 @@
+// Calls read views of rows that may be written as they read others: results of the model's last layer go into the next call as they are.
+#include <kvpolicy/attention/future_mass.hpp>
+#include <kvpolicy/attention/received_mass.hpp>
+#include <kvpolicy/attention/sparse.hpp>
+#include <kvpolicy/caches/fixed_budget.hpp>
+#include <kvpolicy/h2o.hpp>
+#include <kvpolicy/losses/boundary.hpp>
+#include <kvpolicy/losses/distill.hpp>
+#include <kvpolicy/losses/dms.hpp>
+#include <kvpolicy/losses/gates.hpp>
+#include <kvpolicy/masks/build.hpp>
+#include <kvpolicy/masks/log_bias.hpp>
+#include <kvpolicy/masks/observed.hpp>
+#include <kvpolicy/metrics/density.hpp>
+#include <kvpolicy/metrics/recall.hpp>
+#include <kvpolicy/metrics/retention.hpp>
+#include <kvpolicy/policies/sink.hpp>
+#include <kvpolicy/policies/threshold_gate.hpp>
+#include <kvpolicy/policies/topk_budget.hpp>
+#include <kvpolicy/policies/window.hpp>
+#include <kvpolicy/scorers/backward.hpp>
+#include <kvpolicy/scorers/hidden.hpp>
+#include <kvpolicy/scorers/linear.hpp>
+#include <kvpolicy/scorers/mlp.hpp>
+#include <kvpolicy/scorers/sequence.hpp>
+
+#include "support/cases.hpp"
+
+#include <doctest/doctest.h>
+
+#include <random>
+#include <type_traits>
+#include <vector>
+
+using namespace kvpolicy;
+
+namespace {
+
+using Budget = Policy<Sink<1>, Window<3>, TopKBudget<4>>;
+using Gated = Policy<Sink<1>, Window<3>, ThresholdGate<at_least>>;
+using Observed = H2O<4, 3>;
+using Cache = FixedBudgetCache<Budget, float>;
+
+/// Whether every public call that reads rows or planes takes `Rows` and `Plane`, of const numbers or not.
+template <class Rows, class Plane, class Words>
+constexpr bool takes = requires(const host& on, const Attention& attention, Rows rows, Plane plane,
+                                Words words, const Sequences& sequences, rows_view<float> out,
+                                plane_view<float> written, plane_view<std::int32_t> integers,
+                                workspace_view workspace, double* doubles, Recall* recalls,
+                                const Budget& budget, const Gated& gated, const Observed& observed,
+                                const Cache::ref_type& cache, const Batch& batch,
+                                const LinearScorer<8>& linear, const UtilityPredictor& predictor,
+                                LinearParameters<float> linear_gradients, rows_view<std::int32_t> indices) {
+    attend_workspace_bytes(on, attention, rows, keys{rows, rows}, sequences);
+    attend(on, attention, rows, keys{rows, rows, mask_view{words, plane}}, sequences, out, written,
+           workspace);
+    attend_backward(on, attention, rows, keys{rows, rows}, sequences, AttendGradient{rows, plane, rows},
+                    AttendGradients<float>{out, out, out}, workspace);
+    future_mass_workspace_bytes(on, rows, rows);
+    causal_lse(on, attention, rows, rows, sequences, written, workspace);
+    future_mass(on, attention, rows, rows, plane, sequences, FutureMassOptions{}, written, workspace);
+    received_mass_workspace_bytes(on, rows, rows);
+    received_mass(on, attention, rows, rows, mask_view{words}, sequences, ReceivedMassOptions{}, written,
+                  workspace);
+    build_mask(on, budget, plane, sequences, integers, workspace);
+    build_cutoffs(on, budget, plane, sequences, integers, integers, workspace);
+    expiry_from_cutoffs(on, budget, words, words, sequences, integers);
+    build_observed_mask_workspace_bytes(on, observed, rows, rows);
+    build_observed_mask(on, observed, attention, rows, rows, sequences, integers, workspace);
+    build_log_bias(on, gated, SoftGate{}, plane, sequences, integers, written);
+    log_bias_backward(on, gated, SoftGate{}, plane, plane, sequences, written);
+    BoundaryLoss{}(on, budget, plane, plane, sequences, written, doubles, workspace);
+    TopDistillation{}.workspace_bytes(on, rows);
+    TopDistillation{}(on, rows, rows, sequences, out, workspace);
+    TopDistillation{}(on, rows, indices, rows, sequences, out);
+    CrossEntropy{}(on, words, rows, sequences, out);
+    L2Distillation{}(on, rows, rows, sequences, out);
+    GateSparsity{}(on, gated, plane, sequences, written);
+    GateDensity{}(on, gated, plane, sequences, written);
+    RetentionPenalty{}(on, gated, plane, sequences, written);
+    straight_through_values(on, gated, plane, rows, rows, sequences, written);
+    retention_counts(on, gated, plane, sequences, doubles);
+    CompressionLoss{}.sums(on, gated, plane, sequences);
+    CompressionLoss{}(on, gated, plane, sequences, written);
+    live_keys(on, words, sequences, integers);
+    density(on, words, sequences, doubles);
+    evict_ratio(on, budget, words, sequences, doubles);
+    oracle_recall_workspace_bytes(on, words, sequences);
+    oracle_recall(on, budget, words, words, sequences, recalls, workspace);
+    score_sequence_workspace_bytes(on, linear, rows, rows, sequences);
+    score_sequence(on, linear, rows, rows, sequences, 0, written, workspace);
+    score_sequence_backward(on, linear, ScoreBackward{rows, rows, sequences, 0, plane}, linear_gradients,
+                            workspace);
+    score_hidden(on, predictor, rows, sequences, written, workspace);
+    step(on, cache, batch, rows, rows, rows, out, workspace, nullptr, CacheExtras{.scores = plane});
+    prefill(on, cache, batch, rows, rows, rows, out, workspace, nullptr, CacheExtras{.scores = plane});
+    propose(on, cache, batch, rows, rows, rows, out, workspace, CacheExtras{.scores = plane});
+    attend(on, cache, batch, rows, out, written, workspace);
+};
+static_assert(takes<rows_view<const float>, plane_view<const float>, plane_view<const std::int32_t>>);
+static_assert(takes<rows_view<float>, plane_view<float>, plane_view<std::int32_t>>);
+// Some of which may be written, some not.
+static_assert(std::is_same_v<decltype(keys{rows_view<float>{}, rows_view<const float>{}}), keys<float>>);
+static_assert(std::is_same_v<decltype(keys{rows_view<const float>{}, rows_view<float>{}}), keys<float>>);
+static_assert(requires(const host& on, rows_view<float> may, rows_view<const float> may_not,
+                       const Sequences& sequences, plane_view<float> written, workspace_view workspace) {
+    causal_lse(on, {}, may, may_not, sequences, written, workspace);
+    causal_lse(on, {}, may_not, may, sequences, written, workspace);
+    causal_lse<float>(on, {}, may, may, sequences, written, workspace);
+});
+
+/// Both write the same.
+template <class Call>
+void same(const Call& call) {
+    std::vector<double> wanted, got;
+    call(true, wanted);
+    call(false, got);
+    CHECK(!wanted.empty());
+    CHECK(got == wanted);
+}
+
+}  // namespace
+
+TEST_CASE("what may be written is read like the rest") {
+    constexpr std::int32_t batch = 2, heads = 2, length = 20, dim = 8;
+    const host on(1);
+    std::mt19937 generator(3);
+    test::Tensor<float> q(batch, 2 * heads, length, dim), k(batch, heads, length, dim),
+        v(batch, heads, length, dim);
+    test::Plane<float> scores(batch, heads, length);
+    q.fill_normal(generator);
+    k.fill_normal(generator);
+    v.fill_normal(generator);
+    for (float& x : scores.data) {
+        x = std::normal_distribution<float>{}(generator);
+    }
+    const Sequences sequences{batch, length};
+    const auto constant = [](auto view) {
+        if constexpr (requires { view.dim; }) {
+            return input_rows<std::remove_const_t<std::remove_pointer_t<decltype(view.data)>>>(view);
+        } else {
+            return plane_view<const float>(view);
+        }
+    };
+    const auto add = [](std::vector<double>& to, const auto& from) {
+        to.insert(to.end(), from.begin(), from.end());
+    };
+    const auto rows = [&](test::Tensor<float>& of) {
+        return view_bhsd(of.data.data(), of.batch, of.heads, of.length, of.dim);
+    };
+    const auto plane = [&](test::Plane<float>& of) {
+        return view_bhs(of.data.data(), batch, of.heads, length);
+    };
+    const auto by = [&](bool first, const auto& call) {
+        if (first) {
+            call(constant(rows(q)), constant(rows(k)), constant(rows(v)), constant(plane(scores)));
+        } else {
+            call(rows(q), rows(k), rows(v), plane(scores));
+        }
+    };
+    test::Plane<float> lse(batch, 2 * heads, length);
+    const auto checked = [&](const auto& call) {
+        same([&](bool first, std::vector<double>& results) {
+            by(first, [&](auto... views) { call(results, views...); });
+        });
+    };
+    checked([&](auto& to, auto a, auto b, auto, auto) {
+        test::Workspace room(future_mass_workspace_bytes(on, a, b));
+        causal_lse(on, {}, a, b, sequences, lse.view(), room);
+        add(to, lse.data);
+        test::Plane<float> target(batch, heads, length);
+        future_mass(on, {}, a, b, lse.view(), sequences, {.window = 3}, target.view(), room);
+        add(to, target.data);
+    });
+    checked([&](auto& to, auto a, auto b, auto, auto) {
+        test::Workspace room(received_mass_workspace_bytes(on, a, b));
+        test::Plane<float> received(batch, heads, length);
+        received_mass(on, {}, a, b, {}, sequences, {}, received.view(), room);
+        add(to, received.data);
+    });
+    checked([&](auto& to, auto a, auto b, auto, auto) {
+        const Observed policy{};
+        test::Workspace room(build_observed_mask_workspace_bytes(on, policy, a, b));
+        test::Plane<expiry_t> expiry(batch, heads, length);
+        build_observed_mask(on, policy, {}, a, b, sequences, expiry.view(), room);
+        add(to, expiry.data);
+    });
+    const Gated gated{{}, {}, ThresholdGate<at_least>{0.0f}};
+    checked([&](auto& to, auto, auto b, auto c, auto z) {
+        test::Plane<expiry_t> expiry(batch, heads, length);
+        test::Plane<float> bias(batch, heads, length), slope(batch, heads, length);
+        build_log_bias(on, gated, SoftGate{}, z, sequences, expiry.view(), bias.view());
+        log_bias_backward(on, gated, SoftGate{}, z, z, sequences, slope.view());
+        add(to, expiry.data);
+        add(to, bias.data);
+        add(to, slope.data);
+        straight_through_values(on, gated, z, b, c, sequences, slope.view());
+        add(to, slope.data);
+        std::vector<double> counts(heads);
+        retention_counts(on, gated, z, sequences, counts.data());
+        add(to, counts);
+        const EvictionSums sums = CompressionLoss{}.sums(on, gated, z, sequences);
+        to.push_back(sums.evicted);
+        to.push_back(static_cast<double>(sums.keys));
+    });
+}
