@@ -389,12 +389,19 @@ TEST_CASE("a sequence ends at `longest`") {
     const Device<unsigned char> workspace(step_workspace_bytes(on, cache.ref(0), 1));
     CacheExtras extras;
     extras.scores = view_bhs<const float>(score.data(), 1, 1, 1);
+    const auto rows = view_bhsd<const float>(row.data(), 1, 1, 1, 8);
     for (std::int32_t t = 0; t < 41; ++t) {
         CHECK(status.read()[0] == 0);
-        const auto rows = view_bhsd<const float>(row.data(), 1, 1, 1, 8);
         step(on, cache.ref(0), {1}, rows, rows, rows, view_bhsd(out.data(), 1, 1, 1, 8), workspace,
              status.data(), extras);
         cache.advance(on, {1}, status.data());
+        if (t == 39) {  // one that is full can be attended to as any other
+            const std::vector<float> wanted = out.read();
+            ok(cudaMemset(out.data(), 0xff, out.bytes()));
+            attend(on, cache.ref(0), {1}, rows, view_bhsd(out.data(), 1, 1, 1, 8), {}, workspace,
+                   status.data());
+            CHECK(out.read() == wanted);
+        }
     }
     CHECK(status.read()[0] == status_bad_length);
     CHECK(BothDuals<P, float>::fetch(cache.ref(0).length, 1)[0] == 40);

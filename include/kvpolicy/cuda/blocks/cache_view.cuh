@@ -134,7 +134,7 @@ __device__ std::int32_t rows_now(const View& cache, const Head& head, std::int32
 }
 
 /// The tokens of an entry of a call of at most `most` tokens, and its slot. What a host would refuse counts as no token, and an entry
-/// of slot Batch::no_slot has none.
+/// of slot Batch::no_slot has none. Tokens that `grow` the slot must have room in it; a call that only looks brings none.
 struct active_entry {
     std::int32_t slot;  // 0 where there is none
     std::int32_t tokens;
@@ -142,7 +142,8 @@ struct active_entry {
     std::uint32_t wrong = status_ok;  // why there are no tokens
 
     template <class View>
-    __device__ active_entry(const View& cache, const Batch& batch, std::int32_t i, std::int32_t most)
+    __device__ active_entry(const View& cache, const Batch& batch, std::int32_t i, std::int32_t most,
+                            bool grow = true)
         : slot(batch.slot(i)), tokens(batch.tokens(i)) {
         if (slot == Batch::no_slot) {
             slot = tokens = 0;
@@ -151,7 +152,7 @@ struct active_entry {
             slot = 0;
             there = false;
             refuse(status_bad_length);
-        } else if (tokens < 0 || tokens > most || (tokens != 0 && !cache.takes(slot, tokens))) {
+        } else if (tokens < 0 || tokens > most || (grow && tokens != 0 && !cache.takes(slot, tokens))) {
             there = false;
             refuse(status_bad_length);
         }

@@ -57,7 +57,7 @@ __device__ void admit_dual_step(const Launch& call, admit_memory& memory) {
                               });
     } else {
         for (std::int32_t entry = thread; entry < call.batch.count; entry += admit_threads) {
-            const active_entry active(call.cache, call.batch, entry, 1);
+            const active_entry active(call.cache, call.batch, entry, 1, false);
             work.taken[entry] = active.tokens;
             active.report(call.status, entry);
         }
