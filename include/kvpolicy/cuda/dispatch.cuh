@@ -27,8 +27,9 @@ inline constexpr bool is_half = std::is_same_v<T, bf16> || std::is_same_v<T, fp1
 
 // These checks run in every call, so they build no text unless they refuse.
 
-/// The part of check_sequences that needs no device memory.
+/// The part of the host's check_whole_sequences that needs no device memory.
 inline void check_sequences(const Sequences& sequences, std::int32_t batch, std::int32_t length) {
+    host_backend::check_no_starts(sequences);
     detail::require(sequences.batch == batch, "sequences.batch", sequences.batch,
                     [&] { return detail::text("the views' batch, ", batch); });
     detail::require(

@@ -77,14 +77,9 @@ void check_mass_call(const Attention& attention, rows_view<const T> q, rows_view
     detail::require(sequences.length <= longest_sequence, "sequences.length", sequences.length,
                     "at most 2^31 - 2^24");
     detail::require(sequences.cu_seqlens == nullptr, "sequences.cu_seqlens", "given", "null");
-    detail::require(k.batch == q.batch, "k.batch", k.batch, detail::text("q.batch = ", q.batch));
+    host_backend::check_mass_heads(q, k);
     detail::require(k.length >= sequences.length, "k.length", k.length,
                     [&] { return detail::text("at least sequences.length = ", sequences.length); });
-    detail::require(k.heads >= 1 && q.heads % k.heads == 0, "q.heads", q.heads,
-                    [&] { return detail::text("a multiple of k.heads = ", k.heads); });
-    detail::require(q.dim == k.dim && host_backend::head_dim_supported(q.dim), "head_dim", q.dim, [&] {
-        return detail::text("that of k (", k.dim, "), a multiple of 8 up to ", host_backend::max_head_dim);
-    });
     check_band_rows("q", q, sequences);
     check_band_rows("k", k, sequences);
     check_plane("lse", lse, q.batch, q.heads, sequences.length);
@@ -300,6 +295,7 @@ void future_mass_by(const cuda& on, band_path path, const Attention& attention, 
 template <Storage T>
 std::size_t future_mass_workspace_bytes(const cuda& on, rows_view<const T> q, input_rows<T> k) {
     static_cast<void>(on);
+    host_backend::check_mass_heads(q, k);
     cuda_backend::workspace_parts parts(nullptr);
     static_cast<void>(cuda_backend::band_workspace::take(parts, q, k));
     return parts.bytes();

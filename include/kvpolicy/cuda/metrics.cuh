@@ -57,6 +57,7 @@ void density(const cuda& on, plane_view<const std::type_identity_t<Expiry>> expi
              const Sequences& sequences, double* out) {
     namespace cb = cuda_backend;
     cb::check_metric_call(expiry, sequences, "out", out);
+    host_backend::check_not_packed(sequences);
     const cb::device_scope device(on);
     cb::launch("density_kernel", cb::density_kernel<Expiry>, std::int64_t{expiry.batch} * expiry.heads,
                cb::metric_threads, 0, on, expiry, sequences, out);
@@ -67,6 +68,7 @@ void evict_ratio(const cuda& on, const P& policy, plane_view<const expiry_t> exp
                  const Sequences& sequences, double* out, std::int32_t layer) {
     namespace cb = cuda_backend;
     cb::check_metric_call(expiry, sequences, "out", out);
+    host_backend::check_not_packed(sequences);
     policy.check_layer(layer, expiry.heads);
     const cb::device_scope device(on);
     cb::for_each_rule_batch(policy, layer, expiry.batch, expiry.heads,
@@ -91,6 +93,7 @@ void oracle_recall(const cuda& on, const P& policy, plane_view<const expiry_t> t
                    workspace_view workspace, std::int32_t layer) {
     namespace cb = cuda_backend;
     cb::check_metric_call(teacher, sequences, "out", out);
+    host_backend::check_not_packed(sequences);
     policy.check_layer(layer, teacher.heads);
     cb::check_plane("student", student, sequences.batch, teacher.heads, sequences.length);
     cb::check_workspace(workspace, oracle_recall_workspace_bytes(on, teacher, sequences));

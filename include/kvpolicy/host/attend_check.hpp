@@ -12,7 +12,7 @@
 
 namespace kvpolicy::host_backend {
 
-/// Positions stay within this of 0, so that sums of a position and a length fit 32 bits.
+/// Positions stay within this of 0, and lengths as well, so that the sum of a position and a length fits 32 bits.
 inline constexpr std::int32_t position_limit = 1 << 30;
 
 template <class Name, class View>
@@ -50,6 +50,7 @@ void check_keys(const char* name, const rows_view<const T>& q, const keys<T>& al
                     [&] { return detail::text("a multiple of the KV heads, ", k.heads); });
     require_shape(named(".k"), k, q.batch, k.heads, k.length);
     require_shape(named(".v"), all.v, q.batch, k.heads, k.length);
+    detail::require(k.length <= position_limit, named(".k.length"), k.length, "at most 2^30 rows");
     detail::require(k.dim == q.dim, named(".k.dim (head_dim)"), k.dim,
                     [&] { return detail::text("the head_dim of q, ", q.dim); });
     const auto check_plane = [&](const char* part, const auto& plane) {
@@ -79,6 +80,8 @@ template <class T>
 void check_queries(const Attention& attention, const rows_view<const T>& q, std::int32_t dim_v,
                    const Sequences& sequences) {
     check_sequences(sequences, q.batch, q.length);
+    detail::require(sequences.length <= position_limit, "sequences.length", sequences.length,
+                    "at most 2^30 queries");
     require_head_dim("q.dim", q.dim);
     require_head_dim("v.dim", dim_v);
     detail::require(q.heads >= 1, "q.heads", q.heads, "1 or more");

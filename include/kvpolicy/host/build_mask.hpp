@@ -83,7 +83,7 @@ void check_mask_call(const P& policy, plane_view<const float> scores, const Sequ
                   "kvpolicy: build_mask needs scores that do not change with every query; "
                   "build_observed_mask takes policies that rank keys by the attention they receive");
     policy.check_layer(layer, heads);
-    check_sequences(sequences, batch, length);
+    check_whole_sequences(sequences, batch, length);
     if constexpr (P::ranked) {
         detail::require(static_cast<bool>(scores) || length == 0, "scores.data", "null",
                         "fp32 scores, since this policy ranks keys");
@@ -283,7 +283,7 @@ void expiry_from_cutoffs(const host& on, const P& policy, plane_view<const std::
                          plane_view<expiry_t> expiry, std::int32_t layer) {
     const std::int32_t heads = expiry.heads;
     policy.check_layer(layer, heads);
-    host_backend::check_sequences(sequences, expiry.batch, expiry.length);
+    host_backend::check_whole_sequences(sequences, expiry.batch, expiry.length);
     detail::require(sequences.cu_seqlens == nullptr, "sequences.cu_seqlens", "given",
                     "null (build_mask takes packed segments)");
     host_backend::check_plane("rank", rank, expiry.batch, heads, sequences.length);

@@ -138,10 +138,10 @@ void check_cache_call(const Cache& cache, const Batch& batch, std::int32_t longe
         for (std::int32_t i = 0; i < batch.count; ++i) {
             for (std::int32_t h = 0; h < cache.kv_heads; ++h) {
                 const float* score = entry_plane(scores, extras.cu_seqlens, i).head(i, h);
-                // A sink's score is never read.
-                const position_t sinks = cache.rules[h].sinks - cache.length[batch.slot(i)];
+                // The score of a sink, or of a key that is kept by position, is never read.
+                const position_t first = cache.length[batch.slot(i)], sinks = cache.rules[h].sinks - first;
                 for (std::int32_t j = 0; j < batch.tokens(i); ++j) {
-                    if (score[j] != score[j] && j >= sinks) [[unlikely]] {
+                    if (score[j] != score[j] && j >= sinks && !cache.keep.keeps(first + j)) [[unlikely]] {
                         detail::refuse(detail::text("extras.scores[", i, "][", h, "][", j, "]").c_str(),
                                        "NaN", "a number (-inf and +inf are allowed)");
                     }

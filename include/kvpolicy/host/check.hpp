@@ -54,11 +54,37 @@ inline void check_sequences(const Sequences& sequences, std::int32_t batch, std:
     }
 }
 
+/// The same of a call about whole sequences, which knows no chunk's start: looking past it would answer for other positions. It
+/// reads no memory beyond the struct, so that it serves every backend.
+inline void check_no_starts(const Sequences& sequences) {
+    detail::require(sequences.starts == nullptr, "sequences.starts", "given",
+                    "null, since the call is about whole sequences, from position 0 on");
+}
+inline void check_whole_sequences(const Sequences& sequences, std::int32_t batch, std::int32_t length) {
+    check_no_starts(sequences);
+    check_sequences(sequences, batch, length);
+}
+
+/// Whether a metric that counts a whole sequence's pairs, from its first token on, is asked about packed samples.
+inline void check_not_packed(const Sequences& sequences) {
+    detail::require(sequences.cu_seqlens == nullptr, "sequences.cu_seqlens", "given",
+                    "null (give each sample as a sequence of its own)");
+}
+
 /// Shapes that a workspace can be asked for.
 inline void check_shape(const Sequences& sequences, std::int32_t heads) {
     detail::require(sequences.batch >= 0, "sequences.batch", sequences.batch, "0 or more");
     detail::require(sequences.length >= 0, "sequences.length", sequences.length, "0 or more");
     detail::require(heads >= 0, "heads", heads, "0 or more");
+}
+
+/// The same of a view, where a workspace depends on nothing else.
+template <class View>
+void check_extents(const char* name, const View& view) {
+    detail::require(
+        view.batch >= 0 && view.heads >= 0 && view.length >= 0, name,
+        [&] { return detail::text(view.batch, " x ", view.heads, " x ", view.length); },
+        "a view of 0 or more of each");
 }
 
 /// The numbers of an attention call.

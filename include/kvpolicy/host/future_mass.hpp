@@ -23,20 +23,27 @@ inline attention_shape valueless_shape(const Attention& attention, std::int32_t 
     return shape;
 }
 
-/// The queries and keys of a pass over one sequence.
+/// Heads and widths of a pass over one sequence; reads no memory of the call, so that it serves every backend.
 template <class T>
-void check_mass_shapes(rows_view<const T> q, rows_view<const T> k, const Sequences& sequences) {
-    check_sequences(sequences, q.batch, q.length);
-    detail::require(sequences.cu_seqlens == nullptr, "sequences.cu_seqlens", "given", "null");
+void check_mass_heads(const rows_view<const T>& q, const rows_view<const T>& k) {
+    check_extents("q", q);
     detail::require(k.batch == q.batch, "k.batch", k.batch,
                     [&] { return detail::text("q.batch = ", q.batch); });
-    detail::require(k.length >= sequences.length, "k.length", k.length,
-                    [&] { return detail::text("at least sequences.length = ", sequences.length); });
-    detail::require(k.heads >= 1 && q.heads % k.heads == 0, "q.heads", q.heads,
-                    [&] { return detail::text("a multiple of k.heads = ", k.heads); });
+    detail::require(k.heads >= 1 && q.heads >= 1 && q.heads % k.heads == 0, "q.heads", q.heads,
+                    [&] { return detail::text("1 or more, and a multiple of k.heads = ", k.heads); });
     detail::require(q.dim == k.dim && head_dim_supported(q.dim), "head_dim", q.dim, [&] {
         return detail::text("that of k (", k.dim, "), a multiple of 8 up to ", max_head_dim);
     });
+}
+
+/// The queries and keys of a pass over one sequence.
+template <class T>
+void check_mass_shapes(rows_view<const T> q, rows_view<const T> k, const Sequences& sequences) {
+    check_whole_sequences(sequences, q.batch, q.length);
+    detail::require(sequences.cu_seqlens == nullptr, "sequences.cu_seqlens", "given", "null");
+    check_mass_heads(q, k);
+    detail::require(k.length >= sequences.length, "k.length", k.length,
+                    [&] { return detail::text("at least sequences.length = ", sequences.length); });
     check_rows("q", q, q.batch, q.heads, sequences.length, q.dim);
     check_rows("k", k, q.batch, k.heads, sequences.length, k.dim);
 }
@@ -51,7 +58,8 @@ void check_mass_call(rows_view<const T> q, rows_view<const T> k, plane_view<cons
 /// The numbers of a target; reads no memory of the call, so that it serves every backend.
 inline void check_mass_options(const FutureMassOptions& options, std::int32_t kv_heads) {
     detail::require(options.beta >= 1.0f, "beta", options.beta, "1 to infinity");
-    detail::require(options.epsilon >= 0.0f, "epsilon", options.epsilon, "0 or more");
+    detail::require(options.epsilon >= 0.0f && std::isfinite(options.epsilon), "epsilon", options.epsilon,
+                    "0 or more, and finite");
     detail::require(options.look_ahead >= 0, "look_ahead", options.look_ahead,
                     "0 or more, or kvpolicy::unlimited");
     detail::require(options.layer >= 0, "layer", options.layer, "0 or more");
@@ -108,13 +116,13 @@ void mass_tile(isa set, const attention_shape& shape, const T* q_last, std::int6
 template <Storage T>
 std::size_t future_mass_workspace_bytes(const host& on, rows_view<const T> q, input_rows<T> k) {
     namespace hb = host_backend;
+    hb::check_mass_heads(q, k);
     const hb::attention_shape shape = hb::valueless_shape({}, q.dim);
     const auto length = static_cast<std::size_t>(q.length);
     const std::size_t heads = static_cast<std::size_t>(q.batch) * static_cast<std::size_t>(q.heads);
     const std::size_t arrays =
         2 * heads * hb::aligned_size(length * sizeof(float)) +  // biases, log-sums
         hb::aligned_size(length * sizeof(expiry_t)) * static_cast<std::size_t>(q.batch);
-    static_cast<void>(k);
     return arrays + static_cast<std::size_t>(on.threads()) * hb::mass_scratch_bytes<T>(shape) + hb::alignment;
 }
 

@@ -55,7 +55,7 @@ void check_gate_call(const P& policy, const G& gate, const plane_view<const Real
     static_assert(!P::has_budget, "kvpolicy: a soft gate takes a policy without a TopKBudget");
     gate.check();
     policy.check_layer(layer, scores.heads);
-    check_sequences(sequences, scores.batch, scores.length);
+    check_whole_sequences(sequences, scores.batch, scores.length);
     check_plane("scores", scores, scores.batch, scores.heads, sequences.length);
     for (std::int32_t b = 0; b < scores.batch; ++b) {
         for (std::int32_t h = 0; h < scores.heads; ++h) {

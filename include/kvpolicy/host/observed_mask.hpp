@@ -28,7 +28,8 @@ inline std::int32_t observed_block_end(const Observation& seen, std::int32_t a, 
 template <Storage T, AnyPolicy P>
 std::size_t build_observed_mask_workspace_bytes(const host& on, const P&, rows_view<const T> q,
                                                 input_rows<T> k) {
-    const std::int32_t keys = std::max(q.length, 0);
+    host_backend::check_mass_heads(q, k);
+    const std::int32_t keys = q.length;
     const std::size_t tasks = static_cast<std::size_t>(q.batch) * static_cast<std::size_t>(k.heads);
     return tasks * host_backend::observed_head<T>::bytes(keys) +
            static_cast<std::size_t>(on.threads()) *
@@ -48,7 +49,6 @@ void build_observed_mask(const host& on, const P& policy, const Attention& atten
     const std::int32_t heads = k.heads;
     hb::check_attention(attention);
     hb::check_mass_shapes(q, k, sequences);
-    detail::require(sequences.starts == nullptr, "sequences.starts", "given", "null");
     detail::require(options.prompt >= 0, "prompt", options.prompt, "0 or more, or kvpolicy::unlimited");
     policy.check_layer(options.layer, heads);
     policy.scorer().check(heads, k.dim, k.dim);

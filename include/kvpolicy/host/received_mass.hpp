@@ -50,9 +50,9 @@ struct mass_memory {
 
 template <Storage T>
 std::size_t received_mass_workspace_bytes(const host& on, rows_view<const T> q, input_rows<T> k) {
-    static_cast<void>(k);
+    host_backend::check_mass_heads(q, k);
     return static_cast<std::size_t>(on.threads()) *
-               host_backend::mass_memory<T>(nullptr, q.dim, std::max(q.length, 0)).bytes +
+               host_backend::mass_memory<T>(nullptr, q.dim, q.length).bytes +
            host_backend::alignment;
 }
 
@@ -63,7 +63,6 @@ void received_mass(const host& on, const Attention& attention, rows_view<const T
     namespace hb = host_backend;
     hb::check_attention(attention);
     hb::check_mass_shapes(q, k, sequences);
-    detail::require(sequences.starts == nullptr, "sequences.starts", "given", "null");
     detail::require(options.queries >= 0, "queries", options.queries, "0 or more, or kvpolicy::unlimited");
     hb::check_plane("received", received, q.batch, k.heads, sequences.length);
     if (mask.expiry) {

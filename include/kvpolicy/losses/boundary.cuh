@@ -40,7 +40,7 @@ std::size_t boundary_loss_workspace_bytes(const cuda& on, const BoundaryLoss& lo
 /// The host's loss(on, policy, scores, target, ...): the same examples and draws, value and gradients to rounding,
 /// the same bits in every run. Overwrites d_scores [B, Hkv, S] for the sequences' lengths, and *value; adds to
 /// d_log_gamma [Hkv] where that is not null. Labels come from build_cutoffs on the target, so decay steps are 1 and
-/// sequences are not packed (cu_seqlens null, starts not looked at).
+/// sequences are whole and not packed (cu_seqlens and starts null).
 ///
 /// `status` [B], where given, is OR-ed into: status_nan_score for a NaN target, which ranks last, status_bad_length,
 /// and status_not_finite for a score of an example that is not finite. Refuses, before anything is enqueued, the rest

@@ -119,7 +119,7 @@ struct LambdaController {
 
     void start() const;
     void observe(const double* counts) const;
-    [[nodiscard]] bool due(std::int64_t step) const { return step % every == 0; }
+    [[nodiscard]] bool due(std::int64_t step) const;
     void update() const;
     void check() const;
 

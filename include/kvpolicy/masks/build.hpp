@@ -37,8 +37,8 @@ std::size_t build_mask_workspace_bytes(const host& on, const P& policy, const Se
 /// the window before its sequence (or packed segment) ends, is no sink and not kept by position. With cu_seqlens every
 /// segment starts anew and its keys expire with it. `status`, where given, is one word per sequence, OR-ed into.
 /// Synchronous; O(S log k) per head for decay step 1, O(S k) otherwise. Refuses, before anything is written: numbers that
-/// no policy can have, shapes that disagree, lengths below 0 or over S, cu_seqlens that do not rise from 0 to the
-/// length, a NaN score that is read (unless nan_ranks_last), too little workspace.
+/// no policy can have, shapes that disagree, lengths below 0 or over S, starts (a mask begins at position 0), cu_seqlens that do
+/// not rise from 0 to the length, a NaN score that is read (unless nan_ranks_last), too little workspace.
 template <AnyPolicy P>
 void build_mask(const host& on, const P& policy, plane_view<const float> scores, const Sequences& sequences,
                 plane_view<expiry_t> expiry, workspace_view workspace, const MaskOptions& options = {},

@@ -6,6 +6,7 @@
 #pragma once
 
 #include <kvpolicy/core/context.hpp>
+#include <kvpolicy/core/error.hpp>
 #include <kvpolicy/core/types.hpp>
 #include <kvpolicy/core/view.hpp>
 #include <kvpolicy/masks/build.hpp>
@@ -124,6 +125,8 @@ void log_bias_backward(const host& on, const P& policy, const G& gate,
 /// out[h] = w of head h, what a mask_view with log-biases takes as bias_from.
 template <AnyPolicy P>
 void windows_of(const P& policy, std::int32_t heads, std::int32_t* out, std::int32_t layer = 0) {
+    policy.check_layer(layer, heads);
+    detail::require(out != nullptr || heads <= 0, "out", "null", "an array by head");
     for (std::int32_t h = 0; h < heads; ++h) {
         out[h] = policy.rule(layer, h).window;
     }

@@ -1,4 +1,5 @@
-// How much of the past a mask shows: live keys, density, evict ratio.
+// How much of the past a mask shows: live keys, density, evict ratio. Sequences are whole; shares of pairs, which a packed
+// sample has fewer of, are refused for packed segments.
 #pragma once
 
 #include <kvpolicy/core/context.hpp>
@@ -17,7 +18,7 @@ namespace kvpolicy {
 /// overwrites live for the sequences' lengths. Synchronous, O(S) a head.
 inline void live_keys(const host& on, plane_view<const expiry_t> expiry, const Sequences& sequences,
                       plane_view<std::int32_t> live) {
-    host_backend::check_sequences(sequences, expiry.batch, expiry.length);
+    host_backend::check_whole_sequences(sequences, expiry.batch, expiry.length);
     host_backend::check_plane("expiry", expiry, expiry.batch, expiry.heads, sequences.length);
     host_backend::check_plane("live", live, expiry.batch, expiry.heads, sequences.length);
     on.parallel_for(std::int64_t{expiry.batch} * expiry.heads, [&](std::int64_t task) {
@@ -44,7 +45,8 @@ inline void live_keys(const host& on, plane_view<const expiry_t> expiry, const S
 /// density[b * Hkv + h]: the share of visible pairs among the S (S + 1) / 2 causal ones; 1 is dense attention, 0 for S = 0.
 inline void density(const host& on, plane_view<const expiry_t> expiry, const Sequences& sequences,
                     double* out) {
-    host_backend::check_sequences(sequences, expiry.batch, expiry.length);
+    host_backend::check_whole_sequences(sequences, expiry.batch, expiry.length);
+    host_backend::check_not_packed(sequences);
     host_backend::check_plane("expiry", expiry, expiry.batch, expiry.heads, sequences.length);
     host_backend::check_metric("out", out, expiry.batch, 1);
     on.parallel_for(std::int64_t{expiry.batch} * expiry.heads, [&](std::int64_t task) {
@@ -65,7 +67,8 @@ inline void density(const host& on, plane_view<const expiry_t> expiry, const Seq
 template <AnyPolicy P>
 void evict_ratio(const host& on, const P& policy, plane_view<const expiry_t> expiry,
                  const Sequences& sequences, double* out, std::int32_t layer = 0) {
-    host_backend::check_sequences(sequences, expiry.batch, expiry.length);
+    host_backend::check_whole_sequences(sequences, expiry.batch, expiry.length);
+    host_backend::check_not_packed(sequences);
     policy.check_layer(layer, expiry.heads);
     host_backend::check_plane("expiry", expiry, expiry.batch, expiry.heads, sequences.length);
     host_backend::check_metric("out", out, expiry.batch, 1);

@@ -26,19 +26,21 @@ struct Recall {
 /// Bytes of workspace that oracle_recall needs.
 inline std::size_t oracle_recall_workspace_bytes(const host&, plane_view<const expiry_t> teacher,
                                                  const Sequences& sequences) {
+    host_backend::check_shape(sequences, teacher.heads);
     const std::size_t row =
         host_backend::aligned_size(static_cast<std::size_t>(sequences.length) * 3 * sizeof(std::int32_t));
     return static_cast<std::size_t>(teacher.batch) * static_cast<std::size_t>(teacher.heads) * row +
            host_backend::alignment;
 }
 
-/// out[b * Hkv + h] from two masks [B, Hkv, S] of the same policy (sinks, windows and budgets of `layer`). Overwrites.
-/// Synchronous, O(S) a head.
+/// out[b * Hkv + h] from two masks [B, Hkv, S] of the same policy (sinks, windows and budgets of `layer`), of whole sequences
+/// that are not packed. Overwrites. Synchronous, O(S) a head.
 template <AnyPolicy P>
 void oracle_recall(const host& on, const P& policy, plane_view<const expiry_t> teacher,
                    plane_view<const expiry_t> student, const Sequences& sequences, Recall* out,
                    workspace_view workspace, std::int32_t layer = 0) {
-    host_backend::check_sequences(sequences, teacher.batch, teacher.length);
+    host_backend::check_whole_sequences(sequences, teacher.batch, teacher.length);
+    host_backend::check_not_packed(sequences);
     policy.check_layer(layer, teacher.heads);
     host_backend::check_plane("teacher", teacher, teacher.batch, teacher.heads, sequences.length);
     host_backend::check_plane("student", student, teacher.batch, teacher.heads, sequences.length);

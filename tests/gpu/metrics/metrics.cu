@@ -185,5 +185,12 @@ TEST_CASE("metrics refuse what does not fit") {
     CHECK_REFUSED(density(on, view, {1, 101}, out.data()), "sequences.length");
     CHECK_REFUSED(density(on, view, {1, 100}, nullptr), "out");
     CHECK_REFUSED(live_keys(on, view, {1, 100}, {}), "live");
+    const Device<std::int32_t> edges(std::vector<std::int32_t>{0, 40, 100});
+    const Sequences chunk{.batch = 1, .length = 100, .starts = edges.data()};
+    const Sequences packed{.batch = 1, .length = 100, .cu_seqlens = edges.data(), .segments = 2};
+    CHECK_REFUSED(live_keys(on, view, chunk, {}), "sequences.starts: given");
+    CHECK_REFUSED(density(on, view, packed, out.data()), "sequences.cu_seqlens: given");
+    CHECK_REFUSED(evict_ratio(on, policy, view, packed, out.data()), "sequences.cu_seqlens: given");
+    CHECK_REFUSED(oracle_recall(on, policy, view, view, packed, recall.data(), {}), "sequences.cu_seqlens");
     CHECK_REFUSED(oracle_recall(on, policy, view, view, {1, 100}, recall.data(), {}), "workspace.bytes");
 }

@@ -108,6 +108,23 @@ TEST_CASE("lengths, starts and segments") {
     });
 }
 
+TEST_CASE("lengths whose positions 31 bits do not hold") {
+    const host on(1);
+    constexpr std::int32_t most = 1 << 30;
+    const auto bytes = [&](std::int32_t queries, std::int32_t rows) {
+        const rows_view<const float> q{nullptr, 0, 2, queries, 8, 0, 0, 0},
+            k{nullptr, 0, 1, rows, 8, 0, 0, 0};
+        const keys all{k, k};
+        const Sequences sequences{.batch = 0, .length = queries};
+        static_cast<void>(attend_backward_workspace_bytes<float>(on, {}, q, all, sequences));
+        static_cast<void>(attend_workspace_bytes<float>(on, {}, q, all, sequences));
+    };
+    bytes(most, most);
+    CHECK_REFUSED(bytes(most + 1, most),
+                  "sequences.length: 1073741825 is not allowed; it must be at most 2^30");
+    CHECK_REFUSED(bytes(most, std::numeric_limits<std::int32_t>::max()), "keys.k.length: 2147483647");
+}
+
 TEST_CASE("numbers, memory and null pointers") {
     refused("attention.scale", [](Call& c) { c.attention.scale = std::numeric_limits<float>::quiet_NaN(); });
     refused("attention.scale", [](Call& c) { c.attention.scale = std::numeric_limits<float>::infinity(); });

@@ -153,7 +153,7 @@ TEST_CASE("future mass refuses what it cannot mean") {
     const host on{1};
     test::Tensor<float> q(1, 4, 8, 16), k(1, 2, 8, 16);
     test::Plane<float> lse(1, 4, 8), target(1, 2, 8);
-    const Sequences sequences{.batch = 1, .length = 8};
+    Sequences sequences{.batch = 1, .length = 8};
     test::Workspace workspace(future_mass_workspace_bytes<float>(on, q.view(), k.view()));
     const auto call = [&](const FutureMassOptions& options, workspace_view lent) {
         future_mass<float>(on, {}, q.view(), k.view(), lse.view(), sequences, options, target.view(), lent);
@@ -170,6 +170,8 @@ TEST_CASE("future mass refuses what it cannot mean") {
     options = {};
     options.epsilon = -1.0f;
     CHECK_REFUSED(call(options, workspace), "epsilon: -1");
+    options.epsilon = std::numeric_limits<float>::infinity();
+    CHECK_REFUSED(call(options, workspace), "epsilon: inf");
     CHECK_REFUSED(call({}, workspace_view{}), "workspace.bytes: 0");
 
     // What a call cannot read or write, by name.
@@ -198,6 +200,25 @@ TEST_CASE("future mass refuses what it cannot mean") {
     CHECK_REFUSED(sums([](auto& of_q, auto&...) { of_q.data = nullptr; }), "q: null");
     CHECK_REFUSED(sums([](auto&, auto& of_k, auto&) { of_k.data = nullptr; }), "k: null");
     CHECK_REFUSED(sums([](auto&, auto&, auto& of_lse) { of_lse.data = nullptr; }), "lse: null");
+
+    // A target without query heads is the mean of nothing.
+    CHECK_REFUSED(mass([](auto& of_q, auto&, auto& of_lse, auto&) { of_q.heads = of_lse.heads = 0; }),
+                  "q.heads: 0 is not allowed; it must be 1 or more");
+    // A chunk's start would give its queries other positions.
+    const std::int32_t start[] = {3};
+    sequences.starts = start;
+    CHECK_REFUSED(mass([](auto&...) {}), "sequences.starts: given");
+    CHECK_REFUSED(sums([](auto&...) {}), "sequences.starts: given");
+
+    // And no workspace is asked for shapes that cannot be.
+    const auto bytes = [&](std::int32_t heads, std::int32_t length, std::int32_t dim) {
+        const rows_view<const float> of_q{nullptr, 1, heads, length, dim, 0, 0, 0},
+            of_k{nullptr, 1, 2, length, dim, 0, 0, 0};
+        static_cast<void>(future_mass_workspace_bytes<float>(on, of_q, of_k));
+    };
+    CHECK_REFUSED(bytes(4, -1, 8), "q: 1 x 4 x -1");
+    CHECK_REFUSED(bytes(3, 8, 8), "q.heads: 3");
+    CHECK_REFUSED(bytes(4, 8, 0), "head_dim: 0");
 }
 
 TEST_CASE("a window beyond the sequence leaves no future, however large it is") {

@@ -9,12 +9,14 @@
 #include <kvpolicy/scorers/linear.hpp>
 
 #include "support/bound_cache.hpp"
+#include "support/bound_dual.hpp"
 #include "support/refusal.hpp"
 
 #include <doctest/doctest.h>
 
 #include <cstddef>
 #include <functional>
+#include <limits>
 #include <utility>
 
 using namespace kvpolicy;
@@ -453,6 +455,65 @@ TEST_CASE("scores beside a policy's own scorer") {
     a.extras.scores = {};
     step<Own, float>(on, ref, {.count = 3}, a.q_view, a.k_view, a.v_view, a.out_view, a.workspace, nullptr,
                      a.extras);
+}
+
+TEST_CASE("a NaN score of a key that its position keeps is never read, as in a mask") {
+    using Kept = Policy<Window<3>, TopKBudget<2>, Stride<4>>;
+    const host on(1);
+    const Kept policy;
+    constexpr std::int32_t tokens = 12;
+    constexpr float nan = std::numeric_limits<float>::quiet_NaN();
+    std::vector<float> scores(tokens, 0.5f), x(tokens * 8, 1.0f), out(x.size());
+    scores[4] = scores[8] = nan;
+    std::vector<expiry_t> expiry(tokens);
+    const Sequences sequences{.batch = 1, .length = tokens};
+    test::Workspace for_mask(build_mask_workspace_bytes(on, policy, sequences, 1));
+    build_mask(on, policy, view_bhs(std::as_const(scores).data(), 1, 1, tokens), sequences,
+               view_bhs(expiry.data(), 1, 1, tokens), for_mask);
+    std::vector<position_t> visible;
+    for (std::int32_t t = 0; t < tokens; ++t) {
+        if (tokens - 1 < expiry[static_cast<std::size_t>(t)]) {
+            visible.push_back(t);
+        }
+    }
+    const CacheShape shape{.query_heads = 1, .kv_heads = 1, .dim_k = 8, .dim_v = 8};
+    for (const bool steps : {true, false}) {
+        test::BoundDual<Kept, float> bound(on, shape, {.slab_pages = 20, .most_slabs = 1, .longest = 20},
+                                           policy, nullptr);
+        bound.add_slab(on);
+        const auto ref = bound.cache.ref(0);
+        test::Workspace room(cache_workspace_bytes(on, ref, 1, tokens));
+        const auto take = [&](std::int32_t first, std::int32_t count) {
+            const auto rows = view_bhsd(std::as_const(x).data(), 1, 1, count, 8);
+            const auto to = view_bhsd(out.data(), 1, 1, count, 8);
+            const Batch batch{.count = 1, .length = count};
+            const CacheExtras extras{.scores = view_bhs(std::as_const(scores).data() + first, 1, 1, count)};
+            if (steps) {
+                step<Kept, float>(on, ref, batch, rows, rows, rows, to, room, nullptr, extras);
+            } else {
+                prefill<Kept, float>(on, ref, batch, rows, rows, rows, to, room, nullptr, extras);
+            }
+            bound.cache.advance(on, batch);
+        };
+        for (std::int32_t t = 0; steps && t < tokens; ++t) {
+            take(t, 1);
+        }
+        if (!steps) {
+            take(0, tokens);
+        }
+        CHECK(bound.sorted(0, 0, 0) == visible);
+    }
+    // Others are read, and refused by their place.
+    test::BoundDual<Kept, float> bound(on, shape, {.slab_pages = 20, .most_slabs = 1, .longest = 20}, policy,
+                                       nullptr);
+    bound.add_slab(on);
+    test::Workspace room(cache_workspace_bytes(on, bound.cache.ref(0), 1, tokens));
+    scores[5] = nan;
+    const auto rows = view_bhsd(std::as_const(x).data(), 1, 1, tokens, 8);
+    CHECK_REFUSED((prefill<Kept, float>(on, bound.cache.ref(0), {.count = 1, .length = tokens}, rows, rows,
+                                        rows, view_bhsd(out.data(), 1, 1, tokens, 8), room, nullptr,
+                                        {.scores = view_bhs(std::as_const(scores).data(), 1, 1, tokens)})),
+                  "extras.scores[0][0][5]: NaN");
 }
 
 TEST_CASE("tensors: shapes and null pointers, each by name") {

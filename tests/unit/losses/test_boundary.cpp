@@ -395,9 +395,17 @@ TEST_CASE("boundary loss refuses what it cannot mean") {
     CHECK_REFUSED(call(with([](BoundaryLoss& l) { l.margin.omega_min = 1.5f; })), "margin.omega_min: 1.5");
     CHECK_REFUSED(call(with([](BoundaryLoss& l) { l.balance.most = 0.1f; })), "balance.most: 0.1");
     CHECK_REFUSED(call(with([](BoundaryLoss& l) { l.sampler.late = -1.0f; })), "sampler.late: -1");
+    CHECK_REFUSED(call(with([](BoundaryLoss& l) {
+                      l.balance.least = l.balance.most = std::numeric_limits<float>::infinity();
+                  })),
+                  "balance.least: inf");
     test::Plane<float> shorter(2, 2, 30);
     test::Plane<double> d(2, 2, 60);
     const Any policy = c.policy();
+    CHECK_REFUSED(BoundaryLoss{}.workspace_bytes(on, policy, {.batch = 1}, 2), "sequences.length: -1");
+    CHECK_REFUSED(BoundaryLoss{}.workspace_bytes(on, policy, {.batch = 1, .length = 9}, -1), "heads: -1");
+    CHECK_REFUSED(BoundaryLoss{.layer = -1}.workspace_bytes(on, policy, {.batch = 1, .length = 9}, 2),
+                  "layer: -1");
     test::Workspace workspace(c.loss.workspace_bytes(on, policy, c.sequences(), 2));
     const test::Plane<float>& other = shorter;
     const test::Plane<double>& scores = in.scores;

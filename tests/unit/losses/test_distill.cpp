@@ -188,6 +188,10 @@ TEST_CASE("cross-entropy and L2") {
     in.teacher.view().row(1, 0, 3)[0] = std::numeric_limits<double>::quiet_NaN();
     CHECK_REFUSED(distill(on, TopDistillation{}, in), "teacher[1][0][3][0]: NaN");
     CHECK_REFUSED(distill(on, TopDistillation{0}, in), "top: 0");
+    CHECK_REFUSED(top_logits_workspace_bytes(on, -1), "vocabulary: -1");
+    CHECK_REFUSED(
+        TopDistillation{}.workspace_bytes(on, rows_view<const float>{nullptr, 1, 1, -1, 8, 0, 0, 0}),
+        "teacher: 1 x 1 x -1");
     CHECK_REFUSED(distill(on, TopDistillation{4, 0.0f}, in), "temperature: 0");
     test::Tensor<double> narrow(2, 1, 19, 8);
     const test::Tensor<double>& other = narrow;

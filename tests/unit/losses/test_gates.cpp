@@ -269,6 +269,16 @@ TEST_CASE("straight-through values, counts and the lambda controller") {
     CHECK(lambda[0] == 1.0f);
     const double bad[3] = {1.0, std::numeric_limits<double>::quiet_NaN(), 1.0};
     CHECK_REFUSED(controller.observe(bad), "counts[1]: nan");
+    CHECK_REFUSED(controller.observe(nullptr), "counts: null");
+    CHECK(controller.due(0));
+    CHECK_FALSE(controller.due(1));
+    CHECK_REFUSED(LambdaController{.every = 0}.due(1), "every: 0");
+    std::int32_t windows[2] = {-9, -9};
+    const Policy<Window<7>> plain;
+    windows_of(plain, 2, windows);
+    CHECK(windows[1] == 7);
+    CHECK_REFUSED(windows_of(plain, 2, windows, -1), "layer: -1");
+    CHECK_REFUSED(windows_of(plain, 2, nullptr), "out: null");
     LambdaController other = controller;
     other.factor = 1.0f;
     CHECK_REFUSED(other.update(), "factor: 1");

@@ -132,6 +132,14 @@ TEST_CASE("shapes, lengths and packed edges") {
                [](Call& c) { c.sequences.length = 13; });
     check_both("sequences.length: -1 is not allowed; it must be 0 to the views' length, 12 (it was not set)",
                [](Call& c) { c.sequences.length = -1; });
+    // A mask begins at position 0: a chunk's start would have to move sinks and windows.
+    static constexpr std::int32_t later[] = {0, 4};
+    check_both("sequences.starts: given is not allowed; it must be null",
+               [](Call& c) { c.sequences.starts = later; });
+    Call chunk;
+    chunk.sequences.starts = later;
+    CHECK_REFUSED(chunk.convert(), "sequences.starts: given");
+    CHECK(chunk.untouched());
     static constexpr std::int32_t below[] = {3, -1}, over[] = {13, 1};
     check_both("sequences.lengths[1]: -1 is not allowed; it must be 0 to sequences.length = 12",
                [](Call& c) { c.sequences.lengths = below; });

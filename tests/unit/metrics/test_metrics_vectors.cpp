@@ -237,6 +237,21 @@ TEST_CASE("metrics refuse what they cannot read") {
     CHECK_REFUSED(density(on, expiry.view(), bad, &number), "sequences.lengths[0]: -1");
     CHECK_REFUSED(evict_ratio(on, policy, expiry.view(), bad, &number), "sequences.lengths[0]: -1");
     CHECK_REFUSED(retention_map(on, expiry.view(), all, -1, live.data.data()), "query: -1");
+    // A chunk's start; packed samples, whose sinks and pairs are not those of one sequence.
+    const std::int32_t start[] = {3}, edges[] = {0, 4, 10};
+    const Sequences chunk{.batch = 1, .length = 10, .starts = start};
+    const Sequences packed{.batch = 1, .length = 10, .cu_seqlens = edges, .segments = 2};
+    test::Workspace for_recall(oracle_recall_workspace_bytes(on, expiry.view(), all));
+    CHECK_REFUSED(live_keys(on, expiry.view(), chunk, live.view()), "sequences.starts: given");
+    CHECK_REFUSED(retention_map(on, expiry.view(), chunk, 1, live.data.data()), "sequences.starts: given");
+    for (const auto& [sequences, text] :
+         {std::pair{chunk, "sequences.starts: given"}, std::pair{packed, "sequences.cu_seqlens: given"}}) {
+        CHECK_REFUSED(density(on, expiry.view(), sequences, &number), text);
+        CHECK_REFUSED(evict_ratio(on, policy, expiry.view(), sequences, &number), text);
+        CHECK_REFUSED(oracle_recall(on, policy, expiry.view(), expiry.view(), sequences, &recall, for_recall),
+                      text);
+    }
+    CHECK_REFUSED(oracle_recall_workspace_bytes(on, expiry.view(), {.batch = 1}), "sequences.length: -1");
 
     test::Workspace memory(oracle_recall_workspace_bytes(on, expiry.view(), all));
     const workspace_view small{memory.memory.data(), memory.memory.size() - 1};

@@ -1,4 +1,5 @@
 // Bad input to scorers gets a sentence before anything is written.
+#include <kvpolicy/scorers/backward.hpp>
 #include <kvpolicy/scorers/initialize.hpp>
 
 #include "../../support/refusal.hpp"
@@ -99,6 +100,24 @@ TEST_CASE("views and sequences that disagree are refused") {
     refused("delay: -1", [](call& c) { c.delay = -1; });
     refused("workspace.bytes", [](call& c) { c.missing = 1; });
     refused("options.how: 7", [](call& c) { c.options.how = static_cast<form>(7); });
+}
+
+TEST_CASE("no workspace is asked for sequences whose length nobody said") {
+    const host on(1);
+    const rows_view<const float> rows{nullptr, 1, 2, 20, 16, 640, 320, 16};
+    const Sequences unset{.batch = 1};
+    const auto refused_bytes = [&](auto scorer) {
+        scorer.heads = 2;
+        ScoreBackward<float> back{};
+        back.k = back.v = rows;
+        back.sequences = unset;
+        CHECK_REFUSED(score_sequence_workspace_bytes(on, scorer, rows, rows, unset), "sequences.length: -1");
+        CHECK_REFUSED(backward_workspace_bytes(on, scorer, back), "sequences.length: -1");
+    };
+    refused_bytes(mLSTMScorer<16>{});
+    refused_bytes(LinearScorer<16>{});
+    refused_bytes(MlpScorer<16>{});
+    refused_bytes(ConvScorer<16>{});
 }
 
 TEST_CASE("scorers that do not fit the layer are refused") {

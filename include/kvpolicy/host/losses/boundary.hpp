@@ -64,7 +64,8 @@ inline void check_boundary(const BoundaryLoss& loss) {
             loss.margin.omega_min, "0 to 1");
     require(loss.margin.temperature > 0.0f && std::isfinite(loss.margin.temperature), "margin.temperature",
             loss.margin.temperature, "above 0 and finite");
-    require(loss.balance.least > 0.0f, "balance.least", loss.balance.least, "above 0");
+    require(loss.balance.least > 0.0f && std::isfinite(loss.balance.least), "balance.least",
+            loss.balance.least, "above 0 and finite");
     require(loss.balance.most >= loss.balance.least, "balance.most", loss.balance.most,
             "balance.least or more");
     require(loss.sampler.count >= 0, "sampler.count", loss.sampler.count, "0 or more");
@@ -118,6 +119,8 @@ template <AnyPolicy P>
 std::size_t BoundaryLoss::workspace_bytes(const host&, const P& policy, const Sequences& sequences,
                                           std::int32_t heads) const {
     namespace hb = host_backend;
+    hb::check_shape(sequences, heads);
+    policy.check_layer(layer, heads);
     const std::int64_t capacity = hb::contest_capacity(policy, sequences, heads, layer);
     const auto tasks = static_cast<std::size_t>(sequences.batch) * static_cast<std::size_t>(heads);
     return tasks * hb::boundary_rows::bytes(sequences.length, capacity) +
@@ -137,7 +140,7 @@ BoundaryValue BoundaryLoss::operator()(const host& on, const P& policy,
     const std::int32_t batch = d_scores.batch;
     hb::check_boundary(*this);
     policy.check_layer(layer, heads);
-    hb::check_sequences(sequences, batch, d_scores.length);
+    hb::check_whole_sequences(sequences, batch, d_scores.length);
     hb::check_plane("d_scores", d_scores, batch, heads, sequences.length);
     hb::check_plane("scores", scores, batch, heads, sequences.length);
     hb::check_plane("target", target, batch, heads, sequences.length);

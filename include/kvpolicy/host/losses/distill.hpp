@@ -178,6 +178,7 @@ inline std::size_t index_row_bytes(std::int32_t vocabulary) {
 }  // namespace host_backend
 
 inline std::size_t top_logits_workspace_bytes(const host& on, std::int32_t vocabulary) {
+    detail::require(vocabulary >= 0, "vocabulary", vocabulary, "0 or more");
     return static_cast<std::size_t>(on.threads()) * host_backend::index_row_bytes(vocabulary) +
            host_backend::alignment;
 }
@@ -187,7 +188,7 @@ void top_logits(const host& on, std::type_identity_t<rows_view<const Real>> logi
                 const Sequences& sequences, rows_view<Real> values, rows_view<std::int32_t> indices,
                 workspace_view workspace) {
     namespace hb = host_backend;
-    hb::check_sequences(sequences, logits.batch, logits.length);
+    hb::check_whole_sequences(sequences, logits.batch, logits.length);
     detail::require(values.dim >= 1 && values.dim <= logits.dim, "values.dim", values.dim,
                     [&] { return detail::text("1 to the logits of a token, ", logits.dim); });
     hb::check_rows("logits", logits, values.batch, values.heads, sequences.length, logits.dim);
@@ -213,6 +214,8 @@ void top_logits(const host& on, std::type_identity_t<rows_view<const Real>> logi
 
 template <class Real>
 std::size_t TopDistillation::workspace_bytes(const host& on, rows_view<Real> teacher) const {
+    detail::require(top >= 1, "top", top, "1 or more");
+    host_backend::check_extents("teacher", teacher);
     const auto count = static_cast<std::size_t>(std::clamp(top, 1, std::max(teacher.dim, 1)));
     const auto rows = static_cast<std::size_t>(teacher.batch) * static_cast<std::size_t>(teacher.heads) *
                       static_cast<std::size_t>(teacher.length);
@@ -228,7 +231,7 @@ LossValue TopDistillation::operator()(const host& on, std::type_identity_t<rows_
     namespace hb = host_backend;
     detail::require(top >= 1, "top", top, "1 or more");
     hb::check_temperature(temperature, scale);
-    hb::check_sequences(sequences, d_student.batch, d_student.length);
+    hb::check_whole_sequences(sequences, d_student.batch, d_student.length);
     hb::check_rows("teacher", teacher, d_student.batch, d_student.heads, sequences.length, d_student.dim);
     hb::check_workspace(workspace, workspace_bytes(on, teacher));
     hb::check_tokens(
@@ -258,7 +261,7 @@ LossValue TopDistillation::operator()(const host& on, std::type_identity_t<rows_
                                       const Sequences& sequences, rows_view<Real> d_student) const {
     namespace hb = host_backend;
     hb::check_temperature(temperature, scale);
-    hb::check_sequences(sequences, d_student.batch, d_student.length);
+    hb::check_whole_sequences(sequences, d_student.batch, d_student.length);
     const std::int32_t heads = d_student.heads, vocabulary = d_student.dim;
     hb::check_rows("d_student", d_student, d_student.batch, heads, sequences.length, vocabulary);
     hb::check_rows("student", student, d_student.batch, heads, sequences.length, vocabulary);
@@ -301,7 +304,7 @@ LossValue CrossEntropy::operator()(const host& on, plane_view<const std::int32_t
                                    const Sequences& sequences, rows_view<Real> d_student) const {
     namespace hb = host_backend;
     hb::check_temperature(1.0f, scale);
-    hb::check_sequences(sequences, d_student.batch, d_student.length);
+    hb::check_whole_sequences(sequences, d_student.batch, d_student.length);
     const std::int32_t heads = d_student.heads, vocabulary = d_student.dim;
     hb::check_rows("d_student", d_student, d_student.batch, heads, sequences.length, vocabulary);
     hb::check_rows("student", student, d_student.batch, heads, sequences.length, vocabulary);
@@ -351,7 +354,7 @@ LossValue L2Distillation::operator()(const host& on, std::type_identity_t<rows_v
                                      workspace_view) const {
     namespace hb = host_backend;
     hb::check_temperature(1.0f, scale);
-    hb::check_sequences(sequences, d_student.batch, d_student.length);
+    hb::check_whole_sequences(sequences, d_student.batch, d_student.length);
     const std::int32_t heads = d_student.heads, dim = d_student.dim;
     hb::check_rows("d_student", d_student, d_student.batch, heads, sequences.length, dim);
     hb::check_rows("student", student, d_student.batch, heads, sequences.length, dim);

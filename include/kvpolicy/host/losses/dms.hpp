@@ -38,7 +38,7 @@ EvictionSums CompressionLoss::sums(const host& on, const P& policy, plane_view<c
     static_cast<void>(on);
     gate.check();
     policy.check_layer(layer, scores.heads);
-    hb::check_sequences(sequences, scores.batch, scores.length);
+    hb::check_whole_sequences(sequences, scores.batch, scores.length);
     hb::check_plane("scores", scores, scores.batch, scores.heads, sequences.length);
     EvictionSums sum;
     hb::for_each_decision(*this, policy, scores, sequences,

@@ -47,7 +47,7 @@ LossValue gate_loss(const L& loss, const P& policy, const plane_view<const Real>
                     const Sequences& sequences, const plane_view<Real>& d_scores) {
     const std::int32_t heads = d_scores.heads, batch = d_scores.batch;
     policy.check_layer(loss.layer, heads);
-    check_sequences(sequences, batch, d_scores.length);
+    check_whole_sequences(sequences, batch, d_scores.length);
     check_plane("d_scores", d_scores, batch, heads, sequences.length);
     check_plane("scores", scores, batch, heads, sequences.length);
     LossValue result;
@@ -136,7 +136,7 @@ void straight_through_values(const host& on, const P& policy,
     using Real = compute_t<T>;
     const std::int32_t heads = d_scores.heads, batch = d_scores.batch;
     policy.check_layer(layer, heads);
-    hb::check_sequences(sequences, batch, d_scores.length);
+    hb::check_whole_sequences(sequences, batch, d_scores.length);
     hb::check_plane("d_scores", d_scores, batch, heads, sequences.length);
     hb::check_plane("scores", scores, batch, heads, sequences.length);
     hb::check_rows("v", v, batch, heads, sequences.length, v.dim);
@@ -180,7 +180,7 @@ void retention_counts(const host&, const P& policy, plane_view<const Real> score
                       double* counts, std::int32_t layer) {
     namespace hb = host_backend;
     policy.check_layer(layer, scores.heads);
-    hb::check_sequences(sequences, scores.batch, scores.length);
+    hb::check_whole_sequences(sequences, scores.batch, scores.length);
     hb::check_plane("scores", scores, scores.batch, scores.heads, sequences.length);
     hb::check_metric("counts", counts, 1, scores.heads);
     for (std::int32_t h = 0; h < scores.heads; ++h) {
@@ -227,6 +227,10 @@ KVPOLICY_HOST_DEVICE inline void LambdaController::update_head(std::int32_t head
     }
     lambda[head] = weight;
 }
+inline bool LambdaController::due(std::int64_t step) const {
+    detail::require(every >= 1, "every", every, "1 or more");
+    return step % every == 0;
+}
 inline void LambdaController::start() const {
     check();
     for (std::int32_t h = 0; h < heads; ++h) {
@@ -235,6 +239,7 @@ inline void LambdaController::start() const {
 }
 inline void LambdaController::observe(const double* counts) const {
     check();
+    detail::require(counts != nullptr || heads == 0, "counts", "null", "an array by head");
     for (std::int32_t h = 0; h < heads; ++h) {
         detail::require(
             counts[h] >= 0.0, [&] { return detail::text("counts[", h, "]"); }, counts[h], "0 or more");

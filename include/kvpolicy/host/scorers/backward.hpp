@@ -135,6 +135,7 @@ struct mlp_backward_memory {
 
 template <std::int32_t D, Storage T>
 std::size_t backward_workspace_bytes(const host& on, const LinearScorer<D>&, const ScoreBackward<T>& call) {
+    host_backend::check_shape(call.sequences, call.k.heads);
     return static_cast<std::size_t>(on.threads()) *
                host_backend::aligned_size(static_cast<std::size_t>(call.k.dim + call.v.dim) *
                                           sizeof(compute_t<T>)) +
@@ -187,6 +188,7 @@ void backward(const host& on, const LinearScorer<D>& scorer, const ScoreBackward
 template <class Input, class Act, std::int32_t D, Storage T>
 std::size_t backward_workspace_bytes(const host& on, const BasicMlpScorer<Input, Act, D>& scorer,
                                      const ScoreBackward<T>& call) {
+    host_backend::check_shape(call.sequences, call.k.heads);
     return host_backend::mlp_backward_memory<compute_t<T>>(on, scorer, call, nullptr).bytes;
 }
 

@@ -80,6 +80,7 @@ struct conv_backward_memory {
 
 template <std::int32_t D, Storage T>
 std::size_t backward_workspace_bytes(const host&, const ConvScorer<D>& scorer, const ScoreBackward<T>& call) {
+    host_backend::check_shape(call.sequences, call.k.heads);
     return host_backend::conv_backward_memory<compute_t<T>>(scorer, call, nullptr).bytes;
 }
 

@@ -134,6 +134,7 @@ struct hidden_backward_memory {
 template <class Input, class Act, std::int32_t D, class Real>
 requires takes_hidden_state<Input> std::size_t score_hidden_backward_workspace_bytes(
     const host&, const BasicMlpScorer<Input, Act, D>& scorer, const HiddenBackward<Real>& call) {
+    host_backend::check_shape(call.sequences, call.d_scores.heads);
     return host_backend::hidden_backward_memory<Real>(scorer, call, nullptr).bytes;
 }
 

@@ -15,6 +15,7 @@ namespace kvpolicy {
 template <std::int32_t D, class Feature, class Values, Storage T>
 std::size_t backward_workspace_bytes(const host& on, const mLSTMScorer<D, Feature, Values>& scorer,
                                      const ScoreBackward<T>& call) {
+    host_backend::check_shape(call.sequences, call.k.heads);
     return host_backend::mlstm_backward_memory<mLSTMScorer<D, Feature, Values>, compute_t<T>>(on, scorer,
                                                                                               call, nullptr)
         .bytes;

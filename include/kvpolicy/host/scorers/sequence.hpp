@@ -382,6 +382,7 @@ std::size_t score_sequence_workspace_bytes(
     const host& on, const S& scorer, rows_view<K> k, rows_view<V> v, const Sequences& sequences,
     const BasicScoreOptions<compute_t<std::remove_const_t<K>>>& options) {
     using Real = compute_t<std::remove_const_t<K>>;
+    host_backend::check_shape(sequences, k.heads);
     return host_backend::score_sequence_bytes<Real>(on, scorer, k.heads, k.dim, v.dim, sequences,
                                                     options.how);
 }
