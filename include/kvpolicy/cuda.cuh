@@ -3,6 +3,10 @@
 // the others call (docs/cuda.md has the recipe).
 #pragma once
 
+#if defined(__cplusplus) && !defined(__CUDACC__)
+#error "kvpolicy: kvpolicy/cuda.cuh needs nvcc: give it a .cu file, or -x cu"
+#endif
+
 #include <kvpolicy/cuda/attend.cuh>
 #include <kvpolicy/cuda/attend_backward.cuh>
 #include <kvpolicy/cuda/boundary_loss.cuh>
