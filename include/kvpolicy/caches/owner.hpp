@@ -179,7 +179,8 @@ class CacheOwner {
     std::size_t taken_at_ = 0;  // [layers, slots, kv_heads]
     CacheBytes bytes_;
     detail::owned_pointer<std::byte> memory_;
-    std::vector<std::int32_t> scratch_;  // [3, slots]: what reorder needs, so that it does not allocate
+    std::vector<std::int32_t>
+        scratch_;  // [3, slots] once bound: what reorder needs, so that it does not allocate
 };
 
 }  // namespace kvpolicy

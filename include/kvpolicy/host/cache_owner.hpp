@@ -53,7 +53,6 @@ CacheOwner<Derived, P, T>::CacheOwner(const CacheShape& shape, const P& policy, 
                                 " rows of a page that the policy's selection reads");
         });
     }
-    scratch_.resize(3 * static_cast<std::size_t>(shape.slots));
     for (std::int32_t layer = 0; layer < shape.layers; ++layer) {
         for (std::int32_t head = 0; head < shape.kv_heads; ++head) {
             rules_.push_back(policy.rule(layer, head));
@@ -150,6 +149,8 @@ void CacheOwner<Derived, P, T>::bind_common(void* buffer, std::size_t buffer_byt
     detail::require(buffer != nullptr, "buffer", "null", "memory of bytes().total()");
     detail::require(buffer_bytes >= bytes_.total(), "buffer_bytes", buffer_bytes,
                     [&] { return detail::text("at least bytes().total() = ", bytes_.total()); });
+    // Not before: who only asks for bytes() may ask about any number of slots.
+    scratch_.resize(3 * static_cast<std::size_t>(shape_.slots));
     memory_ = host_backend::aligned(buffer);
     device_ = -1;
     std::memcpy(memory_ + rules_at_, rules_.data(), rules_.size() * sizeof(HeadRule));

@@ -62,7 +62,8 @@ inline void check_mass_options(const FutureMassOptions& options, std::int32_t kv
                     "0 or more, and finite");
     detail::require(options.look_ahead >= 0, "look_ahead", options.look_ahead,
                     "0 or more, or kvpolicy::unlimited");
-    detail::require(options.layer >= 0, "layer", options.layer, "0 or more");
+    detail::require(options.layer >= 0 && options.layer < never, "layer", options.layer,
+                    "0 or more, and below 2^31 - 1");
     options.window.check("array of windows", options.layer + 1, kv_heads);
     for (std::int32_t h = 0; h < kv_heads; ++h) {
         const std::int32_t window = options.window.at(options.layer, h);

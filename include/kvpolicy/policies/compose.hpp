@@ -318,7 +318,7 @@ class Policy {
 
     /// The same for the heads of one layer.
     void check_layer(std::int32_t layer, std::int32_t heads) const {
-        detail::require(layer >= 0, "layer", layer, "0 or more");
+        detail::require(layer >= 0 && layer < never, "layer", layer, "0 or more, and below 2^31 - 1");
         std::apply([&](const auto&... part) { (check_values(part, layer + 1, heads), ...); }, parts_);
         for (std::int32_t head = 0; head < heads; ++head) {
             check(rule(layer, head), layer, head);

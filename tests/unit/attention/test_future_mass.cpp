@@ -170,6 +170,10 @@ TEST_CASE("future mass refuses what it cannot mean") {
     options = {};
     options.epsilon = -1.0f;
     CHECK_REFUSED(call(options, workspace), "epsilon: -1");
+    options = {};
+    options.layer = std::numeric_limits<std::int32_t>::max();
+    CHECK_REFUSED(call(options, workspace), "layer: 2147483647");
+    options = {};
     options.epsilon = std::numeric_limits<float>::infinity();
     CHECK_REFUSED(call(options, workspace), "epsilon: inf");
     CHECK_REFUSED(call({}, workspace_view{}), "workspace.bytes: 0");

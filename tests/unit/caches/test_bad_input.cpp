@@ -146,6 +146,9 @@ TEST_CASE("sizes whose product no address space holds do not wrap to small ones"
     using Cache = FixedBudgetCache<P, float>;
     const Cache fits(with(&CacheShape::slots, 1 << 20), large);
     CHECK(fits.bytes().total() > std::size_t{1} << 58);
+    // bytes() answers before anything is allocated that grows with the slots.
+    const Cache crowded(with(&CacheShape::slots, std::numeric_limits<std::int32_t>::max()), policy());
+    CHECK(crowded.bytes().total() > std::size_t{1} << 41);
     CHECK_REFUSED(Cache(with(&CacheShape::slots, 1 << 24), large), "bytes of the cache: 2^62 or more" + text);
     constexpr std::int32_t huge = 1 << 30;
     CHECK(host_backend::product_of(std::int64_t{huge}, huge, 4) == host_backend::most_bytes + 1);

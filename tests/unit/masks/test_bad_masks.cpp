@@ -99,6 +99,10 @@ TEST_CASE("numbers that no policy can have, of the layer that is asked for") {
                    per_layer(c);
                    c.options.layer = 3;
                });
+    check_both("layer: 2147483647 is not allowed; it must be 0 or more", [&](Call& c) {
+        per_layer(c);
+        c.options.layer = std::numeric_limits<std::int32_t>::max();
+    });
     Call good;  // another layer's numbers do not matter
     per_layer(good);
     good.build();
