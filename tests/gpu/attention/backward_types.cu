@@ -185,6 +185,24 @@ TEST_CASE("lengths that no view holds count as 0 and are reported") {
     CHECK(words[2] == static_cast<std::uint32_t>(status_bad_length));
 }
 
+TEST_CASE("fewer keys take no more workspace, none at all included") {
+    // Any address stands for a tensor.
+    auto* const rows = reinterpret_cast<bf16*>(std::uintptr_t{1} << 20);
+    auto* const positions = reinterpret_cast<std::int32_t*>(std::uintptr_t{1} << 20);
+    const std::int32_t queries = 100000;
+    const auto q = view_bhsd<const bf16>(rows, 1, 2, queries, 64);
+    std::size_t before = 0;
+    for (const std::int32_t length : {0, 1, 500, 5000, 100000}) {
+        keys<bf16> all{view_bhsd<const bf16>(rows, 1, 1, length, 64),
+                       view_bhsd<const bf16>(rows, 1, 1, length, 64)};
+        all.position = view_bhs<const std::int32_t>(positions, 1, 1, length);
+        const std::size_t bytes = attend_backward_workspace_bytes<bf16, head_dims<128>>(
+            kvpolicy::cuda{}, Attention{}, q, all, {.batch = 1, .length = queries});
+        CHECK_MESSAGE(bytes >= before, length);
+        before = bytes;
+    }
+}
+
 TEST_CASE("refusals") {
     Case c = small("refused", 128);
     Inputs<bf16> in(c);

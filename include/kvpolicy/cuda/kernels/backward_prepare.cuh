@@ -125,7 +125,7 @@ __global__ void __launch_bounds__(pack_threads) backward_young_kernel(const back
         const block_sum sum = sum_of_warps<warps>(totals);
         const std::int32_t before = briefs + sum.before + __popc(alike & lanes_before(lane_id()));
         if (i < young) {
-            order[own ? before : brief + i - before] = i;
+            order[own ? before : brief + i - before] = old + i;
         }
         briefs += sum.total;
         __syncthreads();
