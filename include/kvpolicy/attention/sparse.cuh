@@ -40,8 +40,8 @@ inline namespace KVPOLICY_CUDA_NAMESPACE KVPOLICY_HIDDEN {
 
 /// Bytes of device workspace for the attend call with the same arguments, and for every call on the same card that differs
 /// from it only by fewer queries or keys. With `gather` at most 256 bytes a row of a KV head (448 with biases) and 8 bytes a
-/// query of a KV head; nearly nothing with `scan`. Shapes and strides count; nothing is read, but no view may be null: before tensors
-/// exist any address at a multiple of 16 bytes stands for them.
+/// query of a KV head (12 where a group fills a tile of queries: 64 heads and more); nearly nothing with `scan`. Shapes and strides
+/// count; nothing is read, but no view may be null: before tensors exist any address at a multiple of 16 bytes stands for them.
 template <Storage T, class Dims = all_head_dims>
 std::size_t attend_workspace_bytes(const cuda& on, const Attention& attention,
                                    std::type_identity_t<rows_view<const T>> q, const keys<T>& all,

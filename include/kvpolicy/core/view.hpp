@@ -145,7 +145,8 @@ struct Batch {
 };
 
 /// The numbers of an attention call that are not tensors. logit = scale * <q, k>, then softcap * tanh(logit / softcap)
-/// where softcap > 0. scale = 0 stands for 1 / sqrt(head_dim of the keys).
+/// where softcap > 0. scale = 0 stands for 1 / sqrt(head_dim of the keys). (The tensor cores' kernels on CUDA take tanh from an
+/// exponential, off by about 2^-21 of the softcap: one of thousands, which bounds nothing, costs digits. Say 0 for none.)
 struct Attention {
     float scale = 0.0f;
     float softcap = 0.0f;

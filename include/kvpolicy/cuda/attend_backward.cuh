@@ -79,7 +79,9 @@ struct backward_call {
         }
         const std::int64_t count = heads * most;
         if (lists) {
-            problem.young = parts.take<std::int32_t>(count * whole.super_q);
+            // Rows that have positions of their own may all be born at one query; else no two are.
+            problem.most_young = all.position ? all.k.length : whole.super_q;
+            problem.young = parts.take<std::int32_t>(count * problem.most_young);
             problem.brief = parts.take<std::int32_t>(count);
         }
         problem.items = parts.take<std::int32_t>(count + 1);
@@ -139,6 +141,9 @@ struct backward_call {
 };
 
 inline void zero(const cuda& on, void* memory, std::int64_t bytes) {
+    if (bytes == 0) {
+        return;
+    }
     check(cudaMemsetAsync(memory, 0, static_cast<std::size_t>(bytes), on.stream), "cudaMemsetAsync");
 }
 

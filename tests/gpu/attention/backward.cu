@@ -258,6 +258,17 @@ TEST_CASE("frames: starts, first, positions, lengths") {
     check_case<bf16>(c);
 }
 
+TEST_CASE("more rows born in a super-tile than it has queries") {
+    Case c = plain("rows that share positions", 1100, 1);
+    c.kv_heads = 2;
+    c.rows = 3100;
+    c.draw_positions(1080);
+    check_case<bf16>(c);
+    c.name = "rows that share positions, biases";
+    c.draw_bias(30);
+    check_case<bf16>(c);
+}
+
 TEST_CASE("packed segments") {
     Case c = plain("packed, dense", 500, 2);
     c.edges = {0, 130, 131, 400, 400, 500};

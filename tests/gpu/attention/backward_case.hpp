@@ -95,6 +95,17 @@ struct Case {
                                    : t;
         }
     }
+    /// Positions in any order, below `span`, each of many rows, and lifetimes from there.
+    void draw_positions(std::int32_t span) {
+        std::mt19937 generator(seed + 79);
+        position.resize(planes());
+        expiry.resize(planes());
+        for (std::size_t i = 0; i < expiry.size(); ++i) {
+            position[i] = static_cast<std::int32_t>(generator() % static_cast<unsigned>(span));
+            const unsigned kind = generator() % 4;
+            expiry[i] = kind == 0 ? never : position[i] + static_cast<std::int32_t>(kind * 60);
+        }
+    }
     void draw_bias(std::int32_t from) {
         std::mt19937 generator(seed + 78);
         log_bias.resize(planes());

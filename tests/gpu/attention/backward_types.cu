@@ -46,6 +46,11 @@ TEST_CASE("fp32, plain loops") {
     c.queries = c.rows = 1300;
     c.draw_expiry(100, 2000);
     check_case<float>(c);
+    // More rows are born in the super-tile than it has queries.
+    c = small("fp32, rows that share positions", 24);
+    c.rows = 3100;
+    c.draw_positions(220);
+    check_case<float>(c);
 }
 
 TEST_CASE("head_dims up to 256") {
@@ -178,6 +183,24 @@ TEST_CASE("lengths that no view holds count as 0 and are reported") {
     CHECK(words[0] == 0);
     CHECK(words[1] == static_cast<std::uint32_t>(status_bad_length));
     CHECK(words[2] == static_cast<std::uint32_t>(status_bad_length));
+}
+
+TEST_CASE("fewer keys take no more workspace, none at all included") {
+    // Any address stands for a tensor.
+    auto* const rows = reinterpret_cast<bf16*>(std::uintptr_t{1} << 20);
+    auto* const positions = reinterpret_cast<std::int32_t*>(std::uintptr_t{1} << 20);
+    const std::int32_t queries = 100000;
+    const auto q = view_bhsd<const bf16>(rows, 1, 2, queries, 64);
+    std::size_t before = 0;
+    for (const std::int32_t length : {0, 1, 500, 5000, 100000}) {
+        keys<bf16> all{view_bhsd<const bf16>(rows, 1, 1, length, 64),
+                       view_bhsd<const bf16>(rows, 1, 1, length, 64)};
+        all.position = view_bhs<const std::int32_t>(positions, 1, 1, length);
+        const std::size_t bytes = attend_backward_workspace_bytes<bf16, head_dims<128>>(
+            kvpolicy::cuda{}, Attention{}, q, all, {.batch = 1, .length = queries});
+        CHECK_MESSAGE(bytes >= before, length);
+        before = bytes;
+    }
 }
 
 TEST_CASE("refusals") {

@@ -152,6 +152,45 @@ TEST_CASE("normalisers of long sequences, one of them with logits that grow") {
     }
 }
 
+// Some exponentials go by a polynomial that would make a number of it.
+TEST_CASE("a key that is not a number reaches every normaliser that sees it") {
+    const auto check = [](band_path path, std::int32_t length, std::int32_t dim, std::int32_t spoilt) {
+        std::mt19937 generator(7);
+        Tensor<bf16> q(1, 1, length, dim), k(1, 1, length, dim);
+        q.fill_normal(generator, 1.0f);
+        k.fill_normal(generator, 1.0f);
+        std::fill_n(k.data.begin() + static_cast<std::ptrdiff_t>(spoilt) * dim, dim,
+                    bf16(std::numeric_limits<float>::quiet_NaN()));
+        const Device<bf16> q_there(q.data), k_there(k.data);
+        const Device<float> lse(std::vector<float>(static_cast<std::size_t>(length), -77.0f));
+        const auto of_q = view_bhsd<const bf16>(q_there.data(), 1, 1, length, dim);
+        const auto of_k = view_bhsd<const bf16>(k_there.data(), 1, 1, length, dim);
+        const kvpolicy::cuda on{};
+        const Device<unsigned char> workspace(future_mass_workspace_bytes<bf16>(on, of_q, of_k));
+        cuda_backend::causal_lse_by<bf16>(on, path, {}, of_q, of_k, {.batch = 1, .length = length},
+                                          view_bhs(lse.data(), 1, 1, length), workspace);
+        const std::vector<float> got = lse.read();
+        std::int32_t wrong = 0;
+        for (std::int32_t i = 0; i < length; ++i) {
+            const float x = got[static_cast<std::size_t>(i)];
+            wrong += i < spoilt ? (x > -100.0f && x < 100.0f && x != -77.0f ? 0 : 1) : (x != x ? 0 : 1);
+        }
+        CHECK_MESSAGE(wrong == 0, "path ", static_cast<int>(path), ", length ", length, ", head_dim ", dim,
+                      ", key ", spoilt, ": ", wrong, " wrong");
+    };
+    for (const band_path path : all_paths) {
+        for (const std::int32_t dim : {64, 128, 256}) {
+            for (std::int32_t spoilt = 0; spoilt < 16; ++spoilt) {
+                check(path, 700, dim, spoilt);
+                check(path, 700, dim, 300 + spoilt);
+            }
+        }
+    }
+    for (const std::int32_t spoilt : {9, 4000, 4009, 8190}) {
+        check(band_path::hopper, 8200, 128, spoilt);
+    }
+}
+
 TEST_CASE("future mass of sequences of different lengths, of strided views, and NaN beyond them") {
     check_mass<bf16>({.batch = 5,
                       .length = 400,

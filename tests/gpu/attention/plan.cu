@@ -356,6 +356,21 @@ TEST_CASE("positions in any order, starts below and above 0, two segments") {
     }
 }
 
+TEST_CASE("rows that share positions") {
+    std::mt19937 generator(5);
+    Case c;
+    c.heads = 2;
+    c.queries = 1030;
+    c.past.rows = 5000;
+    for (std::int32_t i = 0; i < c.heads * c.past.rows; ++i) {
+        c.past.position.push_back(static_cast<std::int32_t>(generator() % 900));
+        const unsigned life = generator() % 500;
+        c.past.expiry.push_back(life < 100 ? never
+                                           : c.past.position.back() + static_cast<std::int32_t>(life - 100));
+    }
+    check(c, "shared positions");
+}
+
 TEST_CASE("packed segments") {
     std::mt19937 generator(4);
     Case c;

@@ -76,11 +76,12 @@ struct backward_problem {
     float* sum_k = nullptr;         // [B][Hkv][rows][D]
     float* sum_v = nullptr;         // [B][Hkv][rows][D]
     float* sum_bias = nullptr;      // [B][Hkv][rows]; null: not wanted
-    std::int32_t* young = nullptr;  // [lists][super_q], the order of young entries; unused without lists
+    std::int32_t* young = nullptr;  // [lists][most_young], the young entries in order; unused without lists
     std::int32_t* brief = nullptr;  // [lists]
     std::int32_t* items = nullptr;  // [lists + 1], items before each list in the order of position_of
     std::int32_t* taken = nullptr;  // [supers], counters of items that were handed out
     std::uint32_t* not_finite = nullptr;  // set where some number of d_q is not finite
+    std::int32_t most_young = 0;          // young entries that a list may have
 
     __host__ __device__ std::int32_t heads() const { return call.batch * call.kv_heads; }
     __host__ __device__ std::int32_t lists() const { return heads() * plan.supers; }
@@ -127,8 +128,7 @@ struct backward_problem {
         };
         if (plan.row != nullptr) {
             const std::int32_t place =
-                i < all.old ? i
-                            : all.old + young[static_cast<std::int64_t>(list) * plan.super_q + i - all.old];
+                i < all.old ? i : young[static_cast<std::int64_t>(list) * most_young + i - all.old];
             const std::int64_t at = all.offset + place;
             const row_life life = plan.life[at];
             e.row = plan.row[at];

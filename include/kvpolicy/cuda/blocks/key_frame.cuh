@@ -174,7 +174,8 @@ class plain_frame {
 
   private:
     [[nodiscard]] __device__ static std::int32_t in_32_bits(std::int64_t x) {
-        return x > never ? never : x < -never ? -never : static_cast<std::int32_t>(x);
+        constexpr std::int32_t least = -never - 1;
+        return x > never ? never : x < least ? least : static_cast<std::int32_t>(x);
     }
 
     const expiry_t* expiry_;

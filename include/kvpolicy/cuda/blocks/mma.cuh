@@ -99,6 +99,13 @@ __device__ inline float zero_if_finite(const float (&o)[N]) {
     return zero;
 }
 
+/// The larger of two numbers; a NaN where one of them is none, which fmaxf leaves out.
+__device__ inline float larger_or_nan(float a, float b) {
+    float larger;
+    asm("max.NaN.f32 %0, %1, %2;" : "=f"(larger) : "f"(a), "f"(b));
+    return larger;
+}
+
 /// 1 / x by the special function unit: 1 ulp, 0 for inf.
 __device__ inline float fast_reciprocal(float x) {
     float y;

@@ -20,11 +20,12 @@ namespace cuda_backend {
 inline constexpr float no_exponent = -1e30f;
 
 /// 2^x on the arithmetic units, for a share of the exponents where the special function unit is the bottleneck. x is cut to
-/// [-125, 127]. The cubic is the minimax one for the relative error on [-1/2, 1/2]: 7.5e-5.
+/// [-125, 127]. The cubic is the minimax one for the relative error on [-1/2, 1/2]: 7.5e-5. A NaN becomes about 2^127 or more, which
+/// a quick pass takes for an overflow.
 template <bool CutAbove>
 __device__ inline float polynomial_exp2(float x) {
     constexpr float magic = 12582912.0f;  // 1.5 * 2^23: adding it rounds to an integer, in the low bits
-    x = fmaxf(x, -125.0f);
+    x = larger_or_nan(x, -125.0f);
     if constexpr (CutAbove) {
         x = fminf(x, 127.0f);
     }
@@ -225,12 +226,13 @@ struct row_state {
             if constexpr (Masked) {
                 s[i] = seen(i) ? s[i] : -INFINITY;
             }
-            most[i / 2 % 2] = fmaxf(most[i / 2 % 2], s[i]);
+            most[i / 2 % 2] = larger_or_nan(most[i / 2 % 2], s[i]);
         }
         float part[2] = {0.0f, 0.0f};
 #pragma unroll
         for (int r = 0; r < 2; ++r) {
-            most[r] = fmaxf(top[r], most[r] * scale);
+            // A NaN stays in `top`, and so in the sum, whatever way its own exponential goes.
+            most[r] = larger_or_nan(top[r], most[r] * scale);
             sum[r] *= fast_exp2(top[r] - most[r]);
             top[r] = most[r];
         }

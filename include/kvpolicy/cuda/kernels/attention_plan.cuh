@@ -256,7 +256,10 @@ inline attention_plan plan_round(const attention_plan& whole, std::int64_t heads
     attention_plan round = whole;
     round.first = first;
     round.supers = 1;  // plan_full_lists >= 1, so one list a head always fits
-    while (first + round.supers < whole.supers && heads * round.before(round.supers + 1) <= capacity) {
+    // Lists without rows take no memory, but what a caller has for each list must not grow where there are fewer rows.
+    const std::int64_t most = whole.rows > 0 ? whole.supers : plan_full_lists;
+    while (first + round.supers < whole.supers && round.supers < most &&
+           heads * round.before(round.supers + 1) <= capacity) {
         ++round.supers;
     }
     return round;

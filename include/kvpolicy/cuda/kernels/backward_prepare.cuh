@@ -102,7 +102,7 @@ __global__ void __launch_bounds__(pack_threads) backward_young_kernel(const back
     const std::int32_t head = list / p.plan.supers, old = p.plan.old[list];
     const row_life* const life = p.plan.life + p.plan.offset(head, list - head * p.plan.supers) + old;
     const std::int32_t young = p.plan.total[list] - old, super_q = p.plan.super_q;
-    std::int32_t* const order = p.young + static_cast<std::int64_t>(list) * super_q;
+    std::int32_t* const order = p.young + static_cast<std::int64_t>(list) * p.most_young;
     const auto is_brief = [life, young, super_q](std::int32_t i) {
         return i < young && life[i].dies < super_q && life[i].dies - life[i].born < super_q / 8 * 3;
     };
@@ -125,7 +125,7 @@ __global__ void __launch_bounds__(pack_threads) backward_young_kernel(const back
         const block_sum sum = sum_of_warps<warps>(totals);
         const std::int32_t before = briefs + sum.before + __popc(alike & lanes_before(lane_id()));
         if (i < young) {
-            order[own ? before : brief + i - before] = i;
+            order[own ? before : brief + i - before] = old + i;
         }
         briefs += sum.total;
         __syncthreads();
