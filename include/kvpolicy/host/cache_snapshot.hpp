@@ -163,8 +163,8 @@ bool read_past_layer(const Cache& cache, position_t length, blob_reader& blob, s
         for (std::int32_t r = 0; r < used; ++r) {
             position_t t = 0;
             float score = 0.0f;
-            if (!blob.get(&t, 1) || !blob.get(&score, 1) || score != score ||
-                !row_may_hold(layout, r, t, length)) {
+            // A NaN is as good as another: that of a sink or of a kept position is never read, and a device ranks others last.
+            if (!blob.get(&t, 1) || !blob.get(&score, 1) || !row_may_hold(layout, r, t, length)) {
                 return false;
             }
             pinned += r >= layout.place(0) && cache.keep.keeps(t) ? 1 : 0;

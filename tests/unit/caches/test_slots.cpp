@@ -10,6 +10,7 @@
 
 #include <doctest/doctest.h>
 
+#include <limits>
 #include <string>
 #include <utility>
 
@@ -17,7 +18,7 @@ using namespace kvpolicy;
 
 namespace {
 
-constexpr std::int32_t slots = 5;
+constexpr std::int32_t slots = 5, one = 1;
 constexpr CacheShape shape{.layers = 2,
                            .slots = slots,
                            .query_heads = 2,
@@ -422,6 +423,26 @@ TEST_CASE("a snapshot is of a whole token, or refused") {
     Bound<Capped, false> fixed(on, capped());
     check(fixed);
     Bound<Gated, true> dual(on, Gated{});
+    check(dual);
+}
+
+TEST_CASE("a snapshot brings back scores that are no numbers, which a device stores") {
+    const host on(1);
+    const auto check = [&](auto& bound) {
+        bound.feed(on, 0, 20, 1);
+        const auto rows = bound.cache.ref(1).head_rows(0, 0);
+        rows.score(0) = rows.score(5) = std::numeric_limits<float>::quiet_NaN();
+        const std::vector<unsigned char> blob = bound.saved(on, 0);
+        bound.room(on, {.count = 1, .slots = &one, .length = 20});
+        bound.cache.restore(on, 1, blob.data(), blob.size());
+        CHECK(bound.content(1) == bound.content(0));
+        bound.feed(on, 0, 30, 2);
+        bound.feed(on, 1, 30, 2);
+        CHECK(bound.content(1) == bound.content(0));
+    };
+    Bound<Capped, false> fixed(on, capped());
+    check(fixed);
+    Bound<Capped, true> dual(on, capped());
     check(dual);
 }
 
