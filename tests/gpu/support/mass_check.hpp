@@ -201,11 +201,9 @@ class MassTest {
             k.data[i] = static_cast<double>(static_cast<compute_t<T>>(k_.data[i]));
         }
         const Sequences sequences{.batch = c.batch, .length = c.length, .lengths = lengths_.data()};
-        Workspace workspace(
-            future_mass_workspace_bytes<double>(on, q.view(), k.view()));
+        Workspace workspace(future_mass_workspace_bytes<double>(on, q.view(), k.view()));
         std::fill(lse_host.data.begin(), lse_host.data.end(), poison);
-        causal_lse<double>(on, attention(), q.view(), k.view(), sequences,
-                           lse_host.view(), workspace);
+        causal_lse<double>(on, attention(), q.view(), k.view(), sequences, lse_host.view(), workspace);
         lse_ = lse_host;
         for (float& x : lse_.data) {
             if (c.lse == Lse::nothing || (c.lse == Lse::partly_nothing && generator() % 3 == 0)) {
@@ -217,8 +215,8 @@ class MassTest {
             }
             most_lse_ = std::isinf(x) ? most_lse_ : std::max(most_lse_, static_cast<double>(std::abs(x)));
         }
-        future_mass<double>(on, attention(), q.view(), k.view(),
-                            std::as_const(lse_).view(), sequences, c.options, target_host.view(), workspace);
+        future_mass<double>(on, attention(), q.view(), k.view(), std::as_const(lse_).view(), sequences,
+                            c.options, target_host.view(), workspace);
     }
 
     /// Of a logit, absolute: D / 16 partial sums that a tensor core aligns and cuts to 24 bits, each with an error below 2^-22 of

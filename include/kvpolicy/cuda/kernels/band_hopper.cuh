@@ -174,6 +174,71 @@ __device__ inline void band_products(float (&s)[N], const band_rows<Dim, Held>& 
     band_products<T>(s, rows, columns, [](int) {});
 }
 
+/// The rows of an item: 64 at a time, the swizzled tiles that one wgmma reads. By one thread.
+template <int Dim>
+__device__ inline void fetch_band_rows(std::uint32_t to, const CUtensorMap& map, const band_item& item,
+                                       std::uint32_t barrier) {
+#pragma unroll 1
+    for (int m = 0; m < band_hopper_sizes<Dim>::rows / 64; ++m) {
+#pragma unroll
+        for (int x = 0; x < Dim / 64; ++x) {
+            copy_box(to + static_cast<std::uint32_t>(m * Dim / 64 + x) * 64 * 128, map, 64 * x,
+                     item.first + 64 * m, item.head, item.b, barrier);
+        }
+    }
+}
+/// A tile of columns into its place in the ring. By one thread.
+template <int Dim>
+__device__ inline void fetch_band_columns(std::uint32_t to, const CUtensorMap& map, std::int32_t column,
+                                          std::int32_t head, std::int32_t b, std::uint32_t barrier) {
+#pragma unroll
+    for (int x = 0; x < Dim / 64; ++x) {
+        copy_box(to + static_cast<std::uint32_t>(x) * band_hopper_sizes<Dim>::columns * 128, map, 64 * x,
+                 column, head, b, barrier);
+    }
+}
+
+/// Where a consumer's thread is in 64 rows: it has rows own and own + 8, and in them every fourth pair of columns.
+struct band_place {
+    int pair, own;
+};
+
+/// Takes in a tile of 64 rows from `first` on. `bias`: of the ring's tiles, of which this one is in place `at`; a normaliser has none.
+template <int Dim, class Pass, int Width>
+__device__ inline void fold_band(const float (&s)[Width], row_state<Pass>& state, const band_item& item,
+                                 const band_place& place, const row_constants& constants, std::int32_t first,
+                                 std::int32_t column, const float* bias, int at) {
+    constexpr int columns = band_hopper_sizes<Dim>::columns;
+    const std::int32_t apart = column + 2 * place.pair - (first + place.own);
+    const std::int32_t left = item.length - (column + 2 * place.pair);
+    const float* const of = bias + at * columns + 2 * place.pair;
+    if (item.full(first, 64, column, columns)) {
+        state.template absorb<false, band_hopper_tuning<Dim, Pass>::polynomial>(s, of, constants, apart, left,
+                                                                                item.low, item.span);
+    } else if (item.any(first, 64, column, columns)) {
+        state.template absorb<true, 0>(s, of, constants, apart, left, item.low, item.span);
+    }
+}
+
+/// Adds what 64 rows from `first` on came to, and notes whether some row overflowed; those beyond the sequence may hold anything.
+template <class Pass, class T>
+__device__ inline void finish_band(const band_problem<T>& problem, const band_item& item,
+                                   const band_place& place, row_state<Pass>& state, std::int32_t first,
+                                   float* totals, bool& overflow) {
+    float result[2];
+    bool over[2];
+    state.reduce(result, over);
+    state.clear();
+    overflow = overflow || (over[0] && first + place.own < item.length) ||
+               (over[1] && first + place.own + 8 < item.length);
+    if (place.pair == 0) {
+#pragma unroll
+        for (int r = 0; r < 2; ++r) {
+            add_to_total<Pass>(problem, item, totals, first - item.first + place.own + 8 * r, result[r]);
+        }
+    }
+}
+
 #endif
 
 /// As many blocks as fit; each takes items as long as there are any of `count`.
@@ -242,23 +307,14 @@ __global__ void __launch_bounds__(KVPOLICY_HOPPER_THREADS(384), 1)
                 const bool more = number < count;
                 const std::int32_t own = more ? number : -1;
                 const std::int32_t turns = more ? item.tiles * problem.streams : 0;
-                // The rows: 64 at a time, the swizzled tiles that one wgmma reads. Once consumers are done with those of the item before, they
-                // are done with all that belongs to the one before that.
+                // Once consumers are done with the rows of the item before, they are done with all that belongs to the one before that.
                 const auto fetch_rows = [&] {
                     barrier_wait(rows_emptied, (n & 1) ^ 1);
                     taken[n & 1].item = item;
                     taken[n & 1].number = own;
                     barrier_expect(rows_filled, turns > 0 ? sizes::row_bytes : 0);
                     if (turns > 0) {
-#pragma unroll 1
-                        for (int m = 0; m < sizes::rows / 64; ++m) {
-#pragma unroll
-                            for (int x = 0; x < Dim / 64; ++x) {
-                                copy_box(rows + static_cast<std::uint32_t>(m * Dim / 64 + x) * 64 * 128,
-                                         rows_map, 64 * x, item.first + 64 * m, item.head, item.b,
-                                         rows_filled);
-                            }
-                        }
+                        fetch_band_rows<Dim>(rows, rows_map, item, rows_filled);
                     }
                 };
                 std::int32_t stream = 0;
@@ -284,12 +340,8 @@ __global__ void __launch_bounds__(KVPOLICY_HOPPER_THREADS(384), 1)
                                       static_cast<std::uint32_t>(stage) * bias_bytes,
                                   problem.bias + problem.bias_row(item.b, head) + column, bias_bytes, full);
                     }
-#pragma unroll
-                    for (int x = 0; x < Dim / 64; ++x) {
-                        copy_box(ring + static_cast<std::uint32_t>(stage) * sizes::column_bytes +
-                                     static_cast<std::uint32_t>(x) * sizes::columns * 128,
-                                 columns, 64 * x, column, head, item.b, full);
-                    }
+                    fetch_band_columns<Dim>(ring + static_cast<std::uint32_t>(stage) * sizes::column_bytes,
+                                            columns, column, head, item.b, full);
                     if (++inside == item.tiles) {
                         inside = 0;
                         ++stream;
@@ -313,19 +365,18 @@ __global__ void __launch_bounds__(KVPOLICY_HOPPER_THREADS(384), 1)
     } else {
         take_registers<sizes::consumer_registers>();
         const int lane = thread % 32;
-        const int pair = lane % 4;
-        const int own = thread / 32 * 16 + lane / 4;  // this thread's rows of 64: own and own + 8
+        const band_place place{lane % 4, thread / 32 * 16 + lane / 4};
         const row_constants constants = constants_of(problem.exponents);
         constexpr int width = sizes::columns / 2;
         int stage = 0;
         std::uint32_t parity = 0;
         for (std::uint32_t n = 0;; ++n) {
             barrier_wait(rows_filled, n & 1);
-            taken_item& place = taken[n & 1];
-            if (place.number < 0) {
+            taken_item& its = taken[n & 1];
+            if (its.number < 0) {
                 break;
             }
-            const band_item item = place.item;
+            const band_item item = its.item;
             const std::int32_t turns = item.tiles * problem.streams;
             const std::int32_t first_row = item.first + 128 * group;
             float* const own_totals = totals + (n & 1) * sizes::rows;
@@ -340,15 +391,7 @@ __global__ void __launch_bounds__(KVPOLICY_HOPPER_THREADS(384), 1)
             };
             const auto fold = [&](const float(&s)[width], row_state<Pass>& state, std::int32_t first,
                                   std::int32_t column, int at) {
-                const std::int32_t apart = column + 2 * pair - (first + own);
-                const std::int32_t left = item.length - (column + 2 * pair);
-                const float* const of = bias + at * sizes::columns + 2 * pair;
-                if (item.full(first, 64, column, sizes::columns)) {
-                    state.template absorb<false, tuning::polynomial>(s, of, constants, apart, left, item.low,
-                                                                     item.span);
-                } else if (item.any(first, 64, column, sizes::columns)) {
-                    state.template absorb<true, 0>(s, of, constants, apart, left, item.low, item.span);
-                }
+                fold_band<Dim>(s, state, item, place, constants, first, column, bias, at);
             };
             // Most tiles: exponents go as they are, and all pairs count. `next` is multiplied beside the folding of s.
             const auto is_plain = [&](std::int32_t column) {
@@ -360,24 +403,11 @@ __global__ void __launch_bounds__(KVPOLICY_HOPPER_THREADS(384), 1)
                 if constexpr (tuning::mixed) {
                     state.template absorb_part<tuning::polynomial>(
                         s, k * (width / 4) / steps, (k + 1) * (width / 4) / steps,
-                        bias + at * sizes::columns + 2 * pair, problem.exponents.scale);
+                        bias + at * sizes::columns + 2 * place.pair, problem.exponents.scale);
                 }
             };
             const auto finish = [&](row_state<Pass>& state, std::int32_t first) {
-                float result[2];
-                bool over[2];
-                state.reduce(result, over);
-                state.clear();
-                // Rows beyond the sequence may hold anything.
-                overflow = overflow || (over[0] && first + own < item.length) ||
-                           (over[1] && first + own + 8 < item.length);
-                if (pair == 0) {
-#pragma unroll
-                    for (int r = 0; r < 2; ++r) {
-                        add_to_total<Pass>(problem, item, own_totals, first - item.first + own + 8 * r,
-                                           result[r]);
-                    }
-                }
+                finish_band<Pass>(problem, item, place, state, first, own_totals, overflow);
             };
 
             if (turns > 0) {
@@ -455,16 +485,16 @@ __global__ void __launch_bounds__(KVPOLICY_HOPPER_THREADS(384), 1)
             }
             if constexpr (Pass::quick) {
                 if (overflow) {
-                    place.overflow = 1;
+                    its.overflow = 1;
                 }
             }
             named_barrier(1, 256);
             // Consumers are the first 256 threads. What a thread resets here is used again after the next item's barrier.
             const int row = static_cast<int>(threadIdx.x);
-            write_total<Pass>(problem, item, own_totals, row, place.number, &place.overflow);
+            write_total<Pass>(problem, item, own_totals, row, its.number, &its.overflow);
             own_totals[row] = -INFINITY;
             if (Pass::quick && row == 0) {
-                place.overflow = 0;
+                its.overflow = 0;
             }
         }
     }

@@ -70,28 +70,17 @@ __global__ void __launch_bounds__(KVPOLICY_HOPPER_THREADS(384), 1)
             const std::int32_t head = problem.column_head(item.head, 0);
             int stage = 0;
             std::uint32_t parity = 1;
-            if (turns > 0) {  // the rows: 64 at a time, the swizzled tiles that one wgmma reads
+            if (turns > 0) {
                 barrier_expect(rows_filled, sizes::row_bytes);
-#pragma unroll 1
-                for (int m = 0; m < sizes::rows / 64; ++m) {
-#pragma unroll
-                    for (int x = 0; x < Dim / 64; ++x) {
-                        copy_box(rows + static_cast<std::uint32_t>(m * Dim / 64 + x) * 64 * 128, rows_map,
-                                 64 * x, item.first + 64 * m, item.head, item.b, rows_filled);
-                    }
-                }
+                fetch_band_rows<Dim>(rows, rows_map, item, rows_filled);
             }
             for (std::int32_t turn = 0; turn < turns; ++turn) {
                 const std::int32_t column = band_column<Pass, sizes::columns>(item, turn);
                 const std::uint32_t full = filled + static_cast<std::uint32_t>(stage) * 8;
                 barrier_wait(emptied + static_cast<std::uint32_t>(stage) * 8, parity);
                 barrier_expect(full, sizes::column_bytes);
-#pragma unroll
-                for (int x = 0; x < Dim / 64; ++x) {
-                    copy_box(ring + static_cast<std::uint32_t>(stage) * sizes::column_bytes +
-                                 static_cast<std::uint32_t>(x) * sizes::columns * 128,
-                             columns, 64 * x, column, head, item.b, full);
-                }
+                fetch_band_columns<Dim>(ring + static_cast<std::uint32_t>(stage) * sizes::column_bytes,
+                                        columns, column, head, item.b, full);
                 if (++stage == sizes::stages) {
                     stage = 0;
                     parity ^= 1;
@@ -101,8 +90,7 @@ __global__ void __launch_bounds__(KVPOLICY_HOPPER_THREADS(384), 1)
     } else {
         take_registers<sizes::alone_consumer_registers>();
         const int lane = thread % 32;
-        const int pair = lane % 4;
-        const int own = thread / 32 * 16 + lane / 4;  // this thread's rows of 64: own and own + 8
+        const band_place place{lane % 4, thread / 32 * 16 + lane / 4};
         const row_constants constants = constants_of(problem.exponents);
         const std::int32_t first_row = item.first + 128 * group;
         const band_rows<Dim, false> a0(rows + static_cast<std::uint32_t>(2 * group) * 64 * Dim * 2);
@@ -119,14 +107,7 @@ __global__ void __launch_bounds__(KVPOLICY_HOPPER_THREADS(384), 1)
         };
         const auto fold = [&](const float(&s)[width], row_state<Pass>& state, std::int32_t first,
                               std::int32_t column) {
-            const std::int32_t apart = column + 2 * pair - (first + own);
-            const std::int32_t left = item.length - (column + 2 * pair);
-            if (item.full(first, 64, column, sizes::columns)) {
-                state.template absorb<false, tuning::polynomial>(s, nullptr, constants, apart, left, item.low,
-                                                                 item.span);
-            } else if (item.any(first, 64, column, sizes::columns)) {
-                state.template absorb<true, 0>(s, nullptr, constants, apart, left, item.low, item.span);
-            }
+            fold_band<Dim>(s, state, item, place, constants, first, column, nullptr, 0);
         };
         // Most tiles: exponents go as they are, and all pairs count. `next` is multiplied beside the folding of s.
         const auto is_plain = [&](std::int32_t column) {
@@ -144,18 +125,7 @@ __global__ void __launch_bounds__(KVPOLICY_HOPPER_THREADS(384), 1)
             pin(next);
         };
         const auto finish = [&](row_state<Pass>& state, std::int32_t first) {
-            float result[2];
-            bool over[2];
-            state.reduce(result, over);
-            // Rows beyond the sequence may hold anything.
-            overflow = overflow || (over[0] && first + own < item.length) ||
-                       (over[1] && first + own + 8 < item.length);
-            if (pair == 0) {
-#pragma unroll
-                for (int r = 0; r < 2; ++r) {
-                    add_to_total<Pass>(problem, item, totals, first - item.first + own + 8 * r, result[r]);
-                }
-            }
+            finish_band<Pass>(problem, item, place, state, first, totals, overflow);
         };
 
         int stage = 0;
