@@ -202,12 +202,7 @@ void without_projections(benchmark::State& state, const shape& of) {
     measure(
         state, calls.stream,
         [&] {
-            if (Which == passes::both_kept) {
-                call.states(on);
-                call.read(on);
-            } else {
-                call.scores(on);
-            }
+            call.scores(on, Which == passes::both_kept);
             if (Which == passes::both) {
                 call.states(on);
             }

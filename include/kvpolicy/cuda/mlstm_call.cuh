@@ -5,12 +5,14 @@
 #include <kvpolicy/cuda/config.cuh>
 #include <kvpolicy/cuda/hopper.cuh>
 #include <kvpolicy/cuda/kernels/mlstm_backward.cuh>
+#include <kvpolicy/cuda/kernels/mlstm_ends_hopper.cuh>
 #include <kvpolicy/cuda/kernels/mlstm_frames.cuh>
 #include <kvpolicy/cuda/kernels/mlstm_project.cuh>
 #include <kvpolicy/cuda/kernels/mlstm_read.cuh>
 #include <kvpolicy/cuda/kernels/mlstm_read_hopper.cuh>
 #include <kvpolicy/cuda/kernels/mlstm_reads_hopper.cuh>
 #include <kvpolicy/cuda/kernels/mlstm_sweep.cuh>
+#include <kvpolicy/cuda/kernels/mlstm_sweep_hopper.cuh>
 #include <kvpolicy/cuda/kernels/mlstm_tokens_backward.cuh>
 #include <kvpolicy/cuda/kernels/mlstm_tokens_hopper.cuh>
 #include <kvpolicy/cuda/kernels/mlstm_walk.cuh>
@@ -125,6 +127,8 @@ struct mlstm_call {
         });
         problem.rows_q = of_queries.rows;
         problem.rows_k = of_tokens.rows;
+        problem.used_q = of_queries.used;
+        problem.used_k = of_tokens.used;
         stack_q = take_stack<T>(parts, of_queries, k.heads, call.source.padded);
         stack_k = take_stack<T>(parts, of_tokens, k.heads, call.source.padded);
         problem.stack_q = stack_q;
@@ -157,11 +161,11 @@ struct mlstm_call {
             constexpr int F = features, V = values;
             require_shared("k.dim + v.dim", call.source.size, project_bytes<F, V, 1>(), room);
             if constexpr (!shared_tile<E>::plain) {
-                if (has_hopper_code(device, mlstm_read_hopper_kernel<T, F, V>)) {
+                if (has_hopper_code(device, mlstm_sweep_hopper_kernel<T, F, V>)) {
                     return;
                 }
             }
-            std::size_t wanted = mlstm_walk_memory<E, walk_part, walk_part, false, false>(nullptr).bytes;
+            std::size_t wanted = mlstm_walk_memory<E, walk_part, walk_part, false>(nullptr).bytes;
             if (backward) {
                 if constexpr (!shared_tile<E>::plain || V <= 64) {
                     wanted = std::max(wanted, backward_bytes<F, V, mlstm_can_be_small<E, F, V>>());
@@ -210,25 +214,35 @@ struct mlstm_call {
     }
     /// States before each chunk.
     void states(const cuda& on) {
+        if (sweep_on_hopper(on, false, true)) {
+            return;
+        }
         launch("mlstm_frames_kernel", mlstm_frames_kernel<T>, planes(), mlstm_frames_threads, 0, on, problem);
         walk<false>(on);
     }
-    /// Scores.
-    void scores(const cuda& on) {
+    /// Scores; keeps: and states before each chunk.
+    void scores(const cuda& on, bool keeps = false) {
+        if (sweep_on_hopper(on, true, keeps)) {
+            return;
+        }
         if constexpr (!shared_tile<E>::plain) {
+            if (keeps) {
+                states(on);
+                read(on);
+                return;
+            }
             bool swept = false;
             widths([&](auto features, auto values) {
                 constexpr int F = features, V = values;
                 const std::size_t shared = mlstm_sweep_memory<E, F, V>(nullptr).bytes;
-                const std::size_t room = device_scope(on).shared_limit();
-                // On Hopper a walk and a read of each chunk by itself take less than a sweep.
-                if (has_hopper_code(device_scope(on), mlstm_read_hopper_kernel<T, F, V>) || shared > room) {
+                const device_scope device(on);
+                if (shared > device.shared_limit()) {
                     return;
                 }
                 swept = true;
                 launch("mlstm_frames_kernel", mlstm_frames_kernel<T>, planes(), mlstm_frames_threads, 0, on,
                        problem);
-                cut(sweep_segments(F, V));
+                cut(sweep_segments(F, V, false));
                 begin_segments<F, V, false>(on);
                 launch("mlstm_sweep_kernel", mlstm_sweep_kernel<T, F, V>, planes() * problem.segments,
                        mlstm_sweep_threads, shared, on, problem);
@@ -244,14 +258,6 @@ struct mlstm_call {
         problem.ahead = device_scope(on).attribute(cudaDevAttrMultiProcessorCount);
         widths([&](auto features, auto values) {
             constexpr int F = features, V = values;
-            if constexpr (!shared_tile<E>::plain) {
-                if (has_hopper_code(device_scope(on), mlstm_read_hopper_kernel<T, F, V>)) {
-                    launch("mlstm_read_hopper_kernel", mlstm_read_hopper_kernel<T, F, V>,
-                           std::min(call.chunks(), std::int64_t{problem.ahead} * mlstm_reads_blocks<V>),
-                           mlstm_warpgroup_threads, mlstm_read_tiles<E, F, V>::bytes(), on, problem);
-                    return;
-                }
-            }
             launch("mlstm_read_kernel", mlstm_read_kernel<T, F, V>, call.chunks(), mlstm_threads,
                    mlstm_read_memory<E, F, V, false>(nullptr).bytes, on, problem);
         });
@@ -266,11 +272,18 @@ struct mlstm_call {
             } else {
                 if constexpr (!shared_tile<E>::plain) {
                     const device_scope device(on);
-                    if (has_hopper_code(device, mlstm_reads_hopper_kernel<T, F, V>)) {
+                    if (has_hopper_code(device, mlstm_reads_hopper_kernel<T, F, V, false>)) {
                         const std::int64_t at_once = std::int64_t{problem.ahead} * mlstm_reads_blocks<V>;
-                        launch("mlstm_reads_hopper_kernel", mlstm_reads_hopper_kernel<T, F, V>,
-                               std::min(call.chunks(), at_once), mlstm_warpgroup_threads,
-                               mlstm_reads_memory<E, F, V>::bytes(), on, problem);
+                        const auto reads = [&](auto kernel) {
+                            launch("mlstm_reads_hopper_kernel", kernel, std::min(call.chunks(), at_once),
+                                   mlstm_warpgroup_threads, mlstm_reads_memory<E, F, V>::bytes(), on,
+                                   problem);
+                        };
+                        if (problem.norm_gain != nullptr) {
+                            reads(mlstm_reads_hopper_kernel<T, F, V, true>);
+                        } else {
+                            reads(mlstm_reads_hopper_kernel<T, F, V, false>);
+                        }
                         walk<true>(on);
                         launch("mlstm_tokens_hopper_kernel", mlstm_tokens_hopper_kernel<T, F, V>,
                                std::min(call.chunks(), std::int64_t{problem.ahead} * mlstm_tokens_blocks),
@@ -316,8 +329,9 @@ struct mlstm_call {
     }
     void inputs_backward(const cuda& on, const ScoreBackward<T>& to) {
         launch_input_gradients(
-            on, call, gradient_rows<T>{problem.d_rows_k, stack_k, of_tokens.rows, 0},
-            gradient_rows<T>{problem.d_rows_q, stack_q, of_queries.rows, call.streams.delay}, to);
+            on, call, gradient_rows<T>{problem.d_rows_k, stack_k, of_tokens.rows, of_tokens.used, 0},
+            gradient_rows<T>{problem.d_rows_q, stack_q, of_queries.rows, of_queries.used, call.streams.delay},
+            to);
     }
 
   private:
@@ -354,8 +368,8 @@ struct mlstm_call {
         const std::int64_t most = std::min<std::int64_t>(walks_at_once / blocks, call.streams.slots / 2);
         return most < 3 ? 1 : static_cast<std::int32_t>(most);
     }
-    /// Segments of a sweep, one block a multiprocessor: about 4 microseconds a chunk, and 1 for a chunk that is walked over before.
-    [[nodiscard]] std::int32_t sweep_segments(int F, int V) const {
+    /// Segments of a sweep, one block a multiprocessor: by what a chunk takes, and one that is added up before, in tenths of microseconds.
+    [[nodiscard]] std::int32_t sweep_segments(int F, int V, bool hopper) const {
         const auto waves = [](std::int64_t blocks, std::int64_t at_once) {
             return (blocks + at_once - 1) / at_once;
         };
@@ -363,9 +377,14 @@ struct mlstm_call {
         std::int64_t least = 0;
         for (std::int32_t n = 1; n <= std::min(64, std::max(1, call.streams.slots / 2)); ++n) {
             const std::int64_t chunks = waves(call.streams.slots, n);
-            const std::int64_t walk = waves(planes() * (n - 1) * walk_parts(F, V), walks_at_once);
-            const std::int64_t time =
-                waves(planes() * n, processors) * (4 * chunks + 2) + walk * (chunks + 4);
+            const std::int64_t blocks = waves(planes() * n, processors);
+            std::int64_t time = 0;
+            if (hopper) {
+                time = blocks * (20 * chunks + 20) + (n > 1 ? planes() * (n - 1) * chunks / 10 + 80 : 0);
+            } else {
+                const std::int64_t walks = waves(planes() * (n - 1) * walk_parts(F, V), walks_at_once);
+                time = blocks * (40 * chunks + 20) + walks * (10 * chunks + 40);
+            }
             if (n == 1 || time < least) {
                 best = n;
                 least = time;
@@ -373,33 +392,71 @@ struct mlstm_call {
         }
         return best;
     }
-    void cut(std::int32_t segments) {
+    /// Parts of a segment on Hopper, where each is added up by itself.
+    [[nodiscard]] std::int32_t cuts_of(std::int32_t segments) const {
+        const std::int64_t blocks = std::max<std::int64_t>(1, planes() * (segments - 1));
+        const std::int64_t most =
+            std::min<std::int64_t>(2 * processors / blocks, call.streams.slots / segments / 4);
+        return segments == 1 ? 1 : static_cast<std::int32_t>(std::max<std::int64_t>(1, most));
+    }
+    void cut(std::int32_t segments, std::int32_t cuts = 1) {
         const std::int32_t slots = call.streams.slots;
-        problem.segment_chunks = (slots + segments - 1) / segments;
+        problem.cuts = cuts;
+        problem.segment_chunks = (slots + segments * cuts - 1) / (segments * cuts) * cuts;
         problem.segments = slots == 0 ? 1 : (slots + problem.segment_chunks - 1) / problem.segment_chunks;
     }
-    template <int F, int V, bool Backward, bool Ends>
-    void launch_walk(const cuda& on, std::int64_t blocks) {
+    /// A sweep by code for Hopper, where there is such.
+    bool sweep_on_hopper([[maybe_unused]] const cuda& on, [[maybe_unused]] bool reads,
+                         [[maybe_unused]] bool keeps) {
+        bool swept = false;
         if constexpr (!shared_tile<E>::plain) {
-            if (has_hopper_code(device_scope(on), mlstm_walk_hopper_kernel<T, F, V, Backward, Ends>)) {
-                launch("mlstm_walk_hopper_kernel", mlstm_walk_hopper_kernel<T, F, V, Backward, Ends>, blocks,
-                       mlstm_walk_threads<true>, mlstm_walk_memory < E, 64, 64, true,
-                       Backward && !Ends > (nullptr).bytes, on, problem);
-                return;
-            }
+            widths([&](auto features, auto values) {
+                constexpr int F = features, V = values;
+                if (!has_hopper_code(device_scope(on), mlstm_sweep_hopper_kernel<T, F, V>)) {
+                    return;
+                }
+                swept = true;
+                launch("mlstm_frames_kernel", mlstm_frames_kernel<T>, planes(), mlstm_frames_threads, 0, on,
+                       problem);
+                const std::int32_t segments = sweep_segments(F, V, true);
+                cut(segments, cuts_of(segments));
+                begin_segments<F, V, false>(on);
+                problem.sweep_reads = reads;
+                problem.sweep_keeps = keeps;
+                launch("mlstm_sweep_hopper_kernel", mlstm_sweep_hopper_kernel<T, F, V>,
+                       planes() * problem.segments, mlstm_sweep_hopper_threads<F>,
+                       mlstm_sweep_hopper_memory<E, F, V>(nullptr).bytes, on, problem);
+            });
         }
-        launch("mlstm_walk_kernel", mlstm_walk_kernel<T, F, V, walk_part, walk_part, Backward, Ends>, blocks,
-               mlstm_walk_threads<false>,
-               mlstm_walk_memory<E, walk_part, walk_part, false, false>(nullptr).bytes, on, problem);
+        return swept;
     }
     /// The states that segments begin with.
     template <int F, int V, bool Backward>
     void begin_segments(const cuda& on) {
-        if (problem.segments > 1) {
-            launch_walk<F, V, Backward, true>(on, planes() * (problem.segments - 1) * walk_parts(F, V));
-            launch("mlstm_carry_kernel", mlstm_carry_kernel<T, F, V>,
-                   (planes() * (F * (V + 1) / 4) + 255) / 256, 256, 0, on, problem, Backward);
+        if (problem.segments == 1) {
+            return;
         }
+        const std::int64_t added = planes() * (problem.segments - 1);
+        bool done = false;
+        if constexpr (!shared_tile<E>::plain) {
+            if (has_hopper_code(device_scope(on), mlstm_ends_hopper_kernel<T, F, V, Backward>)) {
+                done = true;
+                launch("mlstm_ends_hopper_kernel", mlstm_ends_hopper_kernel<T, F, V, Backward>,
+                       added * problem.cuts, mlstm_ends_threads<F>, mlstm_ends_memory<E, F, V>(nullptr).bytes,
+                       on, problem);
+            }
+        }
+        if (!done) {
+            launch_walk<F, V, Backward, true>(on, added * walk_parts(F, V));
+        }
+        launch("mlstm_carry_kernel", mlstm_carry_kernel<T, F, V>, (planes() * (F * (V + 1) / 4) + 255) / 256,
+               256, 0, on, problem, Backward);
+    }
+    template <int F, int V, bool Backward, bool Ends>
+    void launch_walk(const cuda& on, std::int64_t blocks) {
+        launch("mlstm_walk_kernel", mlstm_walk_kernel<T, F, V, walk_part, walk_part, Backward, Ends>, blocks,
+               mlstm_walk_threads<false>, mlstm_walk_memory<E, walk_part, walk_part, false>(nullptr).bytes,
+               on, problem);
     }
     /// The walk over the chunks that stores their states.
     template <bool Backward>
@@ -407,7 +464,18 @@ struct mlstm_call {
         widths([&](auto features, auto values) {
             constexpr int F = features, V = values;
             problem.sum_parts = V / walk_part;
-            cut(walk_segments(F, V));
+            const std::int32_t segments = walk_segments(F, V);
+            if constexpr (Backward && !shared_tile<E>::plain) {
+                if (has_hopper_code(device_scope(on), mlstm_walk_hopper_kernel<T, F, V>)) {
+                    cut(segments, cuts_of(segments));
+                    begin_segments<F, V, Backward>(on);
+                    launch("mlstm_walk_hopper_kernel", mlstm_walk_hopper_kernel<T, F, V>,
+                           planes() * problem.segments * walk_parts(F, V), mlstm_walk_threads<true>,
+                           mlstm_walk_memory<E, 64, 64, true>(nullptr).bytes, on, problem);
+                    return;
+                }
+            }
+            cut(segments);
             begin_segments<F, V, Backward>(on);
             launch_walk<F, V, Backward, false>(on, planes() * problem.segments * walk_parts(F, V));
         });
@@ -425,7 +493,9 @@ struct mlstm_call {
         problem.memory = parts.take<E>(chunks * F * V);
         problem.sums = parts.take<float>(chunks * F);
         problem.frames = parts.take<mlstm_frame>(chunks);
-        const std::int64_t segments = planes() * std::max(walk_segments(F, V), sweep_segments(F, V));
+        const std::int32_t walked = walk_segments(F, V), swept = sweep_segments(F, V, true);
+        const std::int64_t segments = planes() * std::max({walked * cuts_of(walked), swept * cuts_of(swept),
+                                                           sweep_segments(F, V, false)});
         problem.partial_states = parts.take<float>(segments * (F * (V + 1)));
         problem.partial_keeps = parts.take<float>(segments);
         if (!backward) {

@@ -102,7 +102,8 @@ void mlp_backward(const cuda& on, const S& scorer, const ScoreBackward<T>& call,
     all_sums.add(sums, width, 2 * hidden, 1, gradients.b2);
     add_sums(on, mlp.call.streams, all_sums);
     if (call.d_k.data != nullptr) {
-        launch_input_gradients(on, mlp.call, gradient_rows<T>{d_rows, mlp.w1, mlp.stack.rows, 0},
+        launch_input_gradients(on, mlp.call,
+                               gradient_rows<T>{d_rows, mlp.w1, mlp.stack.rows, mlp.stack.used, 0},
                                gradient_rows<T>{}, call);
     }
 }

@@ -133,12 +133,7 @@ void score_sequence(const cuda& on, const S& scorer, rows_view<K> k, rows_view<V
         mlstm.problem.scores = scores;
         mlstm.problem.states = options.states;
         mlstm.project(on, status);
-        if (options.for_backward) {
-            mlstm.states(on);
-            mlstm.read(on);
-        } else {
-            mlstm.scores(on);
-        }
+        mlstm.scores(on, options.for_backward);
     } else if constexpr (cb::is_conv<S>) {
         cb::conv_call<T> conv(scorer, k, v, sequences, delay, options.dropout, parts);
         conv.call.streams.rows = std::min(conv.call.streams.rows, scores.length);

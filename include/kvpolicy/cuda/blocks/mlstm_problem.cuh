@@ -64,6 +64,7 @@ struct mlstm_problem {
     const T* stack_q = nullptr;  // [heads, rows_q, source.padded]
     const T* stack_k = nullptr;  // [heads, rows_k, source.padded]
     std::int32_t rows_q = 0, rows_k = 0, at_skip = 0, at_v = 0, at_i = 0, at_f = 0;
+    std::int32_t used_q = 0, used_k = 0;  // of these rows, multiples of 16
     const float *w_i = nullptr, *b_i = nullptr, *w_f = nullptr, *b_f = nullptr, *skip = nullptr;
     const float *norm_gain = nullptr, *readout = nullptr, *readout_bias = nullptr;
     std::int32_t ahead =
@@ -76,13 +77,17 @@ struct mlstm_problem {
     double *log_source = nullptr, *log_top = nullptr;
     float* weight = nullptr;   // exp(s_j - top of the last)
     float* skipped = nullptr;  // skip . x of the query
-    E* memory = nullptr;       // chunks x F V: C before them, less z rho^T
-    float* sums = nullptr;     // chunks x F: z before them
+    /// chunks x F V: C before them, less z rho^T; [F][V], for Hopper's kernels as it stands in their tiles.
+    E* memory = nullptr;
+    float* sums = nullptr;  // chunks x F: z before them
     mlstm_frame* frames = nullptr;
 
     // Walks over the chunks go in segments, all of them at once. The states that segments begin with, [planes, segments][F (V + 1)], the
     // sums last; before they are added up, number i is what segment i - 1 adds, and number 0 the caller's. And what segments keep.
     std::int32_t segments = 1, segment_chunks = 0;
+    std::int32_t cuts = 1;  // parts of a segment that are added up apart, and then count as segments here
+    // What a sweep on Hopper is for: scores; states in `memory`.
+    bool sweep_reads = true, sweep_keeps = false;
     float* partial_states = nullptr;
     float* partial_keeps = nullptr;  // [planes, segments]; below 0: a stream begins there, nothing
 
@@ -92,13 +97,14 @@ struct mlstm_problem {
     E* d_n = nullptr;                              // rows x V: d N_l
     float *kept = nullptr, *d_g = nullptr;         // rows: exp(m - M_l), d g_l
     float* carried = nullptr;                      // rows: pairs of a read with tokens before its chunk
-    E* d_memory = nullptr;       // chunks x F V: what later reads say of the state after them (A)
+    E* d_memory = nullptr;       // chunks x F V, as memory: what later reads say of the state after them (A)
     float* d_sums = nullptr;     // chunks x sum_parts x F: parts of a + (A - A rounded) rho
     std::int32_t sum_parts = 1;  // whose sum it is
     float* d_across = nullptr;   // chunks x F V / 4096, on Hopper: parts of the sum of pairs across the chunk
-    T *d_rows_q = nullptr, *d_rows_k = nullptr;  // rows x rows_q, rows_k: gradients of the stacks' products
-    float* d_readout = nullptr;                  // chunks x (2 width + 1): readout, norm_gain, readout_bias
-    float* d_gates = nullptr;                    // chunks x 2: b_i, b_f
+    /// rows x rows_q, rows_k, of which used_q, used_k are written: gradients of the stacks' products
+    T *d_rows_q = nullptr, *d_rows_k = nullptr;
+    float* d_readout = nullptr;  // chunks x (2 width + 1): readout, norm_gain, readout_bias
+    float* d_gates = nullptr;    // chunks x 2: b_i, b_f
 
     [[nodiscard]] __device__ std::int64_t chunk(const scorer_span& s) const {
         return std::int64_t{s.plane} * streams.slots + s.slot;
@@ -269,9 +275,9 @@ struct mlstm_exponents {
             set(log_source[threadIdx.x], log_top[threadIdx.x], log_top[scorer_chunk - 1], m);
         }
     }
-    /// The number of this thread, one of the chunk's first 64.
-    __device__ void set(double of_source, double of_top, double of_last, double m) const {
-        const unsigned i = threadIdx.x;
+    /// Number i of the chunk's 64.
+    __device__ void set(double of_source, double of_top, double of_last, double m,
+                        unsigned i = threadIdx.x) const {
         const double top = of_top > m ? of_top : m;
         const double last = of_last > m ? of_last : m;
         kept[i] = expf(static_cast<float>(m - top));

@@ -78,17 +78,17 @@ __device__ inline void add_outer(float (&acc)[NI][4], float (&sums)[4], const sh
 }
 
 #if KVPOLICY_HOPPER_CODE
-/// The same for a warpgroup, 64 columns of a tile and 64 from another column on, with row r of the first times scale[r] * add, rounded. In
+/// The same for a warpgroup, 64 columns of a tile and 64 or 128 of another from some column on, with row r of the first times scale[r] * add, rounded. In
 /// steps, so that a block has other work while the tensor cores multiply: the left side, in registers,
 template <class E>
 struct mlstm_outer_product {
     static constexpr int steps = scorer_chunk / 16;
     std::uint32_t a[steps][4];
 
-    __device__ void load(const shared_tile<E>& tile, const float* scale, float add) {
+    __device__ void load(const shared_tile<E>& tile, const float* scale, float add, int warp = warp_id()) {
         const int lane = lane_id(), half = lane / 16, eighth = lane / 8 % 2, line = lane % 8;
         const std::uint32_t from =
-            shared_address(tile.data) + swizzled(scorer_chunk, half * 8 + line, 2 * warp_id() + eighth);
+            shared_address(tile.data) + swizzled(scorer_chunk, half * 8 + line, 2 * warp + eighth);
 #pragma unroll
         for (int k = 0; k < steps; ++k) {
             load_matrices_transposed(a[k], from + static_cast<std::uint32_t>(16 * k * 128));
@@ -122,9 +122,10 @@ struct mlstm_outer_product {
         }
     }
     /// and the product with columns from b on, which must end (wgmma_wait) before acc and a are touched again.
-    __device__ void start(float (&acc)[8][4], const shared_tile<E>& tile, int b) {
+    template <int NI>
+    __device__ void start(float (&acc)[NI][4], const shared_tile<E>& tile, int b) {
         const std::uint64_t of_b = describe_mn_major(shared_address(tile.from(b).data), scorer_chunk * 128);
-        auto& flat = reinterpret_cast<float(&)[32]>(acc);
+        auto& flat = reinterpret_cast<float(&)[4 * NI]>(acc);
         pin(flat);
         pin(a);
         wgmma_fence();
@@ -134,9 +135,10 @@ struct mlstm_outer_product {
         }
         wgmma_commit();
     }
-    __device__ void wait(float (&acc)[8][4]) {
+    template <int NI>
+    __device__ void wait(float (&acc)[NI][4]) {
         wgmma_wait<0>();
-        pin(reinterpret_cast<float(&)[32]>(acc));
+        pin(reinterpret_cast<float(&)[4 * NI]>(acc));
         pin(a);
     }
 };
@@ -291,7 +293,8 @@ struct mlstm_state_part {
                  problem.partial_states + std::int64_t{plane} * problem.features, acc, sums);
         } else if (segment > 0 ||
                    taken) {  // of several segments the last may leave its state while another begins
-            read_partial<F, V>(problem, std::int64_t{plane} * problem.segments + segment, acc, sums);
+            const std::int64_t first = std::int64_t{plane} * problem.segments;
+            read_partial<F, V>(problem, (first + segment) * problem.cuts, acc, sums);
         }
     }
     /// Leaves the state after a plane's last chunk with the caller; where the call's lengths cannot be, the caller's stays.

@@ -180,26 +180,22 @@ __device__ inline void write_columns_of(T* rows, std::int32_t width, const share
         }
     }
 }
-/// Columns from `from` to the rows' end, of which every eighth is get(row, column) and the others are 0.
+/// Columns [from, to), multiples of 8, of which every eighth is get(row, column) and the others are 0.
 template <int Threads, class T, class Get>
-__device__ inline void write_eighths(T* rows, std::int32_t width, std::int32_t from, int count, int thread,
-                                     const Get& get) {
+__device__ inline void write_eighths(T* rows, std::int32_t width, std::int32_t from, std::int32_t to,
+                                     int count, int thread, const Get& get) {
     const auto write = [&](int r, int c) {
         *reinterpret_cast<uint4*>(rows + std::int64_t{r} * width + c) =
             make_uint4(pack<T>(get(r, c), 0.0f), 0u, 0u, 0u);
     };
-    if (width - from == 64) {  // as where rows are padded
-        const int c = from + thread % 8 * 8;
-#pragma unroll
-        for (int i = 0; i < scorer_chunk / (Threads / 8); ++i) {
-            const int r = thread / 8 + i * (Threads / 8);
-            if (r < count) {
-                write(r, c);
-            }
+    if (to - from == 16) {  // as where the others are a multiple of 16
+        static_assert(Threads == 2 * scorer_chunk);
+        if (thread / 2 < count) {
+            write(thread / 2, from + thread % 2 * 8);
         }
         return;
     }
-    const int across = (width - from) / 8;
+    const int across = (to - from) / 8;
     for (int i = thread; i < across * count; i += Threads) {
         write(i / across, from + i % across * 8);
     }

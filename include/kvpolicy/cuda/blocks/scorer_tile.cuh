@@ -330,28 +330,43 @@ __device__ inline float sums_down(float (&x)[8]) {
 }
 
 /// Rows [0, count) of `columns` (a multiple of 8) elements, `stride` apart in global memory, into a tile; the tile's other rows up
-/// to tile.rows become 0. Rows begin at multiples of 16 bytes. The caller commits, waits and synchronises.
+/// to tile.rows become 0, and columns from `filled` (a multiple of 8) on. Rows begin at multiples of 16 bytes. The caller commits, waits
+/// and synchronises.
 template <class T>
 __device__ inline void copy_rows(const shared_tile<T>& tile, const T* from, std::int64_t stride, int columns,
-                                 int count, int threads) {
+                                 int count, int threads, int filled = 1 << 30) {
     constexpr int each = 16 / sizeof(T);
     const int across = columns / each;
     for (int i = static_cast<int>(threadIdx.x); i < tile.rows * across; i += threads) {
         const int row = i / across, column = i % across * each;
-        const bool in = row < count;
-        copy_16(shared_address(tile.data) + tile.offset(row, column), from + (in ? row : 0) * stride + column,
+        const bool in = row < count && column < filled;
+        copy_16(shared_address(tile.data) + tile.offset(row, column), from + (in ? row * stride + column : 0),
                 in ? 16 : 0);
     }
 }
 
-/// The same for all `Rows` rows of `Columns` columns into a tile's columns from `at` on, by `Threads` threads: with all of it known to the compiler
+/// `Count` elements that stand in global memory as they do in a tile from its beginning on.
+template <int Count, int Threads, class T>
+__device__ inline void copy_image(const shared_tile<T>& tile, const T* image) {
+    constexpr int each = 16 / sizeof(T);
+    static_assert(Count % (Threads * each) == 0);
+    const auto thread = static_cast<int>(threadIdx.x);
+    const std::uint32_t to = shared_address(tile.data) + static_cast<std::uint32_t>(16 * thread);
+    const T* const from = image + each * thread;
+#pragma unroll
+    for (int i = 0; i < Count / each; i += Threads) {
+        copy_16(to + static_cast<std::uint32_t>(16 * i), from + each * i);
+    }
+}
+
+/// The same as copy_rows for all `Rows` rows of `Columns` columns into a tile's columns from `at` on, by `Threads` threads: with all of it known to the compiler
 /// a copy costs few instructions.
 template <int Rows, int Columns, int Threads, class T>
-__device__ inline void copy_slice(const shared_tile<T>& tile, int at, const T* from, int stride) {
+__device__ inline void copy_slice(const shared_tile<T>& tile, int at, const T* from, int stride,
+                                  int thread = static_cast<int>(threadIdx.x)) {
     constexpr int each = 16 / sizeof(T), across = Columns / each, step = Threads / across;
     static_assert(Threads % across == 0 && (step >= Rows ? step % 8 == 0 : Rows % step == 0));
-    const int row = static_cast<int>(threadIdx.x) / across,
-              column = static_cast<int>(threadIdx.x) % across * each;
+    const int row = thread / across, column = thread % across * each;
     const T* const own = from + row * stride + column;
     const std::uint32_t to = shared_address(tile.data);
     if constexpr (shared_tile<T>::plain || step % 8 == 0) {  // rows whose 16 bytes stand in the same places

@@ -1,6 +1,6 @@
-// Reads of an mLSTM's chunks with a warpgroup a chunk: what one thread needs of a row is in four lanes, weights of pairs go from one product
-// to the next in registers, and no two warps wait for each other but where tiles change hands. A block takes one chunk after another,
-// whose rows come as soon as the tiles of the chunk before are free.
+// A read of an mLSTM's chunk by one warpgroup, which the kernels that score (mlstm_sweep_hopper.cuh) and that make gradients
+// (mlstm_reads_hopper.cuh) share: what one thread needs of a row is in four lanes, weights of pairs go from one product to the next in
+// registers, and no two warps wait for each other but where tiles change hands.
 #pragma once
 
 #include <kvpolicy/cuda/blocks/mlstm_problem.cuh>
@@ -20,7 +20,7 @@ inline constexpr int mlstm_warpgroup_threads = 128;
 template <int V>
 inline constexpr int mlstm_reads_blocks = V == 64 ? 3 : 2;
 
-/// Shared memory of a block that reads.
+/// Shared memory of a block that reads one chunk after another.
 template <class E, int F, int V>
 struct mlstm_read_tiles {
     shared_tile<E> q, k, v, c;
@@ -28,7 +28,6 @@ struct mlstm_read_tiles {
     float* z;
     float* rho;
     float2* numbers;  // [V]: the norm's gain, the readout's weight
-    float* added;     // [64]: what a score has besides
     mlstm_exponents<E> exponents;
 
     KVPOLICY_HOST_DEVICE explicit mlstm_read_tiles(shared_parts& parts) {
@@ -40,7 +39,6 @@ struct mlstm_read_tiles {
         z = parts.take<float>(F);
         rho = parts.take<float>(V);
         numbers = parts.take<float2>(V);
-        added = parts.take<float>(scorer_chunk);
         exponents.source = parts.take<typename mlstm_exponents<E>::number>(scorer_chunk);
         exponents.most = parts.take<typename mlstm_exponents<E>::number>(scorer_chunk);
         exponents.kept = parts.take<float>(scorer_chunk);
@@ -60,8 +58,8 @@ struct mlstm_read_tiles {
     }
     template <class T>
     __device__ void load_state(const mlstm_problem<T>& problem, std::int32_t chunk) const {
-        copy_slice<F, V, mlstm_warpgroup_threads>(
-            c, 0, static_cast<const E*>(problem.memory) + std::int64_t{chunk} * (F * V), V);
+        copy_image<F * V, mlstm_warpgroup_threads>(
+            c, static_cast<const E*>(problem.memory) + std::int64_t{chunk} * (F * V));
         copy_slice<scorer_chunk, V, mlstm_warpgroup_threads>(
             v, 0, static_cast<const E*>(problem.v) + std::int64_t{chunk} * (scorer_chunk * V), V);
     }
@@ -93,7 +91,6 @@ struct mlstm_read_tiles {
         }
         if (thread < scorer_chunk) {
             exponents.set(from.source, from.top, from.last, from.m);
-            added[thread] = from.bias + from.skipped;
         }
     }
 };
@@ -130,7 +127,6 @@ struct mlstm_read_numbers {
     float z, share;
     E heavy;              // of the value that is the reference
     float gain, readout;  // the norm's gain, the readout's weight
-    float bias, skipped;  // what a score has besides
 
     /// Nothing where the chunk does not read.
     template <class T>
@@ -144,8 +140,6 @@ struct mlstm_read_numbers {
         source = load_if(of_row, problem.log_source + row + thread);
         top = load_if(of_row, problem.log_top + row + thread);
         last = load_if(of_row, problem.log_top + row + scorer_chunk - 1);
-        bias = load_if(of_row && problem.readout_bias != nullptr, problem.readout_bias + head);
-        skipped = load_if(of_row && problem.skip != nullptr, problem.skipped + row + thread);
         z = load_if(any && thread < F, problem.sums + std::int64_t{chunk} * F + thread);
         const std::int64_t at = std::int64_t{head} * problem.width + thread;
         gain = load_if(of_value && problem.norm_gain != nullptr, problem.norm_gain + at);
@@ -163,8 +157,9 @@ template <class E, int F, int V>
 struct mlstm_warpgroup_reads {
     float n[V / 2];
     float divisor[2], kept[2], most[2];
+    float weights[32];  // of pairs
 
-    __device__ static int row(int r) { return 16 * warp_id() + lane_id() / 4 + 8 * r; }
+    __device__ static int row(int r) { return 16 * (warp_id() % 4) + lane_id() / 4 + 8 * r; }
     __device__ static int column() { return lane_id() % 4 * 2; }
     /// exp(s_j - M_l) of columns 8 j + column() and the next, 0 for a token after the read.
     template <class Memory>
@@ -173,8 +168,8 @@ struct mlstm_warpgroup_reads {
         w[0] = 8 * j + column() <= row(r) ? fast_exp2(source.x - most[r]) : 0.0f;
         w[1] = 8 * j + column() + 1 <= row(r) ? fast_exp2(source.y - most[r]) : 0.0f;
     }
-    /// All of it, once the tiles are there.
-    template <class Memory>
+    /// All of it, once the tiles are there. Few: with few registers, one product after the other.
+    template <bool Few = false, class Memory>
     __device__ void read(const Memory& memory) {
         float pairs[32], of_z[4];
         std::uint32_t held[4][4];  // weights of pairs, rounded
@@ -182,15 +177,17 @@ struct mlstm_warpgroup_reads {
         start_product<F, false>(pairs, memory.q, memory.k);
         start_product<F, false>(of_z, memory.q, memory.z_tile);
         wgmma_commit();
-        start_product<F, true>(n, memory.q, memory.c);
-        wgmma_commit();
+        if constexpr (!Few) {
+            start_product<F, true>(n, memory.q, memory.c);
+            wgmma_commit();
+        }
 #pragma unroll
         for (int r = 0; r < 2; ++r) {
             kept[r] = memory.exponents.kept[row(r)];
             most[r] = memory.exponents.most[row(r)];
             divisor[r] = 0.0f;
         }
-        wgmma_wait<1>();
+        wgmma_wait<Few ? 0 : 1>();
         pin(pairs);
         pin(of_z);
 #pragma unroll
@@ -199,11 +196,19 @@ struct mlstm_warpgroup_reads {
             for (int r = 0; r < 2; ++r) {
                 float w[2];
                 weigh(memory, j, r, w);
+                weights[4 * j + 2 * r] = w[0];
+                weights[4 * j + 2 * r + 1] = w[1];
                 rounded_pair<E> pair;
                 pair.set(pairs[4 * j + 2 * r] * w[0], pairs[4 * j + 2 * r + 1] * w[1]);
                 divisor[r] += pair.first() + pair.second();
                 held[j / 2][j % 2 * 2 + r] = pair.both;
             }
+        }
+        if constexpr (Few) {
+            pin(held);
+            wgmma_fence();
+            start_product<F, true>(n, memory.q, memory.c);
+            wgmma_commit();
         }
         float qz[2];
 #pragma unroll
@@ -231,74 +236,20 @@ struct mlstm_warpgroup_reads {
         pin(n);
         pin(held);
     }
-};
-#endif
-
-/// mlstm_read_kernel: scores of the tokens that chunks read.
-template <class T, int F, int V>
-__global__ void __launch_bounds__(KVPOLICY_HOPPER_THREADS(mlstm_warpgroup_threads), mlstm_reads_blocks<V>)
-    mlstm_read_hopper_kernel([[maybe_unused]] const mlstm_problem<T> problem) {
-#if KVPOLICY_HOPPER_CODE
-    using E = mlstm_element<T>;
-    static_assert(!shared_tile<E>::plain);
-    shared_parts parts(aligned_dynamic_shared());
-    const mlstm_read_tiles<E, F, V> memory(parts);
-    const scorer_streams& streams = problem.streams;
-    const std::int32_t chunks = streams.batch * streams.heads * streams.slots;
-    const auto step = static_cast<std::int32_t>(gridDim.x);
-    const auto load_all = [&](std::int32_t chunk) {
-        memory.load_state(problem, chunk);
-        memory.load_queries(problem, chunk);
-        memory.load_keys(problem, chunk);
-    };
-    memory.clear_sums();
-    __syncthreads();
-    auto chunk = static_cast<std::int32_t>(blockIdx.x);
-    mlstm_read_frame frame, following;
-    mlstm_read_numbers<E, F, V> numbers;
-    frame.load<true, true>(problem, chunk, chunks);
-    following.load<true, true>(problem, chunk + step, chunks);
-    if (frame.reads_any()) {
-        load_all(chunk);
-    }
-    copy_commit();
-    numbers.load(problem, chunk, frame);
-    for (; chunk < chunks; chunk += step) {
-        const mlstm_read_frame own = frame;
-        const std::int32_t next = chunk + step;
-        // The next chunk's rows and numbers, once this one's tiles are free.
-        const auto load_next = [&] {
-            if (following.reads_any()) {
-                load_all(next);
-            }
-            copy_commit();
-            numbers.load(problem, next, following);
-            frame = following;
-            following.load<true, true>(problem, next + step, chunks);
-        };
-        if (!own.reads_any()) {
-            load_next();
-            continue;
-        }
-        memory.store_numbers(problem, numbers);
-        const scorer_span s = streams.span(chunk / streams.slots, chunk % streams.slots);
-        copy_wait<0>();
-        fence_async_proxy();
-        __syncthreads();
-        mlstm_warpgroup_reads<E, F, V> reads;
-        reads.read(memory);
-        __syncthreads();  // the tiles are free
-        load_next();
+    /// Scores of the rows, before bias and skip; numbers: the norm's gain and the readout's weight of each value.
+    template <class T>
+    __device__ void score(const mlstm_problem<T>& problem, const float2* numbers, float (&score)[2]) const {
         const bool norm = problem.norm_gain != nullptr;
-        float score[2] = {}, scale[2];
+        float scale[2];
 #pragma unroll
         for (int r = 0; r < 2; ++r) {
-            scale[r] = __fdividef(1.0f, reads.divisor[r] < mlstm_clamp ? mlstm_clamp : reads.divisor[r]);
+            score[r] = 0.0f;
+            scale[r] = __fdividef(1.0f, divisor[r] < mlstm_clamp ? mlstm_clamp : divisor[r]);
             if (norm) {
                 float square = 0.0f;
 #pragma unroll
                 for (int i = 0; i < V / 4; ++i) {
-                    const float h = reads.n[4 * (i / 2) + 2 * r + i % 2] * scale[r];
+                    const float h = n[4 * (i / 2) + 2 * r + i % 2] * scale[r];
                     square = fmaf(h, h, square);
                 }
                 scale[r] *= rsqrtf(row_sum(square) / static_cast<float>(problem.width) + mlstm_norm_epsilon);
@@ -306,28 +257,22 @@ __global__ void __launch_bounds__(KVPOLICY_HOPPER_THREADS(mlstm_warpgroup_thread
         }
 #pragma unroll
         for (int j = 0; j < V / 8; ++j) {
-            const float4 both = *reinterpret_cast<const float4*>(memory.numbers + 8 * j + reads.column());
+            const float4 both = *reinterpret_cast<const float4*>(numbers + 8 * j + column());
 #pragma unroll
             for (int r = 0; r < 2; ++r) {
-                const float x[2] = {reads.n[4 * j + 2 * r] * scale[r] * both.x,
-                                    reads.n[4 * j + 2 * r + 1] * scale[r] * both.z};
+                const float x[2] = {n[4 * j + 2 * r] * scale[r] * both.x,
+                                    n[4 * j + 2 * r + 1] * scale[r] * both.z};
                 score[r] = fmaf(x[0] * sigmoid<E>(x[0]), both.y, score[r]);
                 score[r] = fmaf(x[1] * sigmoid<E>(x[1]), both.w, score[r]);
             }
         }
-        float* const scores = problem.scores.head(s.b, s.h) + (s.first - streams.delay);
 #pragma unroll
-        for (int r = 0; r < 2; ++r) {
-            const int l = reads.row(r);
-            score[r] = row_sum(score[r]);
-            if (lane_id() % 4 == 0 && l >= own.reads && l < own.count) {
-                scores[l] = l < own.bad ? score[r] + memory.added[l] : NAN;
-            }
+        for (float& one : score) {
+            one = row_sum(one);
         }
-        __syncthreads();  // the next chunk's numbers may come
     }
+};
 #endif
-}
 
 }  // namespace cuda_backend
 }  // namespace KVPOLICY_HIDDEN

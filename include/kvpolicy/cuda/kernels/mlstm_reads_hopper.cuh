@@ -38,7 +38,114 @@ struct mlstm_reads_memory : mlstm_read_tiles<E, F, V> {
     }
 };
 
-template <class T, int F, int V>
+#if KVPOLICY_HOPPER_CODE
+/// From a thread's h_l and d score to d N_l, which set_pair(j, r, rho, first, second) takes up, and the warp's sums of d readout
+/// down its rows. First of a readout without a norm,
+template <class Memory, int N, class Set>
+__device__ inline void through_readout(const Memory& memory, const float (&n)[N], const float (&d_score)[2],
+                                       const float (&inverse)[2], float* of_warp, const Set& set_pair) {
+    using E = mlstm_element<bf16>;
+    const int lane = lane_id(), c0 = lane % 4 * 2;
+    const float slope[2] = {d_score[0] * inverse[0], d_score[1] * inverse[1]};
+#pragma unroll
+    for (int four = 0; four < N / 4; four += 4) {
+        float down[8];  // of the readout's weight, by columns: [4 x 8 columns][2 neighbours]
+#pragma unroll
+        for (int i = 0; i < 4; ++i) {
+            const int j = four + i;
+            const float4 both = *reinterpret_cast<const float4*>(memory.numbers + 8 * j + c0);
+            const float2 rho = *reinterpret_cast<const float2*>(memory.rho + 8 * j + c0);
+            float to[2][2];
+#pragma unroll
+            for (int e = 0; e < 2; ++e) {
+                const float readout = e == 0 ? both.y : both.w;
+                float of_readout = 0.0f;
+#pragma unroll
+                for (int r = 0; r < 2; ++r) {
+                    const float h = n[4 * j + 2 * r + e], open = sigmoid<E>(h), silu = h * open;
+                    of_readout = fmaf(d_score[r], silu, of_readout);
+                    // silu' = open (1 + h (1 - open))
+                    to[r][e] = slope[r] * readout * (open + fmaf(-silu, open, silu));
+                }
+                down[2 * i + e] = of_readout;
+            }
+#pragma unroll
+            for (int r = 0; r < 2; ++r) {
+                set_pair(j, r, rho, to[r][0], to[r][1]);
+            }
+        }
+        const float sum = sums_down(down);
+        const int at = lane / 4;
+        of_warp[(8 * (four + at / 2) + c0 + at % 2) * 2] = sum;
+    }
+}
+/// and of one with a norm, whose gain's sums stand beside the readout's.
+template <class Memory, int N, class Set>
+__device__ inline void through_norm(const Memory& memory, const float (&n)[N], const float (&d_score)[2],
+                                    const float (&inverse)[2], std::int32_t width, float* of_warp,
+                                    const Set& set_pair) {
+    using E = mlstm_element<bf16>;
+    const int lane = lane_id(), c0 = lane % 4 * 2;
+    float scale[2];
+#pragma unroll
+    for (int r = 0; r < 2; ++r) {
+        float square = 0.0f;
+#pragma unroll
+        for (int j = 0; j < N / 4; ++j) {
+#pragma unroll
+            for (int e = 2 * r; e < 2 * r + 2; ++e) {
+                square = fmaf(n[4 * j + e], n[4 * j + e], square);
+            }
+        }
+        scale[r] = rsqrtf(row_sum(square) / static_cast<float>(width) + mlstm_norm_epsilon);
+    }
+    float d[N], along[2] = {};
+#pragma unroll
+    for (int pair = 0; pair < N / 4; pair += 2) {
+        float down[8];  // of the readout's weight and of the gain: [2 x 8 columns][2 neighbours][which]
+#pragma unroll
+        for (int i = 0; i < 2; ++i) {
+            const int j = pair + i;
+            const float4 both = *reinterpret_cast<const float4*>(memory.numbers + 8 * j + c0);
+#pragma unroll
+            for (int e = 0; e < 2; ++e) {
+                const float gain = e == 0 ? both.x : both.z, readout = e == 0 ? both.y : both.w;
+                float of_readout = 0.0f, of_gain = 0.0f;
+#pragma unroll
+                for (int r = 0; r < 2; ++r) {
+                    const float x = n[4 * j + 2 * r + e] * scale[r], y = x * gain;
+                    const float open = sigmoid<E>(y), silu = y * open;
+                    of_readout = fmaf(d_score[r], silu, of_readout);
+                    // silu' = open (1 + y (1 - open))
+                    const float to = d_score[r] * readout * (open + fmaf(-silu, open, silu));
+                    of_gain = fmaf(to, x, of_gain);
+                    d[4 * j + 2 * r + e] = to * gain;
+                    along[r] = fmaf(to * gain, n[4 * j + 2 * r + e], along[r]);
+                }
+                down[4 * i + 2 * e] = of_readout;
+                down[4 * i + 2 * e + 1] = of_gain;
+            }
+        }
+        const float sum = sums_down(down);
+        const int at = lane / 8;
+        of_warp[(8 * (pair + at / 2) + c0 + at % 2) * 2 + lane / 4 % 2] = sum;
+    }
+#pragma unroll
+    for (int r = 0; r < 2; ++r) {
+        const float back = row_sum(along[r]) * scale[r] * scale[r] / static_cast<float>(width);
+        const float by = scale[r] * inverse[r];
+#pragma unroll
+        for (int j = 0; j < N / 4; ++j) {
+            const float2 rho = *reinterpret_cast<const float2*>(memory.rho + 8 * j + c0);
+            set_pair(j, r, rho, by * fmaf(-n[4 * j + 2 * r], back, d[4 * j + 2 * r]),
+                     by * fmaf(-n[4 * j + 2 * r + 1], back, d[4 * j + 2 * r + 1]));
+        }
+    }
+}
+#endif
+
+/// Norm: the readout has one.
+template <class T, int F, int V, bool Norm>
 __global__ void __launch_bounds__(KVPOLICY_HOPPER_THREADS(mlstm_warpgroup_threads), mlstm_reads_blocks<V>)
     mlstm_reads_hopper_kernel([[maybe_unused]] const mlstm_problem<T> problem) {
 #if KVPOLICY_HOPPER_CODE
@@ -52,7 +159,6 @@ __global__ void __launch_bounds__(KVPOLICY_HOPPER_THREADS(mlstm_warpgroup_thread
     const std::int32_t chunks = streams.batch * streams.heads * streams.slots, width = problem.width;
     const auto thread = static_cast<int>(threadIdx.x);
     const int lane = lane_id(), l0 = 16 * warp_id() + lane / 4, c0 = lane % 4 * 2;
-    const bool norm = problem.norm_gain != nullptr;
 
     const auto load_all = [&](std::int32_t chunk) {
         memory.load_state(problem, chunk);
@@ -134,87 +240,52 @@ __global__ void __launch_bounds__(KVPOLICY_HOPPER_THREADS(mlstm_warpgroup_thread
             in[r] = l >= skipped && l < count;
         }
         bool clamped[2];
-        float inverse[2], scale[2];
+        float inverse[2];
 #pragma unroll
         for (int r = 0; r < 2; ++r) {
             clamped[r] = reads.divisor[r] < mlstm_clamp;
             inverse[r] = __fdividef(1.0f, clamped[r] ? mlstm_clamp : reads.divisor[r]);
         }
 
-        // h_l, then d h of the readout
+        // h_l
 #pragma unroll
         for (int r = 0; r < 2; ++r) {
-            float square = 0.0f;
 #pragma unroll
             for (int j = 0; j < V / 8; ++j) {
 #pragma unroll
                 for (int e = 2 * r; e < 2 * r + 2; ++e) {
                     float& h = n[4 * j + e];
                     h = in[r] ? h * inverse[r] : 0.0f;
-                    square = fmaf(h, h, square);
                 }
             }
-            scale[r] = 1.0f;
-            if (norm) {
-                scale[r] = rsqrtf(row_sum(square) / static_cast<float>(width) + mlstm_norm_epsilon);
-            }
-        }
-        float d[V / 2], along[2] = {};
-        float* const of_warp = memory.columns + warp_id() * (2 * V);
-#pragma unroll
-        for (int pair = 0; pair < V / 8; pair += 2) {
-            float down
-                [8];  // of the readout's weight and of the gain, by columns: [2 x 8 columns][2 neighbours][which]
-#pragma unroll
-            for (int i = 0; i < 2; ++i) {
-                const int j = pair + i;
-                const float4 both = *reinterpret_cast<const float4*>(memory.numbers + 8 * j + c0);
-#pragma unroll
-                for (int e = 0; e < 2; ++e) {
-                    const float gain = e == 0 ? both.x : both.z, readout = e == 0 ? both.y : both.w;
-                    float of_readout = 0.0f, of_gain = 0.0f;
-#pragma unroll
-                    for (int r = 0; r < 2; ++r) {
-                        const float x = n[4 * j + 2 * r + e] * scale[r], y = x * gain;
-                        const float open = sigmoid<E>(y), silu = y * open;
-                        of_readout = fmaf(d_score[r], silu, of_readout);
-                        // silu' = open (1 + y (1 - open))
-                        const float to = d_score[r] * readout * (open + fmaf(-silu, open, silu));
-                        of_gain = fmaf(to, x, of_gain);
-                        d[4 * j + 2 * r + e] = to * gain;
-                        along[r] = fmaf(to * gain, n[4 * j + 2 * r + e], along[r]);
-                    }
-                    down[4 * i + 2 * e] = of_readout;
-                    down[4 * i + 2 * e + 1] = of_gain;
-                }
-            }
-            const float sum = sums_down(down);
-            const int at = lane / 8;
-            of_warp[(8 * (pair + at / 2) + c0 + at % 2) * 2 + lane / 4 % 2] = sum;
         }
         // d N, as it is rounded; - d g_l, and d N_l . rho + d g_l
         std::uint32_t to_n[V / 16][4];
-        float of_divisor[2], of_state[2], d_g[2];
+        float of_divisor[2] = {}, of_state[2] = {}, d_g[2];
+        float to_h[2];
+        float* const of_warp = memory.columns + warp_id() * (2 * V);
 #pragma unroll
         for (int r = 0; r < 2; ++r) {
-            const float back =
-                norm ? row_sum(along[r]) * scale[r] * scale[r] / static_cast<float>(width) : 0.0f;
-            const float by = scale[r] * inverse[r], to_h = clamped[r] ? 0.0f : 1.0f;
-            of_divisor[r] = 0.0f;
-            of_state[r] = 0.0f;
+            to_h[r] = clamped[r] ? 0.0f : 1.0f;
+        }
+        const auto set_pair = [&](int j, int r, const float2& rho, float first, float second) {
+            const float h[2] = {n[4 * j + 2 * r], n[4 * j + 2 * r + 1]};
+            rounded_pair<E> pair;
+            pair.set(first, second);
+            to_n[j / 2][j % 2 * 2 + r] = pair.both;
+            first = pair.first();
+            second = pair.second();
+            of_divisor[r] = fmaf(first, h[0], fmaf(second, h[1], of_divisor[r]));
+            of_state[r] = fmaf(first, fmaf(-to_h[r], h[0], rho.x),
+                               fmaf(second, fmaf(-to_h[r], h[1], rho.y), of_state[r]));
+        };
+        if constexpr (Norm) {
+            through_norm(memory, n, d_score, inverse, width, of_warp, set_pair);
+        } else {
+            through_readout(memory, n, d_score, inverse, of_warp, set_pair);
+        }
 #pragma unroll
-            for (int j = 0; j < V / 8; ++j) {
-                const float2 rho = *reinterpret_cast<const float2*>(memory.rho + 8 * j + c0);
-                const float h[2] = {n[4 * j + 2 * r], n[4 * j + 2 * r + 1]};
-                rounded_pair<E> pair;
-                pair.set(by * fmaf(-h[0], back, d[4 * j + 2 * r]),
-                         by * fmaf(-h[1], back, d[4 * j + 2 * r + 1]));
-                to_n[j / 2][j % 2 * 2 + r] = pair.both;
-                const float first = pair.first(), second = pair.second();
-                of_divisor[r] = fmaf(first, h[0], fmaf(second, h[1], of_divisor[r]));
-                of_state[r] = fmaf(first, fmaf(-to_h, h[0], rho.x),
-                                   fmaf(second, fmaf(-to_h, h[1], rho.y), of_state[r]));
-            }
+        for (int r = 0; r < 2; ++r) {
             of_state[r] = row_sum(of_state[r]);
             d_g[r] = clamped[r] ? 0.0f : -row_sum(of_divisor[r]);
             if (lane % 4 == 0) {
@@ -241,8 +312,7 @@ __global__ void __launch_bounds__(KVPOLICY_HOPPER_THREADS(mlstm_warpgroup_thread
         for (int j = 0; j < 8; ++j) {
 #pragma unroll
             for (int r = 0; r < 2; ++r) {
-                float w[2];
-                reads.weigh(memory, j, r, w);
+                const float w[2] = {reads.weights[4 * j + 2 * r], reads.weights[4 * j + 2 * r + 1]};
                 held[j / 2][j % 2 * 2 + r] = pack<E>(w[0] * (pairs[4 * j + 2 * r] + d_g[r]),
                                                      w[1] * (pairs[4 * j + 2 * r + 1] + d_g[r]));
             }
@@ -283,7 +353,7 @@ __global__ void __launch_bounds__(KVPOLICY_HOPPER_THREADS(mlstm_warpgroup_thread
             }
         }
         write_columns_of<V, threads>(problem.d_n + row * V, V, memory.d_n, scorer_chunk, thread);
-        for (int i = thread; i < 2 * width; i += threads) {
+        for (int i = thread; i < (Norm ? 2 : 1) * width; i += threads) {
             const int at = i < width ? 2 * i : 2 * (i - width) + 1;
             float sum = 0.0f;
 #pragma unroll
@@ -323,7 +393,7 @@ __global__ void __launch_bounds__(KVPOLICY_HOPPER_THREADS(mlstm_warpgroup_thread
         }
         copy_commit();
         write_tile<threads>(d_rows, problem.rows_q, to, problem.at_skip, count, thread);
-        write_eighths<threads>(d_rows, problem.rows_q, problem.at_skip, count, thread,
+        write_eighths<threads>(d_rows, problem.rows_q, problem.at_skip, problem.used_q, count, thread,
                                [&](int r, int c) { return c == problem.at_skip ? memory.d_score[r] : 0.0f; });
         __syncthreads();  // the next chunk's numbers may come
         if (follows && !memory_type::apart) {

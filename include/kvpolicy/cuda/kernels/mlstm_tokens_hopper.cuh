@@ -219,8 +219,8 @@ __global__ void __launch_bounds__(KVPOLICY_HOPPER_THREADS(mlstm_warpgroup_thread
     };
     const auto load_state = [&](std::int32_t chunk, std::int32_t count) {
         if (count > 0) {
-            copy_slice<F, V, threads>(
-                memory.a, 0, static_cast<const E*>(problem.d_memory) + std::int64_t{chunk} * (F * V), V);
+            copy_image<F * V, threads>(
+                memory.a, static_cast<const E*>(problem.d_memory) + std::int64_t{chunk} * (F * V));
         }
     };
     mlstm_read_frame following;
@@ -394,11 +394,12 @@ __global__ void __launch_bounds__(KVPOLICY_HOPPER_THREADS(mlstm_warpgroup_thread
                                      problem.at_i - problem.at_v, count, thread - 32);
         }
         __syncthreads();
-        write_eighths<threads>(rows, problem.rows_k, problem.at_i, count, thread, [&](int r, int c) {
-            return c == problem.at_i   ? memory.d_gates[2 * r]
-                   : c == problem.at_f ? memory.d_gates[2 * r + 1]
-                                       : 0.0f;
-        });
+        write_eighths<threads>(rows, problem.rows_k, problem.at_i, problem.used_k, count, thread,
+                               [&](int r, int c) {
+                                   return c == problem.at_i   ? memory.d_gates[2 * r]
+                                          : c == problem.at_f ? memory.d_gates[2 * r + 1]
+                                                              : 0.0f;
+                               });
         __syncthreads();  // the next chunk's state and numbers may come
         load_state(next, numbers.count);
         copy_commit();

@@ -35,24 +35,25 @@ struct alignas(16) mlstm_step {
 template <bool Hopper>
 inline constexpr int mlstm_walk_threads = Hopper ? 128 : 256;
 
-/// Shared memory of mlstm_walk_kernel: a ring of what chunks add; Across: and of the states before them.
-template <class E, int FS, int VS, bool Hopper, bool Across>
+/// Shared memory of mlstm_walk_kernel: a ring of what chunks add; on Hopper and of the states before them.
+template <class E, int FS, int VS, bool Hopper>
 struct mlstm_walk_memory {
-    // Without Across, five stages fit into the 99 KB that every card lends a block, of float rows too.
-    static constexpr int stages = Across ? 4 : 5, batch = 64;
+    // Five stages fit into the 99 KB that every card lends a block, of float rows too.
+    static constexpr int stages = Hopper ? 4 : 5, batch = 64;
     static constexpr int columns = (FS + VS + 63) / 64 * 64;
     static constexpr int down = FS / 16,
                          across = mlstm_walk_threads<Hopper> / 32 / down;  // warps over features, over values
 
-    // On Hopper a state on its way out. Across: one of each stage, at first the state before the chunk.
+    // Hopper, of each stage: the state before the chunk, then the one that runs backwards on its way out.
     unsigned char* states;
     unsigned char* tiles;  // of each stage: k~ or q~, FS columns, then v~ or d N, VS columns
     float* scale;          // [stages][64]
     float* ratio;          // [stages][64]
     E* split;              // [2][2][64]: a ratio rounded, and what rounding takes away
     E* heavy;              // [stages][VS]
-    E* before;             // [stages][VS], Across
-    float* z;              // [stages][FS], Across
+    E* before;             // [stages][VS], Hopper
+    float* rho;            // [2][2][VS], Hopper: references of a step, after and before the chunk
+    float* z;              // [stages][FS], Hopper
     float* crossing;       // [2][warps]
     float* lost;           // [2][across][FS]
     mlstm_step* steps;     // [2][batch]
@@ -60,14 +61,15 @@ struct mlstm_walk_memory {
 
     KVPOLICY_HOST_DEVICE explicit mlstm_walk_memory(unsigned char* memory) {
         shared_parts parts(memory);
-        states = parts.tile<E>(FS, Across ? stages * VS : Hopper ? VS : 0).data;
+        states = parts.tile<E>(FS, Hopper ? stages * VS : 0).data;
         tiles = parts.tile<E>(scorer_chunk, stages * columns).data;
         scale = parts.take<float>(stages * scorer_chunk);
         ratio = parts.take<float>(stages * scorer_chunk);
         split = parts.take<E>(2 * 2 * scorer_chunk);
         heavy = parts.take<E>(stages * VS);
-        before = parts.take<E>(Across ? stages * VS : 0);
-        z = parts.take<float>(Across ? stages * FS : 0);
+        before = parts.take<E>(Hopper ? stages * VS : 0);
+        rho = parts.take<float>(Hopper ? 2 * 2 * VS : 0);
+        z = parts.take<float>(Hopper ? stages * FS : 0);
         crossing = parts.take<float>(2 * (mlstm_walk_threads<Hopper> / 32));
         lost = parts.take<float>(2 * across * FS);
         steps = parts.take<mlstm_step>(2 * batch);
@@ -77,7 +79,7 @@ struct mlstm_walk_memory {
         return {tiles + shared_tile<E>::bytes(scorer_chunk, columns) * stage, scorer_chunk};
     }
     [[nodiscard]] __device__ shared_tile<E> state(int stage) const {
-        return {states + (Across ? shared_tile<E>::bytes(FS, VS) * stage : 0), FS};
+        return {states + shared_tile<E>::bytes(FS, VS) * stage, FS};
     }
 };
 
@@ -94,26 +96,27 @@ __global__ void __launch_bounds__(256)
     if (plane >= streams.batch * streams.heads) {
         return;
     }
-    const std::int64_t first = std::int64_t{plane} * problem.segments;
+    const std::int64_t first = std::int64_t{plane} * problem.segments * problem.cuts;
+    const std::int32_t last = (problem.segments - 1) * problem.cuts;
     float4* const states = reinterpret_cast<float4*>(problem.partial_states) + first * size + column;
     float4 all = make_float4(0.0f, 0.0f, 0.0f, 0.0f);
     if (!backward && mlstm_state_part::takes_state(problem, plane)) {
         all = states[0];
     }
     constexpr int together = 8;  // loads that are under way at once
-    for (std::int32_t from = 1; from < problem.segments; from += together) {
+    for (std::int32_t from = 1; from <= last; from += together) {
         float4 added[together];
         float keeps[together];
 #pragma unroll
         for (int i = 0; i < together; ++i) {
-            if (from + i < problem.segments) {
+            if (from + i <= last) {
                 added[i] = states[std::int64_t{from + i} * size];
                 keeps[i] = problem.partial_keeps[first + from + i - 1];
             }
         }
 #pragma unroll
         for (int i = 0; i < together; ++i) {
-            if (from + i < problem.segments) {
+            if (from + i <= last) {
                 const float keep = keeps[i];
                 const bool none = keep < 0.0f;  // not even what is not finite
                 all.x = (none ? 0.0f : keep * all.x) + added[i].x;
@@ -140,8 +143,8 @@ __global__ void __launch_bounds__(256)
 template <class T, int F, int V, int FS, int VS, bool Backward, bool Ends, bool Hopper>
 __device__ inline void walk_chunks(const mlstm_problem<T>& problem) {
     using E = mlstm_element<T>;
-    constexpr bool Across = Hopper && Backward && !Ends;
-    using memory_type = mlstm_walk_memory<E, FS, VS, Hopper, Across>;
+    static_assert(!Hopper || (Backward && !Ends));  // others: mlstm_sweep_hopper.cuh, mlstm_ends_hopper.cuh
+    using memory_type = mlstm_walk_memory<E, FS, VS, Hopper>;
     constexpr int threads = mlstm_walk_threads<Hopper>;
     constexpr int stages = memory_type::stages, batch = memory_type::batch;
     constexpr int WM = memory_type::down, WN = memory_type::across;
@@ -164,6 +167,7 @@ __device__ inline void walk_chunks(const mlstm_problem<T>& problem) {
         if (thread < batch) {
             mlstm_step step{};
             step.heavy = -1;
+            step.before = -1;
             if (base + thread < count) {
                 const std::int32_t slot = slot_of(base + thread);
                 const mlstm_frame& frame = problem.frames[first_chunk + slot];
@@ -179,7 +183,7 @@ __device__ inline void walk_chunks(const mlstm_problem<T>& problem) {
                     step.heavy = problem.frames[first_chunk + slot + 1].before;
                     step.share = problem.frames[first_chunk + slot + 1].share;
                 }
-                step.before = Across && step.there != 0 ? frame.before : -1;
+                step.before = Hopper && step.there != 0 ? frame.before : -1;
                 step.share_before = step.before >= 0 ? frame.share : 0.0f;
             }
             memory.steps[base % (2 * batch) + thread] = step;
@@ -193,7 +197,9 @@ __device__ inline void walk_chunks(const mlstm_problem<T>& problem) {
     const float* next_scale = (Backward ? problem.kept : problem.weight) + from;
     const float* next_ratio = Backward ? problem.d_g + from : nullptr;
     const E* const values = problem.v + first_row * V + v0;
-    const E* const state_before = problem.memory + first_chunk * F * V + f0 * V + v0;
+    // Where on Hopper the block's part of a state begins, in the image of all of it (mlstm_problem::memory).
+    constexpr auto image_of_part = [](int f, int v) { return v / 64 * (F * 64) + f * 64; };
+    const E* const state_before = problem.memory + first_chunk * F * V + image_of_part(f0, v0);
     const float* const sums_before = problem.sums + first_chunk * F + f0;
     const auto step_of = [&](std::int32_t n) { return memory.steps[n % (2 * batch)]; };
     const auto prefetch = [&](std::int32_t n, const mlstm_step& step, int stage) {
@@ -210,9 +216,9 @@ __device__ inline void walk_chunks(const mlstm_problem<T>& problem) {
             if (!Ends && step.heavy >= 0) {
                 copy_line(memory.heavy + stage * VS, values + std::int64_t{step.heavy} * V, VS, 64);
             }
-            if (Across && step.there != 0) {
+            if (Hopper && step.there != 0) {
                 const std::int64_t slot = slot_of(n);
-                copy_slice<FS, VS, threads>(memory.state(stage), 0, state_before + slot * (F * V), V);
+                copy_image<FS * VS, threads>(memory.state(stage), state_before + slot * (F * V));
                 copy_line(memory.z + stage * FS, sums_before + slot * F, FS, 112);
                 if (step.before >= 0) {
                     copy_line(memory.before + stage * VS, values + std::int64_t{step.before} * V, VS, 96);
@@ -233,6 +239,19 @@ __device__ inline void walk_chunks(const mlstm_problem<T>& problem) {
     }
     // Multiplies what came for step n by its scales, which on Hopper is done on the way to the product.
     const auto scale_stage = [&](std::int32_t n, const mlstm_step& step, int stage) {
+        if constexpr (Hopper) {  // a reference's numbers, too
+            static_assert(threads == 2 * VS && !shared_tile<E>::plain);
+            if (thread < VS) {
+                memory.rho[n % 2 * (2 * VS) + thread] =
+                    step.heavy >= 0 ? step.share * static_cast<float>(memory.heavy[stage * VS + thread])
+                                    : 0.0f;
+            } else {
+                memory.rho[n % 2 * (2 * VS) + thread] =
+                    step.before >= 0
+                        ? step.share_before * static_cast<float>(memory.before[stage * VS + thread - VS])
+                        : 0.0f;
+            }
+        }
         if (step.adds == 0) {
             return;
         }
@@ -283,7 +302,17 @@ __device__ inline void walk_chunks(const mlstm_problem<T>& problem) {
     }
     const auto row_of = [&](int r) { return m0 + lane / 4 + 8 * r; };
     // Numbers of a reference: a token's value, times its share.
-    const auto get_reference = [&](std::int32_t token, float share, const E* of, float(&rho)[NI][2]) {
+    const auto get_reference = [&](std::int32_t token, float share, const E* of, float(&rho)[NI][2],
+                                   [[maybe_unused]] const float* made) {
+        if constexpr (Hopper) {
+#pragma unroll
+            for (int j = 0; j < NI; ++j) {
+                const float2 pair = *reinterpret_cast<const float2*>(made + n0 + lane % 4 * 2 + 8 * j);
+                rho[j][0] = pair.x;
+                rho[j][1] = pair.y;
+            }
+            return;
+        }
         if (token < 0) {
             return;
         }
@@ -314,7 +343,7 @@ __device__ inline void walk_chunks(const mlstm_problem<T>& problem) {
             }
             problem.d_sums[((first_chunk + slot_of(n)) * problem.sum_parts + part_v) * F + f0 + thread] = sum;
         }
-        if (Across && thread == FS) {
+        if (Hopper && thread == FS) {
             float sum = 0.0f;
 #pragma unroll
             for (int w = 0; w < threads / 32; ++w) {
@@ -363,8 +392,8 @@ __device__ inline void walk_chunks(const mlstm_problem<T>& problem) {
             prefetch_one();
         }
         const std::int64_t chunk = first_chunk + slot_of(n);
-        E* const to = (Backward ? problem.d_memory : problem.memory) + chunk * F * V +
-                      (f0 + m0 + lane / 4) * V + v0 + n0 + lane % 4 * 2;
+        [[maybe_unused]] E* const to = (Backward ? problem.d_memory : problem.memory) + chunk * F * V +
+                                       (f0 + m0 + lane / 4) * V + v0 + n0 + lane % 4 * 2;
         const E* const split = Backward ? memory.split + n % 2 * 2 * scorer_chunk : nullptr;
         [[maybe_unused]] std::uint32_t rounded[Hopper ? NI / 2 : 1][4];
         [[maybe_unused]] float crossing = 0.0f;
@@ -393,10 +422,11 @@ __device__ inline void walk_chunks(const mlstm_problem<T>& problem) {
             }
 #endif
 #if KVPOLICY_HOPPER_CODE
-            if constexpr (Across) {
+            if constexpr (Hopper) {
                 // Pairs of tokens before the chunk with reads after it: the sum of products of both states' numbers.
                 float rho[NI][2] = {}, of_rho[2] = {};
-                get_reference(step.before, step.share_before, memory.before + stage * VS, rho);
+                get_reference(step.before, step.share_before, memory.before + stage * VS, rho,
+                              memory.rho + (n % 2 * 2 + 1) * VS);
 #pragma unroll
                 for (int k = 0; k < NI / 2; ++k) {
                     std::uint32_t p[4];
@@ -422,7 +452,8 @@ __device__ inline void walk_chunks(const mlstm_problem<T>& problem) {
 #endif
             if constexpr (!Ends) {
                 float rho[NI][2] = {};
-                get_reference(step.heavy, step.share, memory.heavy + stage * VS, rho);
+                get_reference(step.heavy, step.share, memory.heavy + stage * VS, rho,
+                              memory.rho + n % 2 * (2 * VS));
                 [[maybe_unused]] float lost[2] = {};
 #pragma unroll
                 for (int r = 0; r < 2; ++r) {
@@ -453,7 +484,7 @@ __device__ inline void walk_chunks(const mlstm_problem<T>& problem) {
                     for (int by = 1; by < 4; by *= 2) {  // side by side, since a shuffle takes its time
                         lost[0] += __shfl_xor_sync(all_lanes, lost[0], by);
                         lost[1] += __shfl_xor_sync(all_lanes, lost[1], by);
-                        if constexpr (Across) {
+                        if constexpr (Hopper) {
                             crossing += __shfl_xor_sync(all_lanes, crossing, by);
                         }
                     }
@@ -477,7 +508,7 @@ __device__ inline void walk_chunks(const mlstm_problem<T>& problem) {
         if constexpr (Hopper) {
 #if KVPOLICY_HOPPER_CODE
             const auto meanwhile = [&] {
-                if (Across && step.there != 0) {
+                if (Hopper && step.there != 0) {
 #pragma unroll
                     for (int by = 4; by < 32; by *= 2) {
                         crossing += __shfl_xor_sync(all_lanes, crossing, by);
@@ -486,25 +517,33 @@ __device__ inline void walk_chunks(const mlstm_problem<T>& problem) {
                         memory.crossing[n % 2 * (threads / 32) + warp_id()] = crossing;
                     }
                 }
-                if (!Ends && step.there != 0) {  // by way of shared memory, so that whole lines leave
+                // The state by way of shared memory, so that whole lines leave. It leaves last of all: whoever takes
+                // registers that are being stored waits for them.
+                uint4 leaving[4];
+                if (step.there != 0) {
                     __syncwarp();
 #pragma unroll
                     for (int k = 0; k < NI / 2; ++k) {
                         store_rows_of(state, k, rounded[k]);
                     }
                     __syncwarp();
-                    E* const rows = to - (lane / 4) * V - lane % 4 * 2;
 #pragma unroll
-                    for (int i = 0; i < 16; i += 32 / (VS / 8)) {
-                        const int r = i + lane / (VS / 8), c = lane % (VS / 8) * 8;
-                        *reinterpret_cast<uint4*>(rows + r * V + c) =
-                            *reinterpret_cast<const uint4*>(state.data + state.offset(m0 + r, c));
+                    for (int i = 0; i < 4; ++i) {  // the warp's 16 rows
+                        leaving[i] =
+                            *reinterpret_cast<const uint4*>(state.data + m0 * 128 + (i * 32 + lane) * 16);
                     }
                 }
                 write_sums(n - 1, there_before);
                 prefetch_one();
                 load_following(next_step, after);
                 scale_stage(n + 1, next_step, after);
+                if (step.there != 0) {
+                    E* const rows = problem.d_memory + chunk * F * V + image_of_part(f0 + m0, v0) + lane * 8;
+#pragma unroll
+                    for (int i = 0; i < 4; ++i) {
+                        *reinterpret_cast<uint4*>(rows + i * 256) = leaving[i];
+                    }
+                }
             };
             // The same twice: where a product may or may not be under way, ptxas waits for each at once.
             if (step.adds != 0) {
@@ -554,12 +593,12 @@ __global__ void __launch_bounds__(mlstm_walk_threads<false>)
     mlstm_walk_kernel(const mlstm_problem<T> problem) {
     walk_chunks<T, F, V, FS, VS, Backward, Ends, false>(problem);
 }
-/// The same by wgmma, for parts of 64 features and values.
-template <class T, int F, int V, bool Backward, bool Ends>
+/// The walk backwards by wgmma, for parts of 64 features and values.
+template <class T, int F, int V>
 __global__ void __launch_bounds__(KVPOLICY_HOPPER_THREADS(mlstm_walk_threads<true>), 2)
     mlstm_walk_hopper_kernel([[maybe_unused]] const mlstm_problem<T> problem) {
 #if KVPOLICY_HOPPER_CODE
-    walk_chunks<T, F, V, 64, 64, Backward, Ends, true>(problem);
+    walk_chunks<T, F, V, 64, 64, true, false, true>(problem);
 #endif
 }
 

@@ -1,6 +1,6 @@
 // What the backward passes of all scorers share: weights as tiles take them, and the sums over tokens that become gradients of
 // weights and inputs. A scorer hands over rows d y [planes, slots * 64][width], what each token's loss says about the rows of a
-// weight matrix. Sums are made in one fixed order: blocks write partial sums, and one thread adds those up.
+// weight matrix, of which columns beyond weight_stack::used may hold anything. Sums are made in one fixed order: blocks write partial sums, and one thread adds those up.
 #pragma once
 
 #include <kvpolicy/cuda/blocks/scorer_problem.cuh>
@@ -32,12 +32,14 @@ struct weight_stack {
     weight_rows part[most];
     std::int32_t parts = 0;
     std::int32_t rows = 0;
+    std::int32_t used = 0;  // nobody looks at gradients of rows from here on; a multiple of 16
 
     /// Adds a part; returns where its rows begin, a multiple of 8.
     std::int32_t add(const float* weights, float* gradient, std::int32_t count, std::int32_t unit = -1) {
         const std::int32_t at = parts == 0 ? 0 : (part[parts - 1].at + part[parts - 1].count + 7) / 8 * 8;
         part[parts++] = {weights, gradient, at, count, unit};
         hold(at + count);
+        used = (at + count + 15) / 16 * 16;
         return at;
     }
     /// Whether somebody wants a gradient of rows [from, to).
@@ -181,7 +183,7 @@ __global__ void __launch_bounds__(128)
     const auto load = [&](int stage) {
         const T* const rows = d_rows + s.row(streams.slots) * width + row;
         if constexpr (shared_tile<T>::plain) {
-            copy_rows(d_y(stage), rows, width, 64, s.count, 128);
+            copy_rows(d_y(stage), rows, width, 64, s.count, 128, stack.used - row);
         } else {
             const int r = static_cast<int>(threadIdx.x) / 8, c = static_cast<int>(threadIdx.x) % 8 * 8;
             const std::uint32_t to = shared_address(d_y(stage).data) + d_y(stage).offset(r, c);
@@ -189,7 +191,7 @@ __global__ void __launch_bounds__(128)
 #pragma unroll
             for (int i = 0; i < 4; ++i) {
                 copy_16(to + static_cast<std::uint32_t>(i * 16 * 128), own + i * 16 * width,
-                        r + 16 * i < s.count ? 16 : 0);
+                        r + 16 * i < s.count && row + c < stack.used ? 16 : 0);
             }
         }
         source.load(s, s.first - shift, max(0, s.begin + shift - s.first), s.count, scale_k, scale_v,
@@ -357,6 +359,7 @@ struct gradient_rows {
     const T* rows = nullptr;     // [planes, slots * 64, width]
     const T* weights = nullptr;  // [heads, width, padded]
     std::int32_t width = 0;
+    std::int32_t used = 0;  // columns of d y, a multiple of 16; others count nothing
     std::int32_t shift = 0;
 };
 
@@ -402,9 +405,9 @@ __global__ void __launch_bounds__(128)
         for (int g = 0; g < 2; ++g) {
             const gradient_rows<T>& group = g == 0 ? first : second;
             const std::int32_t there = min(s.count, s.end - group.shift - s.first);
-            for (std::int32_t n = 0; n < group.width && there > 0; n += 64) {
+            for (std::int32_t n = 0; n < group.used && there > 0; n += 64) {
                 copy_rows(d_y, group.rows + (s.row(streams.slots) + group.shift) * group.width + n,
-                          group.width, 64, there, 128);
+                          group.width, 64, there, 128, group.used - n);
                 copy_rows(w, group.weights + (std::int64_t{s.h} * group.width + n) * source.padded + column,
                           source.padded, min(128, source.padded - column), 64, 128);
                 copy_commit();
