@@ -44,8 +44,8 @@ std::size_t cache_workspace_bytes(const host& on, const Cache& cache, std::int32
 ///   1. (k_q, v_q) is appended, 2. a stateful scorer absorbs [k_q; v_q], 3. the key u = q - w, if u >= s, leaves the window
 ///   and competes for the long-range places, 4. the query heads attend to sinks, window (q - w + 1 .. q) and long-range keys.
 /// A key that loses at 3 is invisible to q already. Synchronous, no allocation. Refuses before anything is written: shapes
-/// that disagree, more than one token, slots out of range or named twice, a NaN score (given or computed), too little
-/// workspace, a second call of the same layer before advance(), which would keep the token twice.
+/// that disagree, more than one token, slots out of range or named twice, a NaN score that is read (given or computed), too
+/// little workspace, a second call of the same layer before advance(), which would keep the token twice.
 ///
 /// A policy that ranks keys by the attention they receive (H2O, TOVA, SnapKV; scorers/observed.hpp) decides in 3 by the masses
 /// up to q - 1, and adds the query's own after 4. Its q and k must be finite: a number that is not is refused.

@@ -191,7 +191,7 @@ class DualCache : public CacheOwner<DualCache<P, T>, P, T> {
 
     /// Gives the named slots the pages that batch.tokens(i) further tokens can need at most, in all layers, so that steps,
     /// chunks and commits of so many tokens cannot fail. Tokens that some layer has taken before advance() do not count as further
-    /// ones, in no layer. Returns 0; or how many more slabs it takes, with nothing changed.
+    /// ones, in any layer. Returns 0; or how many more slabs it takes, with nothing changed.
     /// Pages stay with their slot until it is cleared; evict() gives back only what the rest of the reservation cannot need. A copy of
     /// the slot (fork, reorder, restore) has no reservation. Refuses tokens beyond pool().longest.
     [[nodiscard]] std::int64_t reserve(const host& on, const Batch& batch);
@@ -235,8 +235,8 @@ class DualCache : public CacheOwner<DualCache<P, T>, P, T> {
     template <class Build = cuda_build>
     [[nodiscard]] std::int64_t free_pages(const cuda& on) const;
     /// As the host's; `batch`'s arrays are device memory. Entries that the host would refuse (bad slots and counts, tokens beyond
-    /// pool().longest) get nothing. Waits for the stream; not to be captured: call it between steps, and the next ones cannot fail
-    /// inside a graph.
+    /// pool().longest) get nothing. No two entries may name the same slot, which is not looked for. Waits for the stream; not to be
+    /// captured: call it between steps, and the next ones cannot fail inside a graph.
     template <class Build = cuda_build>
     [[nodiscard]] std::int64_t reserve(const cuda& on, const Batch& batch);
     template <class Build = cuda_build>
@@ -285,11 +285,6 @@ class DualCache : public CacheOwner<DualCache<P, T>, P, T> {
     struct slot_copy;
     template <class Build>
     auto counted_slot(const cuda& on, std::int32_t slot) const;
-    [[nodiscard]] CacheShape one_slot_shape() const {
-        CacheShape shape = this->shape_;
-        shape.slots = 1;
-        return shape;
-    }
     [[nodiscard]] PoolShape one_slot_pool(std::int64_t rows) const {
         const std::int64_t heads = std::int64_t{this->shape_.layers} * this->shape_.kv_heads;
         return {static_cast<std::int32_t>(rows / this->shape_.page_rows + heads + 1), 1, pool_.longest};

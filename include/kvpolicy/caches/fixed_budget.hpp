@@ -123,11 +123,6 @@ class FixedBudgetCache : public CacheOwner<FixedBudgetCache<P, T>, P, T> {
     struct slot_copy;
     template <class Build>
     auto counted_slot(const cuda& on, std::int32_t slot) const;
-    [[nodiscard]] CacheShape one_slot_shape() const {
-        CacheShape shape = this->shape_;
-        shape.slots = 1;
-        return shape;
-    }
     template <class Build, class Copy>
     void for_each_slice(const FixedBudgetCache& other, std::int32_t slot, const Copy& copy) const;
 #endif

@@ -165,6 +165,13 @@ class CacheOwner {
         return reinterpret_cast<V*>(memory_ + offset);
     }
 
+    /// That of a cache of one of these slots.
+    [[nodiscard]] CacheShape one_slot_shape() const {
+        CacheShape shape = shape_;
+        shape.slots = 1;
+        return shape;
+    }
+
     CacheShape shape_;
     P policy_;
     const scorer_type* scorers_;

@@ -153,8 +153,8 @@ struct mlstm_call {
         problem.readout_bias = weights.readout_bias;
     }
 
-    /// Refuses what the device's blocks have too little shared memory for, before anything is enqueued: `reads` scores chunk by chunk, which a sweep
-    /// may do without, `backward` makes gradients.
+    /// Refuses what the device's blocks have too little shared memory for, before anything is enqueued: `reads` scores chunk by
+    /// chunk, which a sweep may do without, `backward` makes gradients. Hopper's kernels fit into the 227 KB that its cards lend.
     void check_room(const device_scope& device, bool reads, bool backward) const {
         const std::size_t room = device.shared_limit();
         widths([&](auto features, auto values) {
@@ -217,7 +217,7 @@ struct mlstm_call {
         if (sweep_on_hopper(on, false, true)) {
             return;
         }
-        launch("mlstm_frames_kernel", mlstm_frames_kernel<T>, planes(), mlstm_frames_threads, 0, on, problem);
+        frames(on);
         walk<false>(on);
     }
     /// Scores; keeps: and states before each chunk.
@@ -240,8 +240,7 @@ struct mlstm_call {
                     return;
                 }
                 swept = true;
-                launch("mlstm_frames_kernel", mlstm_frames_kernel<T>, planes(), mlstm_frames_threads, 0, on,
-                       problem);
+                frames(on);
                 cut(sweep_segments(F, V, false));
                 begin_segments<F, V, false>(on);
                 launch("mlstm_sweep_kernel", mlstm_sweep_kernel<T, F, V>, planes() * problem.segments,
@@ -416,8 +415,7 @@ struct mlstm_call {
                     return;
                 }
                 swept = true;
-                launch("mlstm_frames_kernel", mlstm_frames_kernel<T>, planes(), mlstm_frames_threads, 0, on,
-                       problem);
+                frames(on);
                 const std::int32_t segments = sweep_segments(F, V, true);
                 cut(segments, cuts_of(segments));
                 begin_segments<F, V, false>(on);

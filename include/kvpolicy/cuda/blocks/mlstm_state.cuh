@@ -202,6 +202,18 @@ struct mlstm_state_part {
     __device__ int feature(int r) const { return m0 + lane_id() / 4 + 8 * r; }
     __device__ int value(int j) const { return n0 + 8 * j + lane_id() % 4 * 2; }
 
+    /// Nothing, in a warp's accumulators and sums.
+    template <int NI>
+    __device__ static void clear(float (&acc)[NI][4], float (&sums)[4]) {
+#pragma unroll
+        for (int e = 0; e < 4; ++e) {
+            sums[e] = 0.0f;
+#pragma unroll
+            for (int j = 0; j < NI; ++j) {
+                acc[j][e] = 0.0f;
+            }
+        }
+    }
     /// Calls body(numbers of the accumulators, index of the caller's state) for what is there of a state in the caller's order.
     template <int NI, class T, class Body>
     __device__ void for_each_of_caller(const mlstm_problem<T>& problem, int F, const Body& body) const {

@@ -359,8 +359,8 @@ __device__ inline void copy_image(const shared_tile<T>& tile, const T* image) {
     }
 }
 
-/// The same as copy_rows for all `Rows` rows of `Columns` columns into a tile's columns from `at` on, by `Threads` threads: with all of it known to the compiler
-/// a copy costs few instructions.
+/// The same as copy_rows for all `Rows` rows of `Columns` columns into a tile's columns from `at` on, by `Threads` threads: with all
+/// of it known to the compiler a copy costs few instructions.
 template <int Rows, int Columns, int Threads, class T>
 __device__ inline void copy_slice(const shared_tile<T>& tile, int at, const T* from, int stride,
                                   int thread = static_cast<int>(threadIdx.x)) {

@@ -112,22 +112,12 @@ __global__ void __launch_bounds__(KVPOLICY_HOPPER_THREADS(mlstm_ends_threads<F>)
     const mlstm_state_part part{16 * warp_id(), 0, true};
     const std::int64_t partial = std::int64_t{plane} * problem.segments * problem.cuts + cut;
     float acc[NI][4], of_sums[4];
-    const auto clear_all = [&] {
-#pragma unroll
-        for (int e = 0; e < 4; ++e) {
-            of_sums[e] = 0.0f;
-#pragma unroll
-            for (int j = 0; j < NI; ++j) {
-                acc[j][e] = 0.0f;
-            }
-        }
-    };
-    clear_all();
+    mlstm_state_part::clear(acc, of_sums);
     if (!Backward && cut == 0 && part.takes_state(problem, plane)) {
         const float* const state = part.state_of(problem, plane);
         part.take(problem, F, state, state + std::int64_t{problem.features} * problem.width, acc, of_sums);
         part.template write_partial<F, V>(problem, partial, acc, of_sums);
-        clear_all();
+        mlstm_state_part::clear(acc, of_sums);
     }
     float kept = 1.0f;    // of a state by the chunks after this one
     bool begins = false;  // a stream, at or after this chunk

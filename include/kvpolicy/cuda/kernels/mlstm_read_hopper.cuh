@@ -43,11 +43,6 @@ struct mlstm_read_tiles {
         exponents.most = parts.take<typename mlstm_exponents<E>::number>(scorer_chunk);
         exponents.kept = parts.take<float>(scorer_chunk);
     }
-    [[nodiscard]] static std::size_t bytes() {
-        shared_parts parts(nullptr);
-        const mlstm_read_tiles all(parts);
-        return parts.bytes();
-    }
 
     /// Rows of z_tile that stay 0.
     __device__ void clear_sums() const {

@@ -1,4 +1,4 @@
-// mlstm_reads_backward_kernel (mlstm_backward.cuh has the equations) with a warpgroup a chunk, as mlstm_read_hopper.cuh.
+// mlstm_reads_backward_kernel (mlstm_backward.cuh has the equations) with a warpgroup a chunk; its reads are those of mlstm_read_hopper.cuh.
 #pragma once
 
 #include <kvpolicy/cuda/blocks/mlstm_problem.cuh>
@@ -11,7 +11,6 @@
 #include <kvpolicy/cuda/launch.cuh>
 
 #include <cstdint>
-#include <type_traits>
 
 namespace kvpolicy {
 inline namespace KVPOLICY_CUDA_NAMESPACE KVPOLICY_HIDDEN {

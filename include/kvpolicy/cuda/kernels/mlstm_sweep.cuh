@@ -152,17 +152,7 @@ __global__ void __launch_bounds__(mlstm_sweep_threads) mlstm_sweep_kernel(const 
     scorer_span s = streams.span(plane, begun);
     float* const scores = problem.scores.head(s.b, s.h);
     float acc[NI][4], of_sums[4];
-    const auto clear_all = [&] {
-#pragma unroll
-        for (int e = 0; e < 4; ++e) {
-            of_sums[e] = 0.0f;
-#pragma unroll
-            for (int j = 0; j < NI; ++j) {
-                acc[j][e] = 0.0f;
-            }
-        }
-    };
-    clear_all();
+    mlstm_state_part::clear(acc, of_sums);
     copy_wait<0>();
     __syncthreads();
     fetch(0);
@@ -179,7 +169,7 @@ __global__ void __launch_bounds__(mlstm_sweep_threads) mlstm_sweep_kernel(const 
         const int stage = n % stages;
         memory.at_stage(stage);
         if (frame.fresh != 0) {
-            clear_all();
+            mlstm_state_part::clear(acc, of_sums);
         }
         const bool reads = frame.reads < frame.count;
         mlstm_reads<V, parts> values;

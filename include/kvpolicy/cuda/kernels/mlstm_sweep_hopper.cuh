@@ -196,17 +196,7 @@ __device__ inline void add_in_sweep(const mlstm_problem<T>& problem, const mlstm
     const int lane = lane_id(), warp = warp_id() - mlstm_sweep_groups<F>::first_adder / 32;
     const mlstm_state_part part{16 * warp, 0, true};
     float acc[NI][4], of_sums[4];
-    const auto clear_all = [&] {
-#pragma unroll
-        for (int e = 0; e < 4; ++e) {
-            of_sums[e] = 0.0f;
-#pragma unroll
-            for (int j = 0; j < NI; ++j) {
-                acc[j][e] = 0.0f;
-            }
-        }
-    };
-    clear_all();
+    mlstm_state_part::clear(acc, of_sums);
     part.template begin<F, V>(problem, range.plane, range.segment, false, acc, of_sums);
     using memory_type = mlstm_sweep_hopper_memory<E, F, V>;
     mlstm_ring_place<memory_type::stages> place;
@@ -219,7 +209,7 @@ __device__ inline void add_in_sweep(const mlstm_problem<T>& problem, const mlstm
         if (chunk.frame.count > 0) {
             if (chunk.frame.fresh != 0) {
                 asm volatile("" ::: "memory");  // a branch: no selection of every number in every step
-                clear_all();
+                mlstm_state_part::clear(acc, of_sums);
             }
             const bool reads = problem.sweep_reads && chunk.frame.reads < chunk.frame.count;
             if (reads || problem.sweep_keeps) {
@@ -424,24 +414,25 @@ __global__ void __launch_bounds__(KVPOLICY_HOPPER_THREADS(mlstm_sweep_hopper_thr
             make_float2(there && problem.norm_gain != nullptr ? problem.norm_gain[at + i] : 1.0f,
                         there ? problem.readout[at + i] : 0.0f);
     }
+    using groups = mlstm_sweep_groups<F>;
     if (thread == 0) {
-        using groups = mlstm_sweep_groups<F>;
-        constexpr std::uint32_t adders = 4 * groups::adders, readers = 4;  // warps
+        constexpr std::uint32_t of_adders = 4 * groups::adders,
+                                of_reader = 4;  // warps of all adders, of one reader
 #pragma unroll
         for (int i = 0; i < memory_type::stages; ++i) {
             barrier_init(memory.full(i), 2 * 128);
-            barrier_init(memory.free(i),
-                         (adders + (problem.sweep_reads ? groups::readers * readers : 0)) * arrivals_of_warp);
+            barrier_init(
+                memory.free(i),
+                (of_adders + (problem.sweep_reads ? groups::readers * of_reader : 0)) * arrivals_of_warp);
         }
 #pragma unroll
         for (int i = 0; i < memory_type::held; ++i) {
-            barrier_init(memory.full_state(i), adders * arrivals_of_warp);
-            barrier_init(memory.free_state(i), readers * arrivals_of_warp);
+            barrier_init(memory.full_state(i), of_adders * arrivals_of_warp);
+            barrier_init(memory.free_state(i), of_reader * arrivals_of_warp);
         }
         barrier_init_fence();
     }
     __syncthreads();
-    using groups = mlstm_sweep_groups<F>;
     if (thread < groups::first_adder) {
         take_registers<groups::of_reader>();
         if (problem.sweep_reads) {

@@ -108,29 +108,29 @@ __global__ void __launch_bounds__(256)
         float4 added[together];
         float keeps[together];
 #pragma unroll
-        for (int i = 0; i < together; ++i) {
-            if (from + i <= last) {
-                added[i] = states[std::int64_t{from + i} * size];
-                keeps[i] = problem.partial_keeps[first + from + i - 1];
+        for (int x = 0; x < together; ++x) {
+            if (from + x <= last) {
+                added[x] = states[std::int64_t{from + x} * size];
+                keeps[x] = problem.partial_keeps[first + from + x - 1];
             }
         }
 #pragma unroll
-        for (int i = 0; i < together; ++i) {
-            if (from + i <= last) {
-                const float keep = keeps[i];
+        for (int x = 0; x < together; ++x) {
+            if (from + x <= last) {
+                const float keep = keeps[x];
                 const bool none = keep < 0.0f;  // not even what is not finite
-                all.x = (none ? 0.0f : keep * all.x) + added[i].x;
-                all.y = (none ? 0.0f : keep * all.y) + added[i].y;
-                all.z = (none ? 0.0f : keep * all.z) + added[i].z;
-                all.w = (none ? 0.0f : keep * all.w) + added[i].w;
-                states[std::int64_t{from + i} * size] = all;
+                all.x = (none ? 0.0f : keep * all.x) + added[x].x;
+                all.y = (none ? 0.0f : keep * all.y) + added[x].y;
+                all.z = (none ? 0.0f : keep * all.z) + added[x].z;
+                all.w = (none ? 0.0f : keep * all.w) + added[x].w;
+                states[std::int64_t{from + x} * size] = all;
             }
         }
     }
 }
 
-/// States before each chunk, or backwards those after it. A block has FS features and VS values of a plane's state in registers, eight
-/// warps of 16 features each, and walks over the plane's chunks:
+/// States before each chunk, or backwards those after it. A block has FS features and VS values of a plane's state in registers, a
+/// warp 16 features (on Hopper four warps, else eight), and walks over the plane's chunks:
 ///
 ///     state <- keep state + sum_r scale_r a_r b_r^T,   sums <- keep sums + sum_r scale_r ratio_r a_r
 ///
@@ -419,10 +419,6 @@ __device__ inline void walk_chunks(const mlstm_problem<T>& problem) {
                 if (step.adds != 0) {
                     product.add_sums(of_sums, split);
                 }
-            }
-#endif
-#if KVPOLICY_HOPPER_CODE
-            if constexpr (Hopper) {
                 // Pairs of tokens before the chunk with reads after it: the sum of products of both states' numbers.
                 float rho[NI][2] = {}, of_rho[2] = {};
                 get_reference(step.before, step.share_before, memory.before + stage * VS, rho,
@@ -508,7 +504,7 @@ __device__ inline void walk_chunks(const mlstm_problem<T>& problem) {
         if constexpr (Hopper) {
 #if KVPOLICY_HOPPER_CODE
             const auto meanwhile = [&] {
-                if (Hopper && step.there != 0) {
+                if (step.there != 0) {
 #pragma unroll
                     for (int by = 4; by < 32; by *= 2) {
                         crossing += __shfl_xor_sync(all_lanes, crossing, by);

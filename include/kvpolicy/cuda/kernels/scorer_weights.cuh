@@ -1,6 +1,7 @@
 // What the backward passes of all scorers share: weights as tiles take them, and the sums over tokens that become gradients of
 // weights and inputs. A scorer hands over rows d y [planes, slots * 64][width], what each token's loss says about the rows of a
-// weight matrix, of which columns beyond weight_stack::used may hold anything. Sums are made in one fixed order: blocks write partial sums, and one thread adds those up.
+// weight matrix, of which columns beyond weight_stack::used may hold anything. Sums are made in one fixed order: blocks write partial
+// sums, and one thread adds those up.
 #pragma once
 
 #include <kvpolicy/cuda/blocks/scorer_problem.cuh>
