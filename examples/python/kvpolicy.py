@@ -4,7 +4,7 @@
     python3 examples/python/train.py ./libkvpolicy_c.so
 
 A tensor is whatever has a data_ptr(), as PyTorch's on the CPU have, or a buffer, as NumPy's arrays and array.array have: fp32
-(expiries int32, gradients of log gamma fp64), contiguous. Nothing is copied.
+(expiries int32, gradients of log gamma fp64), contiguous; buffers writable and not empty, inputs too. Nothing is copied.
 """
 
 import collections
@@ -20,22 +20,25 @@ _ARGUMENTS = {
 }
 
 
-def _pointer(tensor, numbers, size=4):
-    """The address of so many numbers of `size` bytes; refuses a tensor that is not that."""
+_TYPES = {"f": "float32", "i": "int32", "d": "float64"}  # by the buffers' letters
+
+
+def _pointer(name, tensor, numbers, letter="f"):
+    """The address of so many numbers of a type; refuses a tensor that is not that."""
     if tensor is None:
         return None
     if hasattr(tensor, "data_ptr"):
         if tensor.device.type != "cpu" or not tensor.is_contiguous():
-            raise ValueError("a tensor must be contiguous, and on the CPU")
-        address, has, width = tensor.data_ptr(), tensor.numel(), tensor.element_size()
+            raise ValueError(f"{name}: on {tensor.device.type}, or with gaps, is not allowed; it must be contiguous, on the CPU")
+        address, has, kind = tensor.data_ptr(), tensor.numel(), str(tensor.dtype).removeprefix("torch.")
     else:
         view = memoryview(tensor)
         if not view.c_contiguous:
-            raise ValueError("a tensor must be contiguous")
-        has, width = view.nbytes // view.itemsize, view.itemsize
+            raise ValueError(f"{name}: with gaps is not allowed; it must be contiguous")
+        has, kind = view.nbytes // view.itemsize, _TYPES.get(view.format.lstrip("@=<"), view.format)
         address = ctypes.addressof(ctypes.c_char.from_buffer(tensor))
-    if has != numbers or width != size:
-        raise ValueError(f"a tensor has {has} numbers of {width} bytes; it must have {numbers} of {size}")
+    if has != numbers or kind != _TYPES[letter]:
+        raise ValueError(f"{name}: {has} numbers of {kind} is not allowed; it must be {numbers} of {_TYPES[letter]}")
     return address
 
 
@@ -56,24 +59,24 @@ class Library:
         """expiry <- what the policy makes of scores: query q sees key t where t <= q < expiry[t]. log_gamma [heads]."""
         batch, heads, length = shape
         count = batch * heads * length
-        self._call("kvp_build_mask", _pointer(scores, count), *shape, *rule, _pointer(log_gamma, heads),
-                   _pointer(expiry, count))
+        self._call("kvp_build_mask", _pointer("scores", scores, count), *shape, *rule,
+                   _pointer("log_gamma", log_gamma, heads), _pointer("expiry", expiry, count, "i"))
 
     def future_mass(self, q, k, shape, query_heads, dim, window, target, beta=1.0):
         """target <- the logarithm of the attention that each key gets once it has left the window. q has query_heads heads."""
         batch, heads, length = shape
-        self._call("kvp_future_mass", _pointer(q, batch * query_heads * length * dim),
-                   _pointer(k, batch * heads * length * dim), batch, query_heads, heads, length, dim, window, beta,
-                   _pointer(target, batch * heads * length))
+        self._call("kvp_future_mass", _pointer("q", q, batch * query_heads * length * dim),
+                   _pointer("k", k, batch * heads * length * dim), batch, query_heads, heads, length, dim, window, beta,
+                   _pointer("target", target, batch * heads * length))
 
     def boundary_loss(self, scores, target, shape, rule, d_scores, log_gamma=None, d_log_gamma=None):
         """The loss; d_scores <- its gradient, and d_log_gamma [heads] (fp64) where it is given."""
         batch, heads, length = shape
         count = batch * heads * length
         value = ctypes.c_double()
-        self._call("kvp_boundary_loss", _pointer(scores, count), _pointer(target, count), *shape, *rule,
-                   _pointer(log_gamma, heads), ctypes.addressof(value), _pointer(d_scores, count),
-                   _pointer(d_log_gamma, heads, 8))
+        self._call("kvp_boundary_loss", _pointer("scores", scores, count), _pointer("target", target, count), *shape,
+                   *rule, _pointer("log_gamma", log_gamma, heads), ctypes.addressof(value),
+                   _pointer("d_scores", d_scores, count), _pointer("d_log_gamma", d_log_gamma, heads, "d"))
         return value.value
 
 

@@ -95,6 +95,9 @@ SHOWN int kvp_boundary_loss(const float* scores, const float* target, std::int32
                             std::int32_t length, std::int32_t sinks, std::int32_t window, std::int32_t budget,
                             const float* log_gamma, double* value, float* d_scores, double* d_log_gamma) {
     return answer([&] {
+        if (value == nullptr) {
+            throw kvp::invalid_argument("value: null is not allowed; it must be the address of a number");
+        }
         const Policy policy = policy_of(sinks, window, budget, log_gamma, heads);
         const kvp::BoundaryLoss loss;
         const kvp::Sequences sequences{batch, length};

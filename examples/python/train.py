@@ -42,10 +42,15 @@ def main(path):
     expiry = array.array("i", bytes(4 * LENGTH))
     library.build_mask(scores, shape, RULE, expiry)
     print("keys that the last query sees:", sum(LENGTH - 1 < at for at in expiry), "of", LENGTH)
-    try:
-        library.build_mask(scores, shape, kvpolicy.Rule(2, 0, 22), expiry)
-    except ValueError as error:
-        print(error)
+    # With a decay of scores by age, whose logarithm may be learned, too.
+    log_gamma, d_log_gamma = array.array("f", [-0.01]), array.array("d", [0.0])
+    library.boundary_loss(scores, target, shape, RULE, d_scores, log_gamma, d_log_gamma)
+    print("the loss depends on the decay:", "yes" if d_log_gamma[0] != 0.0 else "no")
+    for rule, to in ((kvpolicy.Rule(2, 0, 22), expiry), (RULE, scores)):
+        try:
+            library.build_mask(scores, shape, rule, to)
+        except ValueError as error:
+            print(error)
 
 
 if __name__ == "__main__":
@@ -55,4 +60,6 @@ if __name__ == "__main__":
 # the loss fell by more than half: yes
 # the first weight is the largest: yes
 # keys that the last query sees: 32 of 256
+# the loss depends on the decay: yes
 # window of layer 0, head 0: 0 is not allowed; it must be 1 or more, since a query sees itself
+# expiry: 256 numbers of float32 is not allowed; it must be 256 of int32

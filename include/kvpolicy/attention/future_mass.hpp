@@ -46,8 +46,8 @@ void causal_lse(const host& on, const Attention& attention, rows_view<const T> q
 ///
 /// It is the transposed attention pass of D.2: keys take the part of queries, -lse that of a bias. A query whose lse is
 /// -inf contributes nothing; with a sparse lse a mass may exceed 1. Overwrites target for the sequences' lengths.
-/// Synchronous, O(S^2) time, no S x S array. Refuses: shapes that disagree, null data, beta < 1, epsilon < 0, window < 1,
-/// look_ahead < 0, packed segments, starts, too little workspace. A window of S or more leaves every key without future queries.
+/// Synchronous, O(S^2) time, no S x S array. Refuses: shapes that disagree, null data, no query heads, beta < 1, epsilon < 0 or infinite,
+/// window < 1, look_ahead < 0, packed segments, starts, too little workspace. A window of S or more leaves every key without future queries.
 template <Storage T>
 void future_mass(const host& on, const Attention& attention, rows_view<const T> q, input_rows<T> k,
                  plane_view<const float> lse, const Sequences& sequences, const FutureMassOptions& options,

@@ -47,7 +47,7 @@ std::size_t attend_workspace_bytes(const host& on, const Attention& attention,
 /// does not depend on the number of threads; portable and AVX2 bodies agree to rounding.
 ///
 /// Refuses, before anything is written: head counts that do not divide, shapes that disagree, an unsupported head_dim,
-/// null data, lengths below 0 or beyond the view, positions that 31 bits do not hold, a negative bias_from or softcap, a
+/// null data, lengths below 0, beyond the view or beyond 2^30, positions that 31 bits do not hold, a negative bias_from or softcap, a
 /// scale that is not finite, too little workspace.
 template <Storage T>
 void attend(const host& on, const Attention& attention, std::type_identity_t<rows_view<const T>> q,

@@ -99,8 +99,8 @@ struct workspace_view {
 
 /// The sequences of one call: `batch` of `length` tokens each, both to be given. `lengths[b]`, where given, says how many
 /// tokens of sequence b count; the rest is neither read nor written. `starts[b]`, where given, is the position of
-/// sequence b's first query in the frame of the mask (chunked prefill); calls about whole sequences (masks, targets, losses,
-/// metrics) refuse it. `segments` > 0 packs several samples into each
+/// sequence b's first query in the frame of the mask (chunked prefill); calls about whole sequences (masks, targets, losses of
+/// scores, metrics) refuse it, also where all are 0; losses of rows, which have no positions, do not look at it. `segments` > 0 packs several samples into each
 /// sequence: cu_seqlens[0..segments] are their edges, and sinks, window, budget and scorer state start anew at each.
 /// Leaving cu_seqlens null keeps attention across packed samples (KVpop's training).
 struct Sequences {

@@ -71,7 +71,7 @@ void boundary_loss(const cuda& on, const BoundaryLoss& loss, const P& policy, pl
     policy.check_layer(loss.layer, heads);
     detail::require(options.layers >= 1 && heads % options.layers == 0, "options.layers", options.layers,
                     [&] { return detail::text("1 or more, and a divisor of the ", heads, " heads"); });
-    cb::check_sequences(sequences, d_scores.batch, d_scores.length);
+    cb::check_whole_sequences(sequences, d_scores.batch, d_scores.length);
     cb::check_plane("d_scores", d_scores, sequences.batch, heads, sequences.length);
     cb::check_plane("scores", scores, sequences.batch, heads, sequences.length);
     cb::check_plane("target", target, sequences.batch, heads, sequences.length);

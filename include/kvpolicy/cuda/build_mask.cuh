@@ -20,7 +20,7 @@ template <class P>
 void check_mask_call(const P& policy, plane_view<const float> scores, const Sequences& sequences,
                      std::int32_t batch, std::int32_t heads, std::int32_t length, std::int32_t layer) {
     policy.check_layer(layer, heads);
-    check_sequences(sequences, batch, length);
+    check_whole_sequences(sequences, batch, length);
     if constexpr (P::ranked) {
         check_plane("scores", scores, batch, heads, sequences.length);
     }
@@ -211,7 +211,7 @@ void expiry_from_cutoffs(const cuda& on, const P& policy, plane_view<const std::
     using namespace cuda_backend;
     const std::int32_t heads = expiry.heads;
     policy.check_layer(layer, heads);
-    cuda_backend::check_sequences(sequences, expiry.batch, expiry.length);
+    cuda_backend::check_whole_sequences(sequences, expiry.batch, expiry.length);
     check_plane("rank", rank, sequences.batch, heads, sequences.length);
     check_plane("cutoff", cutoff, sequences.batch, heads, sequences.length);
     check_plane("expiry", expiry, sequences.batch, heads, sequences.length);

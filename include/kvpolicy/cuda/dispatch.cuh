@@ -27,9 +27,8 @@ inline constexpr bool is_half = std::is_same_v<T, bf16> || std::is_same_v<T, fp1
 
 // These checks run in every call, so they build no text unless they refuse.
 
-/// The part of the host's check_whole_sequences that needs no device memory.
+/// The parts of the host's checks that need no device memory.
 inline void check_sequences(const Sequences& sequences, std::int32_t batch, std::int32_t length) {
-    host_backend::check_no_starts(sequences);
     detail::require(sequences.batch == batch, "sequences.batch", sequences.batch,
                     [&] { return detail::text("the views' batch, ", batch); });
     detail::require(
@@ -39,6 +38,10 @@ inline void check_sequences(const Sequences& sequences, std::int32_t batch, std:
         });
     detail::require(sequences.cu_seqlens == nullptr || sequences.segments >= 1, "sequences.segments",
                     sequences.segments, "1 or more where cu_seqlens is given");
+}
+inline void check_whole_sequences(const Sequences& sequences, std::int32_t batch, std::int32_t length) {
+    host_backend::check_no_starts(sequences);
+    check_sequences(sequences, batch, length);
 }
 
 /// The longest sequence that kernels take: token indices of the last block stay below 2^31.

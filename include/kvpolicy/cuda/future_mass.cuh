@@ -73,7 +73,7 @@ template <class T>
 void check_mass_call(const Attention& attention, rows_view<const T> q, rows_view<const T> k,
                      plane_view<const float> lse, const Sequences& sequences) {
     host_backend::check_attention(attention);
-    check_sequences(sequences, q.batch, q.length);
+    check_whole_sequences(sequences, q.batch, q.length);
     detail::require(sequences.length <= longest_sequence, "sequences.length", sequences.length,
                     "at most 2^31 - 2^24");
     detail::require(sequences.cu_seqlens == nullptr, "sequences.cu_seqlens", "given", "null");

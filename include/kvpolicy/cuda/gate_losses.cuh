@@ -39,7 +39,7 @@ template <class P>
 void check_gate_loss(const cuda& on, const P& policy, plane_view<const float> scores,
                      const Sequences& sequences, std::int32_t layer, workspace_view workspace) {
     policy.check_layer(layer, scores.heads);
-    check_sequences(sequences, scores.batch, scores.length);
+    check_whole_sequences(sequences, scores.batch, scores.length);
     check_plane("scores", scores, sequences.batch, scores.heads, sequences.length);
     check_workspace(workspace, gate_loss_workspace_bytes(on, policy, sequences, scores.heads));
 }

@@ -20,7 +20,7 @@ void check_gate_call(const P& policy, const G& gate, plane_view<const float> sco
     static_assert(!P::has_budget, "kvpolicy: a soft gate takes a policy without a TopKBudget");
     gate.check();
     policy.check_layer(layer, scores.heads);
-    check_sequences(sequences, scores.batch, scores.length);
+    check_whole_sequences(sequences, scores.batch, scores.length);
     check_plane("scores", scores, sequences.batch, scores.heads, sequences.length);
 }
 

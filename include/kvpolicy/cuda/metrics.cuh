@@ -17,7 +17,7 @@ namespace cuda_backend {
 
 inline void check_metric_call(plane_view<const expiry_t> expiry, const Sequences& sequences, const char* name,
                               const void* out) {
-    check_sequences(sequences, expiry.batch, expiry.length);
+    check_whole_sequences(sequences, expiry.batch, expiry.length);
     check_shape(sequences, expiry.heads);
     check_plane("expiry", expiry, sequences.batch, expiry.heads, sequences.length);
     detail::require(out != nullptr || expiry.batch == 0 || expiry.heads == 0, name, "null", "device memory");

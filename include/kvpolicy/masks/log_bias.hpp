@@ -122,7 +122,7 @@ void log_bias_backward(const host& on, const P& policy, const G& gate,
                        std::type_identity_t<plane_view<const Real>> d_log_bias, const Sequences& sequences,
                        plane_view<Real> d_scores, std::int32_t layer = 0);
 
-/// out[h] = w of head h, what a mask_view with log-biases takes as bias_from.
+/// out[h] = w of head h, what a mask_view with log-biases takes as bias_from. Refuses a layer that the policy does not have, null.
 template <AnyPolicy P>
 void windows_of(const P& policy, std::int32_t heads, std::int32_t* out, std::int32_t layer = 0) {
     policy.check_layer(layer, heads);

@@ -154,6 +154,13 @@ TEST_CASE("cross-entropy and L2") {
     };
     CHECK(entropy().count == 11);
     CHECK(l2().count == 24);
+    // A row's loss has no position, so a chunk's start changes nothing.
+    static constexpr std::int32_t starts[] = {40, 7};
+    Sequences chunk = in.sequences();
+    chunk.starts = starts;
+    CHECK(CrossEntropy{0.5f}(on, wanted.view(), in.of_student(), chunk, in.d.view()).value ==
+          entropy().value);
+    CHECK(L2Distillation{3.0f}(on, in.of_teacher(), in.of_student(), chunk, in.d.view()).value == l2().value);
     double squares = 0.0;
     for (std::int32_t b = 0; b < 2; ++b) {
         for (std::int32_t t = 0; t < in.lengths[static_cast<std::size_t>(b)]; ++t) {

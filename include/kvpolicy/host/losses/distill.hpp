@@ -188,7 +188,7 @@ void top_logits(const host& on, std::type_identity_t<rows_view<const Real>> logi
                 const Sequences& sequences, rows_view<Real> values, rows_view<std::int32_t> indices,
                 workspace_view workspace) {
     namespace hb = host_backend;
-    hb::check_whole_sequences(sequences, logits.batch, logits.length);
+    hb::check_sequences(sequences, logits.batch, logits.length);
     detail::require(values.dim >= 1 && values.dim <= logits.dim, "values.dim", values.dim,
                     [&] { return detail::text("1 to the logits of a token, ", logits.dim); });
     hb::check_rows("logits", logits, values.batch, values.heads, sequences.length, logits.dim);
@@ -231,7 +231,7 @@ LossValue TopDistillation::operator()(const host& on, std::type_identity_t<rows_
     namespace hb = host_backend;
     detail::require(top >= 1, "top", top, "1 or more");
     hb::check_temperature(temperature, scale);
-    hb::check_whole_sequences(sequences, d_student.batch, d_student.length);
+    hb::check_sequences(sequences, d_student.batch, d_student.length);
     hb::check_rows("teacher", teacher, d_student.batch, d_student.heads, sequences.length, d_student.dim);
     hb::check_workspace(workspace, workspace_bytes(on, teacher));
     hb::check_tokens(
@@ -261,7 +261,7 @@ LossValue TopDistillation::operator()(const host& on, std::type_identity_t<rows_
                                       const Sequences& sequences, rows_view<Real> d_student) const {
     namespace hb = host_backend;
     hb::check_temperature(temperature, scale);
-    hb::check_whole_sequences(sequences, d_student.batch, d_student.length);
+    hb::check_sequences(sequences, d_student.batch, d_student.length);
     const std::int32_t heads = d_student.heads, vocabulary = d_student.dim;
     hb::check_rows("d_student", d_student, d_student.batch, heads, sequences.length, vocabulary);
     hb::check_rows("student", student, d_student.batch, heads, sequences.length, vocabulary);
@@ -304,7 +304,7 @@ LossValue CrossEntropy::operator()(const host& on, plane_view<const std::int32_t
                                    const Sequences& sequences, rows_view<Real> d_student) const {
     namespace hb = host_backend;
     hb::check_temperature(1.0f, scale);
-    hb::check_whole_sequences(sequences, d_student.batch, d_student.length);
+    hb::check_sequences(sequences, d_student.batch, d_student.length);
     const std::int32_t heads = d_student.heads, vocabulary = d_student.dim;
     hb::check_rows("d_student", d_student, d_student.batch, heads, sequences.length, vocabulary);
     hb::check_rows("student", student, d_student.batch, heads, sequences.length, vocabulary);
@@ -354,7 +354,7 @@ LossValue L2Distillation::operator()(const host& on, std::type_identity_t<rows_v
                                      workspace_view) const {
     namespace hb = host_backend;
     hb::check_temperature(1.0f, scale);
-    hb::check_whole_sequences(sequences, d_student.batch, d_student.length);
+    hb::check_sequences(sequences, d_student.batch, d_student.length);
     const std::int32_t heads = d_student.heads, dim = d_student.dim;
     hb::check_rows("d_student", d_student, d_student.batch, heads, sequences.length, dim);
     hb::check_rows("student", student, d_student.batch, heads, sequences.length, dim);
