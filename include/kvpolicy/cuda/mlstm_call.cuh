@@ -398,6 +398,10 @@ struct mlstm_call {
             std::min<std::int64_t>(2 * processors / blocks, call.streams.slots / segments / 4);
         return segments == 1 ? 1 : static_cast<std::int32_t>(std::max<std::int64_t>(1, most));
     }
+    /// What every chunk begins with and counts, by plane.
+    void frames(const cuda& on) {
+        launch("mlstm_frames_kernel", mlstm_frames_kernel<T>, planes(), mlstm_frames_threads, 0, on, problem);
+    }
     void cut(std::int32_t segments, std::int32_t cuts = 1) {
         const std::int32_t slots = call.streams.slots;
         problem.cuts = cuts;
