@@ -5,6 +5,7 @@
 #include <kvpolicy/cuda/config.cuh>
 #include <kvpolicy/cuda/hopper.cuh>
 #include <kvpolicy/cuda/kernels/mlstm_backward.cuh>
+#include <kvpolicy/cuda/kernels/mlstm_carry.cuh>
 #include <kvpolicy/cuda/kernels/mlstm_ends_hopper.cuh>
 #include <kvpolicy/cuda/kernels/mlstm_frames.cuh>
 #include <kvpolicy/cuda/kernels/mlstm_project.cuh>
