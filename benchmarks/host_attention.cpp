@@ -3,8 +3,8 @@
 //
 // Targets: dense prefill at half of one core's FMA peak or more; 16k tokens with a budget of 2048 at least 3x faster than
 // dense; decode (G <= 4, a set larger than 4x the last-level cache) reads at 60% of the copy bandwidth or more.
-#include <kvpolicy/attention/sparse.hpp>
-#include <kvpolicy/host/simd_avx2.hpp>
+#include <kvpolicy/attention/attend.hpp>
+#include <kvpolicy/attention/host/simd_avx2.hpp>
 #include <kvpolicy/kvpop.hpp>
 
 #include "run.hpp"

@@ -4,8 +4,8 @@
 //
 // Target: at most 1.5x. The boundary loss takes 1024 queries a head, as train_scorer does; the target's normaliser is the
 // one that the attention pass leaves behind.
+#include <kvpolicy/attention/attend.hpp>
 #include <kvpolicy/attention/future_mass.hpp>
-#include <kvpolicy/attention/sparse.hpp>
 #include <kvpolicy/core/host_buffer.hpp>
 #include <kvpolicy/losses/boundary.hpp>
 #include <kvpolicy/policies/compose.hpp>

@@ -1,13 +1,13 @@
 // Losses on CUDA, and whole steps of scorer training: target, scores, loss, gradients, AdamW.
-#include <kvpolicy/cuda/boundary_loss.cuh>
-#include <kvpolicy/cuda/distill_losses.cuh>
-#include <kvpolicy/cuda/future_mass.cuh>
-#include <kvpolicy/cuda/gate_losses.cuh>
-#include <kvpolicy/cuda/score_backward.cuh>
-#include <kvpolicy/cuda/score_sequence.cuh>
+#include <kvpolicy/attention/cuda/dispatch_future_mass.cuh>
 #include <kvpolicy/kvpop.hpp>
+#include <kvpolicy/losses/cuda/dispatch_boundary.cuh>
+#include <kvpolicy/losses/cuda/dispatch_distill.cuh>
+#include <kvpolicy/losses/cuda/dispatch_gates.cuh>
 #include <kvpolicy/policies/decay.hpp>
 #include <kvpolicy/policies/threshold_gate.hpp>
+#include <kvpolicy/scorers/cuda/dispatch_score_backward.cuh>
+#include <kvpolicy/scorers/cuda/dispatch_score_sequence.cuh>
 
 #include "../examples/train/adamw.cuh"
 #include "cold.cuh"

@@ -2,10 +2,10 @@
 // beside dense decode. Both are steps of this library, everything included; the layer is many times the L2 cache.
 #pragma once
 
-#include <kvpolicy/cuda/cache_owner.cuh>
-#include <kvpolicy/cuda/cache_step.cuh>
-#include <kvpolicy/cuda/dual_owner.cuh>
-#include <kvpolicy/cuda/dual_step.cuh>
+#include <kvpolicy/caches/cuda/contiguous/dispatch_contiguous.cuh>
+#include <kvpolicy/caches/cuda/contiguous/dispatch_contiguous_decode.cuh>
+#include <kvpolicy/caches/cuda/paged/dispatch_paged.cuh>
+#include <kvpolicy/caches/cuda/paged/dispatch_paged_decode.cuh>
 #include <kvpolicy/policies/selection.hpp>
 #include <kvpolicy/policies/sink.hpp>
 #include <kvpolicy/policies/threshold_gate.hpp>

@@ -22,7 +22,7 @@
 all_checks="memcheck synccheck initcheck racecheck"
 
 # Operations of whose kernels some have one lane arrive at a barrier for its warp, which racecheck does not follow: it runs a build
-# of its own of their programs (KVPOLICY_RACECHECK, include/kvpolicy/cuda/blocks/async.cuh).
+# of its own of their programs (KVPOLICY_RACECHECK, include/kvpolicy/cuda/primitives/async.cuh).
 one_lane_arrives="attention caches scorers"
 
 # ---- masks -----------------------------------------------------------------------------------------------------------

@@ -1,7 +1,7 @@
 #include "policies.hpp"
 
 #include <kvpolicy/h2o.hpp>
-#include <kvpolicy/scorers/concept.hpp>
+#include <kvpolicy/policies/scorer_concept.hpp>
 #include <kvpolicy/snapkv.hpp>
 #include <kvpolicy/tova.hpp>
 #include <kvpolicy/uniform.hpp>

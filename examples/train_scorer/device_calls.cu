@@ -1,7 +1,7 @@
-#include <kvpolicy/cuda/boundary_loss.cuh>
-#include <kvpolicy/cuda/build_mask.cuh>
-#include <kvpolicy/cuda/future_mass.cuh>
-#include <kvpolicy/cuda/metrics.cuh>
+#include <kvpolicy/attention/cuda/dispatch_future_mass.cuh>
+#include <kvpolicy/losses/cuda/dispatch_boundary.cuh>
+#include <kvpolicy/masks/cuda/dispatch_build_mask.cuh>
+#include <kvpolicy/metrics/cuda/dispatch_metrics.cuh>
 
 #include "device_calls.cuh"
 #include "train/device.cuh"

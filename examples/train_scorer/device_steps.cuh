@@ -2,12 +2,12 @@
 #pragma once
 
 #include <kvpolicy/attention/future_mass.hpp>
-#include <kvpolicy/cuda/metrics.cuh>
-#include <kvpolicy/cuda/score_backward.cuh>
-#include <kvpolicy/cuda/score_sequence.cuh>
 #include <kvpolicy/losses/boundary.hpp>
 #include <kvpolicy/masks/build.hpp>
+#include <kvpolicy/metrics/cuda/dispatch_metrics.cuh>
 #include <kvpolicy/scorers/backward.hpp>
+#include <kvpolicy/scorers/cuda/dispatch_score_backward.cuh>
+#include <kvpolicy/scorers/cuda/dispatch_score_sequence.cuh>
 #include <kvpolicy/scorers/sequence.hpp>
 
 #include "device_calls.cuh"

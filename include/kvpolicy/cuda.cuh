@@ -7,19 +7,19 @@
 #error "kvpolicy: kvpolicy/cuda.cuh needs nvcc: give it a .cu file, or -x cu"
 #endif
 
-#include <kvpolicy/cuda/attend.cuh>
-#include <kvpolicy/cuda/attend_backward.cuh>
-#include <kvpolicy/cuda/boundary_loss.cuh>
-#include <kvpolicy/cuda/build_mask.cuh>
-#include <kvpolicy/cuda/cache_chunk.cuh>
-#include <kvpolicy/cuda/cache_owner.cuh>
-#include <kvpolicy/cuda/cache_step.cuh>
-#include <kvpolicy/cuda/distill_losses.cuh>
-#include <kvpolicy/cuda/dual_owner.cuh>
-#include <kvpolicy/cuda/dual_step.cuh>
-#include <kvpolicy/cuda/future_mass.cuh>
-#include <kvpolicy/cuda/gate_losses.cuh>
-#include <kvpolicy/cuda/log_bias.cuh>
-#include <kvpolicy/cuda/metrics.cuh>
-#include <kvpolicy/cuda/score_backward.cuh>
-#include <kvpolicy/cuda/score_sequence.cuh>
+#include <kvpolicy/attention/cuda/dispatch_attend.cuh>
+#include <kvpolicy/attention/cuda/dispatch_attend_backward.cuh>
+#include <kvpolicy/attention/cuda/dispatch_future_mass.cuh>
+#include <kvpolicy/caches/cuda/contiguous/dispatch_contiguous.cuh>
+#include <kvpolicy/caches/cuda/contiguous/dispatch_contiguous_decode.cuh>
+#include <kvpolicy/caches/cuda/dispatch_prefill.cuh>
+#include <kvpolicy/caches/cuda/paged/dispatch_paged.cuh>
+#include <kvpolicy/caches/cuda/paged/dispatch_paged_decode.cuh>
+#include <kvpolicy/losses/cuda/dispatch_boundary.cuh>
+#include <kvpolicy/losses/cuda/dispatch_distill.cuh>
+#include <kvpolicy/losses/cuda/dispatch_gates.cuh>
+#include <kvpolicy/masks/cuda/dispatch_build_mask.cuh>
+#include <kvpolicy/masks/cuda/dispatch_log_bias.cuh>
+#include <kvpolicy/metrics/cuda/dispatch_metrics.cuh>
+#include <kvpolicy/scorers/cuda/dispatch_score_backward.cuh>
+#include <kvpolicy/scorers/cuda/dispatch_score_sequence.cuh>

@@ -21,16 +21,16 @@
 // the logits outside the window. Memory is asked for with max(0, target - mean alpha), whose target rises with the step.
 #pragma once
 
-#include <kvpolicy/attention/sparse.hpp>
+#include <kvpolicy/attention/attend.hpp>
 #include <kvpolicy/caches/dual.hpp>
 #include <kvpolicy/losses/dms.hpp>
 #include <kvpolicy/masks/build.hpp>
 #include <kvpolicy/masks/dms_gate.hpp>
 #include <kvpolicy/policies/compose.hpp>
 #include <kvpolicy/policies/eviction_gate.hpp>
+#include <kvpolicy/policies/scorer_concept.hpp>
 #include <kvpolicy/policies/sink.hpp>
 #include <kvpolicy/policies/window.hpp>
-#include <kvpolicy/scorers/concept.hpp>
 
 namespace kvpolicy {
 

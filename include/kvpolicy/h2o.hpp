@@ -16,10 +16,10 @@
 // taken in chunks of c, which bounds the memory to B + c rows, or stepwise. The three keep different keys.
 #pragma once
 
+#include <kvpolicy/attention/attend.hpp>
+#include <kvpolicy/attention/observed_mask.hpp>
 #include <kvpolicy/attention/received_mass.hpp>
-#include <kvpolicy/attention/sparse.hpp>
 #include <kvpolicy/caches/fixed_budget.hpp>
-#include <kvpolicy/masks/observed.hpp>
 #include <kvpolicy/policies/compose.hpp>
 #include <kvpolicy/policies/topk_budget.hpp>
 #include <kvpolicy/policies/window.hpp>

@@ -3,9 +3,10 @@
 // streaming_llm.hpp, uniform.hpp).
 #pragma once
 
+#include <kvpolicy/attention/attend.hpp>
 #include <kvpolicy/attention/future_mass.hpp>
+#include <kvpolicy/attention/observed_mask.hpp>
 #include <kvpolicy/attention/received_mass.hpp>
-#include <kvpolicy/attention/sparse.hpp>
 #include <kvpolicy/caches/dual.hpp>
 #include <kvpolicy/caches/fixed_budget.hpp>
 #include <kvpolicy/dms.hpp>
@@ -13,7 +14,6 @@
 #include <kvpolicy/kvpop.hpp>
 #include <kvpolicy/lte.hpp>
 #include <kvpolicy/masks/build.hpp>
-#include <kvpolicy/masks/observed.hpp>
 #include <kvpolicy/metrics/density.hpp>
 #include <kvpolicy/metrics/recall.hpp>
 #include <kvpolicy/metrics/retention.hpp>

@@ -19,16 +19,16 @@
 // LTE<s, w, b, GivenScores> takes scores from the caller instead.
 #pragma once
 
-#include <kvpolicy/attention/sparse.hpp>
+#include <kvpolicy/attention/attend.hpp>
 #include <kvpolicy/caches/dual.hpp>
 #include <kvpolicy/caches/fixed_budget.hpp>
 #include <kvpolicy/masks/build.hpp>
 #include <kvpolicy/policies/compose.hpp>
+#include <kvpolicy/policies/scorer_concept.hpp>
 #include <kvpolicy/policies/sink.hpp>
 #include <kvpolicy/policies/threshold_gate.hpp>
 #include <kvpolicy/policies/topk_budget.hpp>
 #include <kvpolicy/policies/window.hpp>
-#include <kvpolicy/scorers/concept.hpp>
 #include <kvpolicy/scorers/conv.hpp>
 
 namespace kvpolicy {

@@ -19,10 +19,10 @@
 // the chunk's last w queries (all of a shorter chunk): then B + c rows are enough for any text that comes by prefill.
 #pragma once
 
+#include <kvpolicy/attention/attend.hpp>
+#include <kvpolicy/attention/observed_mask.hpp>
 #include <kvpolicy/attention/received_mass.hpp>
-#include <kvpolicy/attention/sparse.hpp>
 #include <kvpolicy/caches/dual.hpp>
-#include <kvpolicy/masks/observed.hpp>
 #include <kvpolicy/policies/compose.hpp>
 #include <kvpolicy/policies/topk_budget.hpp>
 #include <kvpolicy/policies/window.hpp>

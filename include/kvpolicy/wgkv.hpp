@@ -23,14 +23,14 @@
 // global part is a TopKBudget beside the gate.
 #pragma once
 
-#include <kvpolicy/attention/sparse.hpp>
+#include <kvpolicy/attention/attend.hpp>
 #include <kvpolicy/caches/dual.hpp>
 #include <kvpolicy/masks/build.hpp>
 #include <kvpolicy/policies/compose.hpp>
+#include <kvpolicy/policies/scorer_concept.hpp>
 #include <kvpolicy/policies/sink.hpp>
 #include <kvpolicy/policies/threshold_gate.hpp>
 #include <kvpolicy/policies/window.hpp>
-#include <kvpolicy/scorers/concept.hpp>
 #include <kvpolicy/scorers/mlp.hpp>
 
 namespace kvpolicy {

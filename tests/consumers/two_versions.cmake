@@ -19,7 +19,7 @@ function(edit file from to)
 endfunction()
 edit(version.hpp "VERSION_MAJOR 0" "VERSION_MAJOR 99")
 edit(core/error.hpp "it must be" "it has to be")
-edit(caches/ref.hpp "std::int32_t layers = 1;" "std::int64_t added = 0;\n    std::int32_t layers = 1;")
+edit(caches/layer_ref.hpp "std::int32_t layers = 1;" "std::int64_t added = 0;\n    std::int32_t layers = 1;")
 
 run(${CMAKE_COMMAND} -S ${CMAKE_CURRENT_LIST_DIR}/two_versions -B ${WORK_DIR}/build -G ${GENERATOR} -D CMAKE_CXX_COMPILER=${CXX}
     -D INCLUDE_now=${SOURCE_DIR}/include -D INCLUDE_next=${WORK_DIR}/next/include)

@@ -2,7 +2,7 @@
 // delayed read (KVpop, figure 5). A stateful scorer of one's own, made of the library's.
 #pragma once
 
-#include <kvpolicy/scorers/concept.hpp>
+#include <kvpolicy/policies/scorer_concept.hpp>
 #include <kvpolicy/scorers/mlstm.hpp>
 
 #include <algorithm>

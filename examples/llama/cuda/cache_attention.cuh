@@ -2,12 +2,12 @@
 // object for the model, one ref a layer; queries, keys and values are slices of the fused rows that the projections wrote.
 #pragma once
 
+#include <kvpolicy/caches/cuda/contiguous/dispatch_contiguous.cuh>
+#include <kvpolicy/caches/cuda/contiguous/dispatch_contiguous_decode.cuh>
+#include <kvpolicy/caches/cuda/dispatch_prefill.cuh>
 #include <kvpolicy/caches/fixed_budget.hpp>
 #include <kvpolicy/core/random.hpp>
 #include <kvpolicy/core/status.hpp>
-#include <kvpolicy/cuda/cache_chunk.cuh>
-#include <kvpolicy/cuda/cache_owner.cuh>
-#include <kvpolicy/cuda/cache_step.cuh>
 
 #include "../config.hpp"
 #include "attention.hpp"

@@ -72,7 +72,7 @@ void future_mass(const host& on, const Attention& attention, rows_view<T> q, inp
 
 }  // namespace kvpolicy
 
-#include <kvpolicy/host/future_mass.hpp>
+#include <kvpolicy/attention/host/host_future_mass.hpp>
 #if defined(__CUDACC__)
-#include <kvpolicy/attention/future_mass.cuh>
+#include <kvpolicy/attention/cuda_future_mass.cuh>
 #endif

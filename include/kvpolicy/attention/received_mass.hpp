@@ -4,7 +4,7 @@
 #include <kvpolicy/core/context.hpp>
 #include <kvpolicy/core/types.hpp>
 #include <kvpolicy/core/view.hpp>
-#include <kvpolicy/masks/lifetime.hpp>
+#include <kvpolicy/masks/expiry.hpp>
 #include <kvpolicy/policies/parameters.hpp>
 
 #include <cstddef>
@@ -23,7 +23,7 @@ template <Storage T>
 std::size_t received_mass_workspace_bytes(const host& on, rows_view<const T> q, input_rows<T> k);
 
 /// Overwrites mass [B, Hkv, S] for the sequences' lengths. With p_q,g(t) = exp(logit(q, t) - lse_q) over the keys that query
-/// head g sees at q through the mask (sparse.hpp has logit and seen), and q over the last options.queries queries:
+/// head g sees at q through the mask (attend.hpp has logit and seen), and q over the last options.queries queries:
 ///
 ///     mass[t] = sum_q agg_g p_q,g(t),      agg = mean or max over the G query heads of the KV head
 ///
@@ -51,4 +51,4 @@ void received_mass(const host& on, const Attention& attention, rows_view<T> q, i
 
 }  // namespace kvpolicy
 
-#include <kvpolicy/host/received_mass.hpp>
+#include <kvpolicy/attention/host/host_received_mass.hpp>

@@ -1,7 +1,7 @@
 // The calls that every kind of cache takes: step, prefill, attend, propose and commit, and the export of its pages.
 #pragma once
 
-#include <kvpolicy/caches/ref.hpp>
+#include <kvpolicy/caches/layer_ref.hpp>
 #include <kvpolicy/core/context.hpp>
 #include <kvpolicy/core/status.hpp>
 #include <kvpolicy/core/types.hpp>
@@ -121,10 +121,10 @@ void export_heads(const host& on, const Ref<P, T>& cache, const Batch& batch, co
 
 }  // namespace kvpolicy
 
-#include <kvpolicy/detail/whole_cache.hpp>
-#include <kvpolicy/host/cache_prefill.hpp>
-#include <kvpolicy/host/cache_step.hpp>
+#include <kvpolicy/caches/host/prefill.hpp>
+#include <kvpolicy/caches/host/step.hpp>
+#include <kvpolicy/caches/whole_cache.hpp>
 
 #if defined(__CUDACC__)
-#include <kvpolicy/caches/calls.cuh>
+#include <kvpolicy/caches/cuda_calls.cuh>
 #endif

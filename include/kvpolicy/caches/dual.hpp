@@ -3,10 +3,10 @@
 // beside the gate caps it (LTE).
 #pragma once
 
+#include <kvpolicy/caches/cache.hpp>
 #include <kvpolicy/caches/calls.hpp>
-#include <kvpolicy/caches/owner.hpp>
+#include <kvpolicy/caches/layer_ref.hpp>
 #include <kvpolicy/caches/page_pool.hpp>
-#include <kvpolicy/caches/ref.hpp>
 #include <kvpolicy/core/host_buffer.hpp>
 #if defined(__CUDACC__)
 #include <kvpolicy/core/cuda_context.hpp>
@@ -385,5 +385,5 @@ class DualCache : public CacheOwner<DualCache<P, T>, P, T> {
 
 }  // namespace kvpolicy
 
-#include <kvpolicy/host/cache_evict.hpp>
-#include <kvpolicy/host/dual.hpp>
+#include <kvpolicy/caches/host/evict.hpp>
+#include <kvpolicy/caches/host/host_dual.hpp>

@@ -2,10 +2,10 @@
 // place. Keys are stored as given (normally after RoPE, at their own positions), so the physical order means nothing.
 #pragma once
 
+#include <kvpolicy/caches/cache.hpp>
 #include <kvpolicy/caches/calls.hpp>
-#include <kvpolicy/caches/owner.hpp>
+#include <kvpolicy/caches/layer_ref.hpp>
 #include <kvpolicy/caches/page_pool.hpp>
-#include <kvpolicy/caches/ref.hpp>
 #include <kvpolicy/core/host_buffer.hpp>
 #if defined(__CUDACC__)
 #include <kvpolicy/core/cuda_context.hpp>
@@ -147,4 +147,4 @@ class FixedBudgetCache : public CacheOwner<FixedBudgetCache<P, T>, P, T> {
 
 }  // namespace kvpolicy
 
-#include <kvpolicy/host/fixed_budget.hpp>
+#include <kvpolicy/caches/host/host_fixed_budget.hpp>

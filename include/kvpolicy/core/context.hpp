@@ -4,7 +4,7 @@
 
 #include <kvpolicy/core/config.hpp>
 #include <kvpolicy/core/error.hpp>
-#include <kvpolicy/detail/thread_pool.hpp>
+#include <kvpolicy/core/thread_pool.hpp>
 
 #include <cstdint>
 #include <memory>

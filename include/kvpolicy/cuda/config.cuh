@@ -32,7 +32,7 @@
                          KVPOLICY_DETAIL_JOIN_4, KVPOLICY_DETAIL_JOIN_3, KVPOLICY_DETAIL_JOIN_2,  \
                          KVPOLICY_DETAIL_JOIN_1, unused)                                          \
     (p, __VA_ARGS__)
-// tools/gpu's build for racecheck (blocks/async.cuh) is other code, so it has other names.
+// tools/gpu's build for racecheck (cuda/primitives/async.cuh) is other code, so it has other names.
 #if defined(KVPOLICY_RACECHECK)
 #define KVPOLICY_DETAIL_VERSIONED_(a, b, c) v##a##_##b##_##c##_racecheck
 #else
@@ -43,7 +43,8 @@
     KVPOLICY_DETAIL_VERSIONED(KVPOLICY_VERSION_MAJOR, KVPOLICY_VERSION_MINOR, KVPOLICY_VERSION_PATCH)
 
 #if defined(__CUDA_ARCH__) && __CUDA_ARCH__ < 800
-#error "kvpolicy: needs nvcc -arch=sm_80 or later, CUDA_ARCHITECTURES in CMake (the default, and native where there is no card, is sm_75)"
+#error \
+    "kvpolicy: needs nvcc -arch=sm_80 or later, CUDA_ARCHITECTURES in CMake (the default, and native where there is no card, is sm_75)"
 #endif
 
 // The architectures of this translation unit, as a list and as text.

@@ -37,7 +37,7 @@ inline auto tensor_map_encoder() {
 }
 
 /// A map of rows of bf16 or fp16 whose boxes are 64 elements of `box_rows` rows of one head, swizzled as wgmma reads them
-/// (blocks/wgmma.cuh). Elements beyond head_dim and rows beyond the view come as 0. False where TMA cannot read the view: data
+/// (cuda/primitives/wgmma.cuh). Elements beyond head_dim and rows beyond the view come as 0. False where TMA cannot read the view: data
 /// or strides that are no multiples of 16 bytes, or negative.
 template <class T>
 bool make_tensor_map(const rows_view<const T>& rows, std::uint32_t box_rows, CUtensorMap& map) {

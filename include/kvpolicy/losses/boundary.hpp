@@ -56,7 +56,7 @@ struct BoundaryValue : LossValue {
 ///
 /// Teacher and student share gamma; labels and weights are constants, as if detached. Where t_bnd = t_new the two sides
 /// of the comparison are one key: the position counts nothing. The teacher's set is the policy's own running contest on
-/// the target (masks/contest.hpp), so labels are what a cache with the target's scores would do, for any decay step and
+/// the target (masks/top_k_set.hpp), so labels are what a cache with the target's scores would do, for any decay step and
 /// with the same tie rule. The paper says the decay cancels in delta; it does so only for keys of the same age, and what
 /// remains, floor((q - t_new) / n) - floor((q - t_bnd) / n), is the gradient of log gamma: so the decay is learned.
 struct BoundaryLoss {
@@ -89,11 +89,11 @@ struct BoundaryLoss {
 
 }  // namespace kvpolicy
 
-#include <kvpolicy/host/losses/boundary.hpp>
+#include <kvpolicy/losses/host/host_boundary.hpp>
 
 namespace kvpolicy {
 static_assert(ScoreLoss<BoundaryLoss, Policy<Sink<4>, Window<8>, TopKBudget<16>>>);
 }  // namespace kvpolicy
 #if defined(__CUDACC__)
-#include <kvpolicy/losses/boundary.cuh>
+#include <kvpolicy/losses/cuda_boundary.cuh>
 #endif

@@ -1,5 +1,5 @@
 // What a loss is: a functor that gives a value and writes its gradient in one call. No graph, no framework: whoever calls
-// it hands the gradient on (scorers/backward.hpp, attention/sparse.hpp, or a framework's own tape).
+// it hands the gradient on (scorers/backward.hpp, attention/attend.hpp, or a framework's own tape).
 //
 // Gradients of activations (scores, logits, hidden states) are overwritten for the sequences' lengths; gradients of
 // parameters are added to.

@@ -86,11 +86,11 @@ struct L2Distillation {
 
 }  // namespace kvpolicy
 
-#include <kvpolicy/host/losses/distill.hpp>
+#include <kvpolicy/losses/host/host_distill.hpp>
 
 namespace kvpolicy {
 static_assert(DistillationLoss<TopDistillation> && DistillationLoss<L2Distillation>);
 }  // namespace kvpolicy
 #if defined(__CUDACC__)
-#include <kvpolicy/losses/distill.cuh>
+#include <kvpolicy/losses/cuda_distill.cuh>
 #endif

@@ -65,11 +65,11 @@ inline float eviction_target(std::int64_t step, double compression, std::int64_t
 
 }  // namespace kvpolicy
 
-#include <kvpolicy/host/losses/dms.hpp>
+#include <kvpolicy/losses/host/host_dms.hpp>
 
 namespace kvpolicy {
 static_assert(GateLoss<CompressionLoss, Policy<Window<8>>>);
 }  // namespace kvpolicy
 #if defined(__CUDACC__)
-#include <kvpolicy/losses/dms.cuh>
+#include <kvpolicy/losses/cuda_dms.cuh>
 #endif

@@ -131,12 +131,12 @@ struct LambdaController {
 
 }  // namespace kvpolicy
 
-#include <kvpolicy/host/losses/gates.hpp>
+#include <kvpolicy/losses/host/host_gates.hpp>
 
 namespace kvpolicy {
 static_assert(GateLoss<GateSparsity, Policy<Window<8>>> && GateLoss<GateDensity, Policy<Window<8>>>);
 static_assert(GateLoss<RetentionPenalty, Policy<Window<8>>>);
 }  // namespace kvpolicy
 #if defined(__CUDACC__)
-#include <kvpolicy/losses/gates.cuh>
+#include <kvpolicy/losses/cuda_gates.cuh>
 #endif

@@ -67,7 +67,7 @@ void expiry_from_cutoffs(const host& on, const P& policy, plane_view<const std::
 
 }  // namespace kvpolicy
 
-#include <kvpolicy/host/build_mask.hpp>
+#include <kvpolicy/masks/host/host_build.hpp>
 #if defined(__CUDACC__)
-#include <kvpolicy/masks/build.cuh>
+#include <kvpolicy/masks/cuda_build.cuh>
 #endif

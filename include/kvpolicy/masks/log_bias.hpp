@@ -134,7 +134,7 @@ void windows_of(const P& policy, std::int32_t heads, std::int32_t* out, std::int
 
 }  // namespace kvpolicy
 
-#include <kvpolicy/host/log_bias.hpp>
+#include <kvpolicy/masks/host/host_log_bias.hpp>
 #if defined(__CUDACC__)
-#include <kvpolicy/masks/log_bias.cuh>
+#include <kvpolicy/masks/cuda_log_bias.cuh>
 #endif

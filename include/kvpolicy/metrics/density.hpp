@@ -2,10 +2,10 @@
 // sample has fewer of, are refused for packed segments.
 #pragma once
 
+#include <kvpolicy/core/check.hpp>
 #include <kvpolicy/core/context.hpp>
 #include <kvpolicy/core/types.hpp>
 #include <kvpolicy/core/view.hpp>
-#include <kvpolicy/host/check.hpp>
 #include <kvpolicy/policies/compose.hpp>
 
 #include <algorithm>
@@ -91,5 +91,5 @@ void evict_ratio(const host& on, const P& policy, plane_view<const expiry_t> exp
 }  // namespace kvpolicy
 
 #if defined(__CUDACC__)
-#include <kvpolicy/metrics/metrics.cuh>
+#include <kvpolicy/metrics/cuda_metrics.cuh>
 #endif

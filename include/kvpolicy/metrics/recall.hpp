@@ -1,10 +1,10 @@
 // Oracle recall: how many of a teacher's long-range keys a student keeps (KVpop, 4.3 and figure 7).
 #pragma once
 
+#include <kvpolicy/core/check.hpp>
 #include <kvpolicy/core/context.hpp>
 #include <kvpolicy/core/types.hpp>
 #include <kvpolicy/core/view.hpp>
-#include <kvpolicy/host/check.hpp>
 #include <kvpolicy/policies/compose.hpp>
 
 #include <algorithm>
@@ -105,5 +105,5 @@ void oracle_recall(const host& on, const P& policy, plane_view<const expiry_t> t
 }  // namespace kvpolicy
 
 #if defined(__CUDACC__)
-#include <kvpolicy/metrics/metrics.cuh>
+#include <kvpolicy/metrics/cuda_metrics.cuh>
 #endif

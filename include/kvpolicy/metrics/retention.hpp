@@ -1,10 +1,10 @@
 // The retention map: which tokens the heads of a layer still hold at one query (KVpop, figures 6 and 9).
 #pragma once
 
+#include <kvpolicy/core/check.hpp>
 #include <kvpolicy/core/context.hpp>
 #include <kvpolicy/core/types.hpp>
 #include <kvpolicy/core/view.hpp>
-#include <kvpolicy/host/check.hpp>
 
 #include <cstdint>
 

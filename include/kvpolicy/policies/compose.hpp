@@ -3,7 +3,7 @@
 
 #include <kvpolicy/core/error.hpp>
 #include <kvpolicy/policies/concept.hpp>
-#include <kvpolicy/scorers/concept.hpp>
+#include <kvpolicy/policies/scorer_concept.hpp>
 
 #include <cmath>
 #include <string>
@@ -59,7 +59,7 @@ struct no_eviction {
     static constexpr part_kind kind = part_kind::eviction;
 };
 
-/// Says which member a scorer lacks; the concepts of scorers/concept.hpp only say that one does.
+/// Says which member a scorer lacks; the concepts of policies/scorer_concept.hpp only say that one does.
 template <class S>
 constexpr bool has_scorer_members() {
     constexpr auto when = S::when;

@@ -132,7 +132,7 @@ struct LinkedCutoff {
     static constexpr std::int32_t absent = -1;
 };
 
-/// All queries at once: what CUDA does by default (cuda/blocks/expire_block.cuh). On the host it is LinkedCutoff.
+/// All queries at once: what CUDA does by default (masks/cuda/agent_expire.cuh). On the host it is LinkedCutoff.
 struct ParallelCutoff : LinkedCutoff {};
 
 static_assert(Cutoff<FenwickCutoff> && Cutoff<LinkedCutoff> && Cutoff<ParallelCutoff>);

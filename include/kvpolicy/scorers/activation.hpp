@@ -43,4 +43,4 @@ static_assert(DifferentiableActivation<Silu> && DifferentiableActivation<GeluErf
 
 }  // namespace kvpolicy
 
-#include <kvpolicy/host/scorers/activation.hpp>
+#include <kvpolicy/scorers/host/host_activation.hpp>

@@ -4,7 +4,7 @@
 #include <kvpolicy/core/context.hpp>
 #include <kvpolicy/core/types.hpp>
 #include <kvpolicy/core/view.hpp>
-#include <kvpolicy/scorers/concept.hpp>
+#include <kvpolicy/policies/scorer_concept.hpp>
 #include <kvpolicy/scorers/conv.hpp>
 #include <kvpolicy/scorers/linear.hpp>
 #include <kvpolicy/scorers/mlp.hpp>
@@ -42,7 +42,7 @@ template <class Input, class Act, std::int32_t D, Storage T>
 void backward(const host& on, const BasicMlpScorer<Input, Act, D>& scorer, const ScoreBackward<T>& call,
               MlpParameters<compute_t<T>> gradients, workspace_view workspace);
 
-/// Chunkwise, with the states before each chunk computed again (host/scorers/mlstm_backward_stream.hpp has the equations). The
+/// Chunkwise, with the states before each chunk computed again (scorers/host/mlstm_backward_stream.hpp has the equations). The
 /// stabiliser cancels in h, and is a constant to the gradient where the clamp of the divisor acts.
 template <std::int32_t D, class Feature, class Values, Storage T>
 void backward(const host& on, const mLSTMScorer<D, Feature, Values>& scorer, const ScoreBackward<T>& call,
@@ -85,4 +85,4 @@ void score_sequence_backward(const host& on, const S& scorer, const ScoreBackwar
 
 }  // namespace kvpolicy
 
-#include <kvpolicy/host/scorers/backward.hpp>
+#include <kvpolicy/scorers/host/host_backward.hpp>

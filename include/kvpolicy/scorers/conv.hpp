@@ -3,7 +3,7 @@
 
 #include <kvpolicy/core/context.hpp>
 #include <kvpolicy/core/types.hpp>
-#include <kvpolicy/scorers/concept.hpp>
+#include <kvpolicy/policies/scorer_concept.hpp>
 #include <kvpolicy/scorers/dropout.hpp>
 #include <kvpolicy/scorers/rope.hpp>
 
@@ -110,4 +110,4 @@ void for_each_parameter(const ConvScorer<D>& scorer, ConvParameters<Float>& para
 
 }  // namespace kvpolicy
 
-#include <kvpolicy/host/scorers/conv.hpp>
+#include <kvpolicy/scorers/host/host_conv.hpp>

@@ -57,4 +57,4 @@ static_assert(DifferentiableFeatureMap<Softmax> && DifferentiableFeatureMap<Hedg
 
 }  // namespace kvpolicy
 
-#include <kvpolicy/host/scorers/feature_map.hpp>
+#include <kvpolicy/scorers/host/host_feature_map.hpp>

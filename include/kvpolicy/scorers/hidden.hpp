@@ -6,7 +6,7 @@
 #include <kvpolicy/core/hidden_rows.hpp>
 #include <kvpolicy/core/types.hpp>
 #include <kvpolicy/core/view.hpp>
-#include <kvpolicy/scorers/concept.hpp>
+#include <kvpolicy/policies/scorer_concept.hpp>
 #include <kvpolicy/scorers/mlp.hpp>
 
 #include <cstddef>
@@ -52,4 +52,4 @@ void score_hidden_backward(const host& on, const BasicMlpScorer<Input, Act, D>& 
 
 }  // namespace kvpolicy
 
-#include <kvpolicy/host/scorers/hidden.hpp>
+#include <kvpolicy/scorers/host/host_hidden.hpp>

@@ -44,4 +44,4 @@ void initialize(const LinearScorer<D>& scorer, LinearParameters<float> into, std
 
 }  // namespace kvpolicy
 
-#include <kvpolicy/host/scorers/initialize.hpp>
+#include <kvpolicy/scorers/host/host_initialize.hpp>

@@ -3,7 +3,7 @@
 
 #include <kvpolicy/core/context.hpp>
 #include <kvpolicy/core/types.hpp>
-#include <kvpolicy/scorers/concept.hpp>
+#include <kvpolicy/policies/scorer_concept.hpp>
 
 #include <cstddef>
 #include <cstdint>
@@ -67,4 +67,4 @@ void for_each_parameter(const LinearScorer<D>& scorer, LinearParameters<Float>& 
 
 }  // namespace kvpolicy
 
-#include <kvpolicy/host/scorers/linear.hpp>
+#include <kvpolicy/scorers/host/host_linear.hpp>

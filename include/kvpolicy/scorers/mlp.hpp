@@ -4,8 +4,8 @@
 
 #include <kvpolicy/core/context.hpp>
 #include <kvpolicy/core/types.hpp>
+#include <kvpolicy/policies/scorer_concept.hpp>
 #include <kvpolicy/scorers/activation.hpp>
-#include <kvpolicy/scorers/concept.hpp>
 #include <kvpolicy/scorers/rope.hpp>
 
 #include <algorithm>
@@ -294,4 +294,4 @@ void for_each_parameter(const BasicMlpScorer<Input, Act, D>& scorer, MlpParamete
 
 }  // namespace kvpolicy
 
-#include <kvpolicy/host/scorers/mlp.hpp>
+#include <kvpolicy/scorers/host/host_mlp.hpp>

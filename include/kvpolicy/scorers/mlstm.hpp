@@ -3,7 +3,7 @@
 
 #include <kvpolicy/core/context.hpp>
 #include <kvpolicy/core/types.hpp>
-#include <kvpolicy/scorers/concept.hpp>
+#include <kvpolicy/policies/scorer_concept.hpp>
 #include <kvpolicy/scorers/feature_map.hpp>
 
 #include <cstddef>
@@ -149,4 +149,4 @@ void for_each_parameter(const mLSTMScorer<D, Feature, Values>& scorer, mLSTMPara
 
 }  // namespace kvpolicy
 
-#include <kvpolicy/host/scorers/mlstm.hpp>
+#include <kvpolicy/scorers/host/host_mlstm.hpp>

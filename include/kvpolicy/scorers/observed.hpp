@@ -12,7 +12,7 @@
 #pragma once
 
 #include <kvpolicy/core/error.hpp>
-#include <kvpolicy/scorers/concept.hpp>
+#include <kvpolicy/policies/scorer_concept.hpp>
 
 #include <cstdint>
 

@@ -2,7 +2,7 @@
 #pragma once
 
 #include <kvpolicy/core/random.hpp>
-#include <kvpolicy/scorers/concept.hpp>
+#include <kvpolicy/policies/scorer_concept.hpp>
 
 #include <cstddef>
 #include <cstdint>

@@ -4,7 +4,7 @@
 #include <kvpolicy/core/context.hpp>
 #include <kvpolicy/core/types.hpp>
 #include <kvpolicy/core/view.hpp>
-#include <kvpolicy/scorers/concept.hpp>
+#include <kvpolicy/policies/scorer_concept.hpp>
 #include <kvpolicy/scorers/dropout.hpp>
 
 #include <cstddef>
@@ -82,7 +82,7 @@ std::int32_t budget_matching_state(std::int32_t budget, const S& scorer, std::si
 
 }  // namespace kvpolicy
 
-#include <kvpolicy/host/scorers/sequence.hpp>
+#include <kvpolicy/scorers/host/host_sequence.hpp>
 #if defined(__CUDACC__)
-#include <kvpolicy/scorers/sequence.cuh>
+#include <kvpolicy/scorers/cuda_sequence.cuh>
 #endif

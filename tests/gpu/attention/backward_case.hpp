@@ -1,8 +1,8 @@
 // One backward call on the device beside the host's in double: what is drawn, what is run, what may differ.
 #pragma once
 
-#include <kvpolicy/attention/sparse.hpp>
-#include <kvpolicy/cuda/attend_backward.cuh>
+#include <kvpolicy/attention/attend.hpp>
+#include <kvpolicy/attention/cuda/dispatch_attend_backward.cuh>
 
 #include "../support/device.hpp"
 

@@ -5,7 +5,7 @@
 // fp32 adds: x + magic rounds to an integer, exactly the nearest, and the rest is exact since both are multiples of x's last bit;
 // three fused multiplications round by 2^-24 each. So 7.48e-5 + 3 * 2^-24 < 7.6e-5. A weight is rounded to bf16 by up to 2^-9 =
 // 2e-3 afterwards, and a logarithm of a sum of such powers is off by no more than 7.6e-5.
-#include <kvpolicy/cuda/blocks/row_fold.cuh>
+#include <kvpolicy/attention/cuda/future_mass/agent_row_reduce.cuh>
 
 #include "../support/device.hpp"
 

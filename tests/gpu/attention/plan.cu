@@ -1,6 +1,6 @@
 // The plan of attention calls against a naive one: for every super-tile, which rows are in the list, in which order, and
 // what through and known say of every query tile.
-#include <kvpolicy/cuda/kernels/attention_plan.cuh>
+#include <kvpolicy/attention/cuda/kernel_plan.cuh>
 
 #include "../support/device.hpp"
 

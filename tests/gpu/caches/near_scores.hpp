@@ -2,7 +2,7 @@
 // either may be from the numbers in double.
 #pragma once
 
-#include <kvpolicy/caches/ref.hpp>
+#include <kvpolicy/caches/layer_ref.hpp>
 
 #include "cache_case.hpp"
 #include "mlstm_rounding.hpp"

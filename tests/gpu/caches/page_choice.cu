@@ -1,8 +1,8 @@
 // The parts of a selection's choice of pages, alone: more keys than a block looks at together, and bounds of numbers that are not finite.
+#include <kvpolicy/caches/cuda/paged/agent_bound_stream.cuh>
 #include <kvpolicy/core/types.hpp>
-#include <kvpolicy/cuda/blocks/bound_stream.cuh>
-#include <kvpolicy/cuda/blocks/find_largest.cuh>
 #include <kvpolicy/cuda/launch.cuh>
+#include <kvpolicy/cuda/primitives/block_find_largest.cuh>
 
 #include "../support/device.hpp"
 

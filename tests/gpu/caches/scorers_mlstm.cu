@@ -1,5 +1,5 @@
 // mLSTMScorer inside a FixedBudgetCache's calls.
-#include <kvpolicy/cuda/blocks/mlstm_step.cuh>
+#include <kvpolicy/caches/cuda/scoring/agent_mlstm_step.cuh>
 
 #include "scorers_case.hpp"
 

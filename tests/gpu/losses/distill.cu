@@ -1,5 +1,5 @@
 // Losses of rows on the device against the host's: the same top logits, values and gradients to rounding.
-#include <kvpolicy/cuda/distill_losses.cuh>
+#include <kvpolicy/losses/cuda/dispatch_distill.cuh>
 
 #include "../support/captured.hpp"
 #include "../support/device.hpp"

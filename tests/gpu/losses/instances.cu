@@ -1,7 +1,7 @@
 // The losses' own kernels; what ranks the boundary loss's target is compiled with the masks' tests.
-#include <kvpolicy/cuda/distill_losses.cuh>
-#include <kvpolicy/cuda/gate_losses.cuh>
-#include <kvpolicy/cuda/kernels/boundary.cuh>
+#include <kvpolicy/losses/cuda/dispatch_distill.cuh>
+#include <kvpolicy/losses/cuda/dispatch_gates.cuh>
+#include <kvpolicy/losses/cuda/kernel_boundary.cuh>
 #include <kvpolicy/policies/window.hpp>
 
 namespace kvpolicy::cuda_backend {

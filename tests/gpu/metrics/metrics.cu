@@ -1,5 +1,5 @@
 // Metrics on CUDA against the host.
-#include <kvpolicy/metrics/metrics.cuh>
+#include <kvpolicy/metrics/cuda_metrics.cuh>
 #include <kvpolicy/policies/decay.hpp>
 #include <kvpolicy/policies/sink.hpp>
 #include <kvpolicy/policies/topk_budget.hpp>

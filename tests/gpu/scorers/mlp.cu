@@ -1,11 +1,11 @@
 // LinearScorer and BasicMlpScorer on the device against the host's in double.
-#include <kvpolicy/cuda/boundary_loss.cuh>
-#include <kvpolicy/cuda/score_backward.cuh>
-#include <kvpolicy/cuda/score_sequence.cuh>
+#include <kvpolicy/losses/cuda/dispatch_boundary.cuh>
 #include <kvpolicy/policies/compose.hpp>
 #include <kvpolicy/policies/sink.hpp>
 #include <kvpolicy/policies/topk_budget.hpp>
 #include <kvpolicy/policies/window.hpp>
+#include <kvpolicy/scorers/cuda/dispatch_score_backward.cuh>
+#include <kvpolicy/scorers/cuda/dispatch_score_sequence.cuh>
 
 #include "scorer_case.hpp"
 

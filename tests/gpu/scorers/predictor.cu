@@ -1,5 +1,5 @@
 // SP-KV's predictor on hidden states, on the device, against the host's in double.
-#include <kvpolicy/scorers/predictor.cuh>
+#include <kvpolicy/scorers/cuda_predictor.cuh>
 
 #include "scorer_case.hpp"
 

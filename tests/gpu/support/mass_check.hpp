@@ -1,8 +1,8 @@
 // causal_lse and future_mass on CUDA against the host's double path, every way a card has.
 #pragma once
 
+#include <kvpolicy/attention/cuda/dispatch_future_mass.cuh>
 #include <kvpolicy/cuda.cuh>
-#include <kvpolicy/cuda/future_mass.cuh>
 
 #include "../../support/cases.hpp"
 #include "device.hpp"

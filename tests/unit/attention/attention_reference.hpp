@@ -1,7 +1,7 @@
 // Attention in float64 from its definition, as plain loops over all keys, and what a result may differ from it.
 #pragma once
 
-#include <kvpolicy/attention/sparse.hpp>
+#include <kvpolicy/attention/attend.hpp>
 #include <kvpolicy/core/types.hpp>
 #include <kvpolicy/core/view.hpp>
 

@@ -2,7 +2,7 @@
 // it, and compares what each keeps and what each query gets.
 #pragma once
 
-#include <kvpolicy/attention/sparse.hpp>
+#include <kvpolicy/attention/attend.hpp>
 #include <kvpolicy/caches/dual.hpp>
 #include <kvpolicy/caches/fixed_budget.hpp>
 #include <kvpolicy/masks/build.hpp>

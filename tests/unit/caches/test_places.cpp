@@ -1,6 +1,6 @@
 // The decisions that kernels run, on a group of one thread and on groups of several in step, against the host's cache: the
 // same keys in the same rows after every step, whatever the scores, and the same keys after every chunk.
-#include <kvpolicy/caches/places.hpp>
+#include <kvpolicy/caches/top_k_slots.hpp>
 #include <kvpolicy/policies/decay.hpp>
 #include <kvpolicy/policies/sink.hpp>
 #include <kvpolicy/policies/stride.hpp>

@@ -1,6 +1,6 @@
-// The texts of policies, shapes and reports (core/format.hpp).
-#include <kvpolicy/core/format.hpp>
+// The texts of policies, shapes and reports (fmt.hpp).
 #include <kvpolicy/dms.hpp>
+#include <kvpolicy/fmt.hpp>
 #include <kvpolicy/h2o.hpp>
 #include <kvpolicy/kvpop.hpp>
 #include <kvpolicy/lte.hpp>

@@ -1,7 +1,8 @@
 // Calls read views of rows that may be written as they read others: results of the model's last layer go into the next call as they are.
+#include <kvpolicy/attention/attend.hpp>
 #include <kvpolicy/attention/future_mass.hpp>
+#include <kvpolicy/attention/observed_mask.hpp>
 #include <kvpolicy/attention/received_mass.hpp>
-#include <kvpolicy/attention/sparse.hpp>
 #include <kvpolicy/caches/fixed_budget.hpp>
 #include <kvpolicy/h2o.hpp>
 #include <kvpolicy/losses/boundary.hpp>
@@ -10,7 +11,6 @@
 #include <kvpolicy/losses/gates.hpp>
 #include <kvpolicy/masks/build.hpp>
 #include <kvpolicy/masks/log_bias.hpp>
-#include <kvpolicy/masks/observed.hpp>
 #include <kvpolicy/metrics/density.hpp>
 #include <kvpolicy/metrics/recall.hpp>
 #include <kvpolicy/metrics/retention.hpp>

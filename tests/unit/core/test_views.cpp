@@ -1,7 +1,7 @@
 // Views: where a row lies, and that public structs may go to kernels by value with one layout under every compiler.
 #include <kvpolicy/caches/fixed_budget.hpp>
 #include <kvpolicy/core/view.hpp>
-#include <kvpolicy/masks/lifetime.hpp>
+#include <kvpolicy/masks/expiry.hpp>
 #include <kvpolicy/policies/decay.hpp>
 #include <kvpolicy/policies/sink.hpp>
 #include <kvpolicy/policies/topk_budget.hpp>

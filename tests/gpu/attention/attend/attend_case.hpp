@@ -1,7 +1,7 @@
 // Attention calls as data: the same case runs on the host in double and on the device on every path, and is compared.
 #pragma once
 
-#include <kvpolicy/attention/sparse.hpp>
+#include <kvpolicy/attention/attend.hpp>
 
 #include <cstdint>
 #include <string>

@@ -1,7 +1,7 @@
 // attend_on_device for one storage type: included by the translation units that instantiate it.
 #pragma once
 
-#include <kvpolicy/cuda/attend.cuh>
+#include <kvpolicy/attention/cuda/dispatch_attend.cuh>
 
 #include "../../support/device.hpp"
 #include "attend_case.hpp"

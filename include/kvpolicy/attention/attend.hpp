@@ -1,0 +1,98 @@
+// Attention through a mask: every query sees the keys that are alive when it asks, at a cost proportional to them.
+#pragma once
+
+#include <kvpolicy/attention/gradients.hpp>
+#include <kvpolicy/attention/kv_view.hpp>
+#include <kvpolicy/core/context.hpp>
+#include <kvpolicy/core/types.hpp>
+#include <kvpolicy/core/view.hpp>
+
+#include <cstddef>
+#include <cstdint>
+#include <type_traits>
+
+namespace kvpolicy {
+
+/// Bytes of workspace for the attend call with the same arguments, and for every call that differs from it only by fewer
+/// queries or keys: one workspace for the longest call serves them all.
+template <Storage T>
+std::size_t attend_workspace_bytes(const host& on, const Attention& attention,
+                                   std::type_identity_t<rows_view<const T>> q, const keys<T>& all,
+                                   const Sequences& sequences);
+template <Storage T>
+std::size_t attend_workspace_bytes(const host& on, const Attention& attention,
+                                   std::type_identity_t<rows_view<const T>> q, const keys<T>& past,
+                                   const keys<T>& self, const Sequences& sequences);
+
+/// Attention with lifetimes, for query i of head h * G + g at position p = start_b + i (start_b = sequences.starts[b], 0
+/// where null, negative allowed) and the keys t of KV head h at positions pos(t):
+///
+///     seen(t)   =  pos(t) <= p  and  p < expiry[b][h][t]
+///     logit(t)  =  cap(scale <q, k_t>) + (log_bias[b][h][t] where p - pos(t) >= bias_from[h], else 0)
+///     out       =  sum over seen t of softmax(logit)(t) v_t,      lse = log sum over seen t of exp(logit(t))
+///
+/// with cap(x) = softcap tanh(x / softcap) where softcap > 0. A query that sees no key gets out = 0 and lse = -inf. What
+/// invisible rows hold does not matter, NaN and infinities included; a bias of -inf hides a key.
+///
+/// Shapes: q [B, Hq, S, Dk], k [B, Hkv, Skv, Dk], v [B, Hkv, Skv, Dv], out [B, Hq, S, Dv], lse [B, Hq, S] (natural logarithm;
+/// lse_to_log2 converts; may be empty). Hq = G Hkv with any integer G >= 1; query head h G + g belongs to KV head h. Dk and
+/// Dv may differ; each is a multiple of 8 from 8 to 1024 (so 72 works and 65 is refused). Any strides between rows. T is
+/// bf16, fp16 or float, computed in fp32; or double, computed in double by the portable bodies.
+///
+/// Only the first sequences.lengths[b] queries of sequence b count: out and lse are overwritten for them and untouched
+/// beyond. Key rows count as far as all.lengths says. With sequences.cu_seqlens, queries see keys of their own packed
+/// segment only; that takes the plain frame (no starts, no explicit positions, first = 0).
+///
+/// Synchronous; nothing is allocated. Time is O(live pairs) plus a scan of the lifetimes per tile of queries. The result
+/// does not depend on the number of threads; portable and AVX2 bodies agree to rounding.
+///
+/// Refuses, before anything is written: head counts that do not divide, shapes that disagree, an unsupported head_dim,
+/// null data, lengths below 0, beyond the view or beyond 2^30, positions that 31 bits do not hold, a negative bias_from or softcap, a
+/// scale that is not finite, too little workspace.
+template <Storage T>
+void attend(const host& on, const Attention& attention, std::type_identity_t<rows_view<const T>> q,
+            const keys<T>& all, const Sequences& sequences, std::type_identity_t<rows_view<T>> out,
+            plane_view<float> lse, workspace_view workspace);
+
+/// A chunk attends to the rows of a cache and to itself, as if both were one list of keys. `past` is as above, with
+/// positions in the frame of the queries. `self` holds the chunk's own keys, [B, Hkv, S, ...]: its row t sits at start_b + t
+/// unless it brings positions, only the first sequences.lengths[b] rows count, and its `first` and `lengths` stay unset.
+/// Packed segments are refused.
+template <Storage T>
+void attend(const host& on, const Attention& attention, std::type_identity_t<rows_view<const T>> q,
+            const keys<T>& past, const keys<T>& self, const Sequences& sequences,
+            std::type_identity_t<rows_view<T>> out, plane_view<float> lse, workspace_view workspace);
+
+/// Bytes of workspace for the attend_backward call with the same arguments. O(Skv (Dk + Dv)), at most 16 copies of the keys'
+/// and values' gradients of a head.
+template <Storage T>
+std::size_t attend_backward_workspace_bytes(const host& on, const Attention& attention,
+                                            std::type_identity_t<rows_view<const T>> q, const keys<T>& all,
+                                            const Sequences& sequences);
+
+/// Gradients of attend() through the mask, at a cost proportional to the live pairs. With P = exp(logit - lse) and
+/// delta_d = <out_d, d_out_d>, over the pairs (query d of head h G + g, key t) that see each other:
+///
+///     d v_t           = sum_{g, d} P d_out_d,            d logit = P (<d_out_d, v_t> - delta_d)
+///     d x             = d logit (1 - (cap(x) / softcap)^2)          (x = scale <q, k>; without softcap d x = d logit)
+///     d q_d           = scale sum_t d x k_t,             d k_t = scale sum_{g, d} d x q_d
+///     d log_bias[t]   = sum over g and d with d - pos(t) >= bias_from of d logit
+///
+/// A query whose lse is -inf has zero gradient. Lifetimes have none: a policy's decisions are constants here. lse must be
+/// that of this call's keys. Synchronous; the bits do not depend on the number of threads; portable and AVX2 bodies agree
+/// to rounding. Packed segments as in attend.
+///
+/// Refuses, before anything is written: what attend refuses, shapes that disagree, a number that is not finite in q, out,
+/// d_out, or a k, v or log_bias that some query sees (named with batch, head and position), a NaN lse.
+template <Storage T>
+void attend_backward(const host& on, const Attention& attention, std::type_identity_t<rows_view<const T>> q,
+                     const keys<T>& all, const Sequences& sequences, const AttendGradient<T>& given,
+                     const AttendGradients<T>& into, workspace_view workspace);
+
+}  // namespace kvpolicy
+
+#include <kvpolicy/attention/host/host_attend.hpp>
+#if defined(__CUDACC__)
+#include <kvpolicy/attention/cuda_attend.cuh>
+#include <kvpolicy/attention/cuda_attend_backward.cuh>
+#endif

@@ -1,0 +1,237 @@
+// The backward pass of float and double inputs: plain loops in that precision, to check with. A warp has a query, or a key; lanes
+// share the columns. What a query does not see is not read, so that d_q of fast kernels falls back on it for rows that a
+// hidden key has spoilt.
+#pragma once
+
+#include <kvpolicy/attention/cuda/backward/backward_params.cuh>
+#include <kvpolicy/attention/cuda/backward/kernel_backward_prepare.cuh>
+#include <kvpolicy/cuda/config.cuh>
+#include <kvpolicy/cuda/launch.cuh>
+#include <kvpolicy/cuda/primitives/warp.cuh>
+
+#include <cstdint>
+
+namespace kvpolicy {
+inline namespace KVPOLICY_CUDA_NAMESPACE KVPOLICY_HIDDEN {
+namespace cuda_backend {
+
+inline constexpr int plain_threads = 128;
+inline constexpr int plain_columns = 8;  // of a lane: head_dims up to 256
+
+/// A row of up to 256 columns, spread over a warp.
+template <class T>
+struct spread_row {
+    T x[plain_columns];
+
+    template <class S>
+    __device__ static spread_row load(const S* from, std::int32_t dim) {
+        spread_row row;
+#pragma unroll
+        for (int i = 0; i < plain_columns; ++i) {
+            const int c = 32 * i + lane_id();
+            row.x[i] = c < dim ? static_cast<T>(from[c]) : T(0);
+        }
+        return row;
+    }
+    __device__ T dot(const spread_row& other) const {
+        T sum = 0;
+#pragma unroll
+        for (int i = 0; i < plain_columns; ++i) {
+            sum += x[i] * other.x[i];
+        }
+        for (int step = 16; step > 0; step /= 2) {
+            sum += __shfl_xor_sync(all_lanes, sum, step);
+        }
+        return sum;
+    }
+    __device__ void add(T factor, const spread_row& other) {
+#pragma unroll
+        for (int i = 0; i < plain_columns; ++i) {
+            x[i] += factor * other.x[i];
+        }
+    }
+};
+
+/// One pair of a query and a key that sees it: the weight, and the gradients of logit and of <q, k>.
+template <class T>
+struct plain_pair {
+    T weight, d_logit, d_product;
+
+    template <class S>
+    __device__ plain_pair(const attention_problem<S>& call, T product, T bias, T lse, T d_weight, T delta) {
+        T logit = product * static_cast<T>(call.scale), derivative = static_cast<T>(call.scale);
+        if (call.softcap > 0.0f) {
+            const T cap = static_cast<T>(call.softcap);
+            const T t = tanh(logit / cap);
+            logit = cap * t;
+            derivative *= 1 - t * t;
+        }
+        weight = exp(logit + bias - lse);
+        d_logit = weight * (d_weight - delta);
+        d_product = d_logit * derivative;
+    }
+};
+
+/// d_q of a packed row, by one warp; sums run in the order of the list.
+template <class S>
+__device__ inline void plain_query_gradient(const backward_problem<S>& p, std::int32_t list, std::int32_t m,
+                                            const packed_row<S>& own) {
+    using T = compute_t<S>;
+    using row = spread_row<T>;
+    const std::int32_t h = list / p.plan.supers % p.call.kv_heads;
+    row d_q{};
+    if (own.counts) {
+        const row q = row::load(p.call.q.row(own.b, own.head, own.query), p.call.q.dim);
+        const row d_out = row::load(p.d_out.row(own.b, own.head, own.query), p.d_out.dim);
+        const T delta = d_out.dot(row::load(p.out.row(own.b, own.head, own.query), p.d_out.dim));
+        const backward_list all = p.list_of(list);
+        for (std::int32_t i = 0; i < all.total; ++i) {
+            const backward_entry e = p.entry_of(list, all, i);
+            if (m < e.born || m >= e.dies) {
+                continue;
+            }
+            const row k = row::load(p.call.rows.k.row(own.b, h, e.row), p.call.q.dim);
+            const row v = row::load(p.call.rows.v.row(own.b, h, e.row), p.d_out.dim);
+            const T bias = m >= e.from ? static_cast<T>(e.natural_bias) : T(0);
+            d_q.add(
+                plain_pair<T>(p.call, q.dot(k), bias, static_cast<T>(own.lse), d_out.dot(v), delta).d_product,
+                k);
+        }
+    }
+    S* const to = p.d_q.row(own.b, own.head, own.query);
+#pragma unroll
+    for (int i = 0; i < plain_columns; ++i) {
+        const int c = 32 * i + lane_id();
+        if (c < p.d_q.dim) {
+            to[c] = static_cast<S>(d_q.x[i]);
+        }
+    }
+}
+
+/// d_q, a warp a packed row.
+template <class T>
+__global__ void __launch_bounds__(plain_threads) backward_plain_queries_kernel(const backward_problem<T> p) {
+    const std::int64_t line = static_cast<std::int64_t>(blockIdx.x) * (plain_threads / 32) + threadIdx.x / 32;
+    if (line >= static_cast<std::int64_t>(p.lists()) * p.super_rows) {
+        return;
+    }
+    const auto list = static_cast<std::int32_t>(line / p.super_rows);
+    const auto m = static_cast<std::int32_t>(line % p.super_rows);
+    const packed_row<T> own(p, list, m);
+    if (m < p.valid_rows(own.b, list % p.plan.supers)) {
+        plain_query_gradient(p, list, m, own);
+    }
+}
+
+/// As attend_mend_kernel: rows of d_q that are not finite once more, by what the query sees alone. (0 times a key that is not finite is
+/// a NaN in the sums of the other queries of a tile.)
+template <class T>
+__global__ void __launch_bounds__(plain_threads) backward_mend_kernel(const backward_problem<T> p) {
+    if (*p.not_finite == 0) {
+        return;
+    }
+    const std::int64_t lines = static_cast<std::int64_t>(p.lists()) * p.super_rows;
+    for (std::int64_t line = static_cast<std::int64_t>(blockIdx.x) * (plain_threads / 32) + threadIdx.x / 32;
+         line < lines; line += static_cast<std::int64_t>(gridDim.x) * (plain_threads / 32)) {
+        const auto list = static_cast<std::int32_t>(line / p.super_rows);
+        const auto m = static_cast<std::int32_t>(line % p.super_rows);
+        const packed_row<T> own(p, list, m);
+        if (m >= p.valid_rows(own.b, list % p.plan.supers)) {
+            continue;
+        }
+        const T* const d_q = p.d_q.row(own.b, own.head, own.query);
+        // What the query itself brought, or its gradient (an overflow that a loss scaler will throw away), cannot be mended.
+        if (!finite_row(d_q, p.d_q.dim) && finite_row(p.d_out.row(own.b, own.head, own.query), p.d_out.dim) &&
+            finite_row(p.out.row(own.b, own.head, own.query), p.out.dim) &&
+            finite_row(p.call.q.row(own.b, own.head, own.query), p.call.q.dim)) {
+            plain_query_gradient(p, list, m, own);
+        }
+    }
+}
+
+/// Adds to d_k, d_v and d_log_bias what the queries of super-tile j give, a warp an entry.
+template <class T>
+__global__ void __launch_bounds__(plain_threads)
+    backward_plain_keys_kernel(const backward_problem<T> p, const std::int32_t j) {
+    using row = spread_row<T>;
+    const std::int32_t rows = p.call.rows.k.length;
+    const std::int64_t line = static_cast<std::int64_t>(blockIdx.x) * (plain_threads / 32) + threadIdx.x / 32;
+    if (line >= static_cast<std::int64_t>(p.heads()) * rows) {
+        return;
+    }
+    const auto head = static_cast<std::int32_t>(line / rows);
+    const auto i = static_cast<std::int32_t>(line % rows);
+    const std::int32_t list = head * p.plan.supers + j;
+    const std::int32_t b = head / p.call.kv_heads, h = head % p.call.kv_heads;
+    const backward_list all = p.list_of(list);
+    if (i >= all.total) {
+        return;
+    }
+    const backward_entry e = p.entry_of(list, all, i);
+    if (e.born >= e.dies) {
+        return;
+    }
+    const row k = row::load(p.call.rows.k.row(b, h, e.row), p.call.q.dim);
+    const row v = row::load(p.call.rows.v.row(b, h, e.row), p.d_out.dim);
+    row d_k{}, d_v{};
+    T d_bias = 0;
+    const std::int32_t stop = min(e.dies, p.valid_rows(b, j));
+    for (std::int32_t m = e.born; m < stop; ++m) {
+        const packed_row<T> other(p, list, m);
+        if (!other.counts) {
+            continue;
+        }
+        const row q = row::load(p.call.q.row(b, other.head, other.query), p.call.q.dim);
+        const row d_out = row::load(p.d_out.row(b, other.head, other.query), p.d_out.dim);
+        const T delta = d_out.dot(row::load(p.out.row(b, other.head, other.query), p.d_out.dim));
+        const bool biased = m >= e.from;
+        const plain_pair<T> pair(p.call, q.dot(k), biased ? static_cast<T>(e.natural_bias) : T(0),
+                                 static_cast<T>(other.lse), d_out.dot(v), delta);
+        d_v.add(pair.weight, d_out);
+        d_k.add(pair.d_product, q);
+        d_bias += biased ? pair.d_logit : T(0);
+    }
+    T* const to_k = p.d_k.row(b, h, e.row);
+    T* const to_v = p.d_v.row(b, h, e.row);
+#pragma unroll
+    for (int c = lane_id(), n = 0; n < plain_columns; ++n, c += 32) {
+        if (c < p.d_k.dim) {
+            to_k[c] += d_k.x[n];
+        }
+        if (c < p.d_v.dim) {
+            to_v[c] += d_v.x[n];
+        }
+    }
+    if (p.d_log_bias && lane_id() == 0) {
+        p.d_log_bias.head(b, h)[e.row] += d_bias;
+    }
+}
+
+/// Zeroes d_k, d_v and d_log_bias for the rows that count, a warp a row.
+template <class T>
+__global__ void __launch_bounds__(plain_threads) backward_plain_zero_kernel(const backward_problem<T> p) {
+    const std::int32_t rows = p.call.rows.k.length;
+    const std::int64_t line = static_cast<std::int64_t>(blockIdx.x) * (plain_threads / 32) + threadIdx.x / 32;
+    if (line >= static_cast<std::int64_t>(p.heads()) * rows) {
+        return;
+    }
+    const auto head = static_cast<std::int32_t>(line / rows);
+    const auto row = static_cast<std::int32_t>(line % rows);
+    const std::int32_t b = head / p.call.kv_heads, h = head % p.call.kv_heads;
+    if (row >= p.keys_of(b)) {
+        return;
+    }
+    for (std::int32_t c = lane_id(); c < p.d_k.dim; c += 32) {
+        p.d_k.row(b, h, row)[c] = T(0);
+    }
+    for (std::int32_t c = lane_id(); c < p.d_v.dim; c += 32) {
+        p.d_v.row(b, h, row)[c] = T(0);
+    }
+    if (p.d_log_bias && lane_id() == 0) {
+        p.d_log_bias.head(b, h)[row] = T(0);
+    }
+}
+
+}  // namespace cuda_backend
+}  // namespace KVPOLICY_HIDDEN
+}  // namespace kvpolicy

@@ -1,0 +1,257 @@
+// The dispatch of attention/cuda_attend.cuh's forward calls: checks, sizes, workspace, launches.
+#pragma once
+
+#include <kvpolicy/attention/cuda/attend_call.cuh>
+#include <kvpolicy/attention/cuda/forward/kernel_forward.cuh>
+#include <kvpolicy/attention/cuda/kernel_plan.cuh>
+#include <kvpolicy/attention/cuda_attend.cuh>
+#include <kvpolicy/core/status.hpp>
+#include <kvpolicy/cuda/check.cuh>
+#include <kvpolicy/cuda/config.cuh>
+#include <kvpolicy/cuda/head_tiles.cuh>
+#include <kvpolicy/cuda/hopper.cuh>
+#include <kvpolicy/cuda/launch.cuh>
+#include <kvpolicy/cuda/tensor_map.cuh>
+
+#include <algorithm>
+#include <cstddef>
+#include <cstdint>
+
+namespace kvpolicy {
+inline namespace KVPOLICY_CUDA_NAMESPACE KVPOLICY_HIDDEN {
+namespace cuda_backend {
+
+/// A checked forward call.
+template <class T, class Dims>
+class attend_call {
+  public:
+    attend_call(const cuda& on, const Attention& attention, const rows_view<const T>& q, const keys<T>& past,
+                const keys<T>* self, const Sequences& sequences, const AttendOptions& options)
+        : on_(on), device_(on), sequences_(sequences), options_(options) {
+        check_attend(attention, q, past, self, sequences);
+        check_aligned("q", q);
+        check_key_rows(self != nullptr ? "past.k" : "keys.k", self != nullptr ? "past.v" : "keys.v", past);
+        if (self != nullptr) {
+            check_key_rows("self.k", "self.v", *self);
+        }
+        call_.problem = problem_of(attention, q, past, self, sequences);
+        call_.frames = frames_of(past, self, sequences, nullptr);
+        rows_ = std::int64_t{past.k.length} + (self != nullptr ? self->k.length : 0);
+        detail::require(rows_ < 0x7fffffff, "rows of keys", rows_, "below 2^31");
+        biased_ = past.mask.log_bias || (self != nullptr && self->mask.log_bias);
+        const auto marked = [](const keys<T>& all) { return all.mask.expiry || all.position; };
+        call_.causal_rows =
+            !marked(past) && (self == nullptr || !marked(*self)) && sequences.cu_seqlens == nullptr;
+        plain_frame_ = is_plain_frame(past, self, sequences);
+        set_slope();
+        if constexpr (is_half<T>) {
+            dim_ = std::max(q.dim, past.v.dim);
+            tile_ = fitting_tile(Dims{}, dim_);
+            detail::require(tile_ != 0, "head_dim", dim_,
+                            "at most the largest of the call's head_dims, and 256");
+            call_.listed = options.path == attend_path::gather ||
+                           (options.path == attend_path::automatic && !call_.causal_rows);
+            with_tile(Dims{}, tile_, [this](auto dim) { choose<decltype(dim)::value>(); });
+            const std::int64_t count =
+                heads() * call_.parts * ((std::int64_t{sequences.length} + call_.tile_q - 1) / call_.tile_q);
+            detail::require(count <= 0x7fffffff, "tiles of queries", count, "below 2^31: split the batch");
+        }
+        if (call_.listed) {
+            call_.plan = shape_plan(rows_, sequences.length, call_.tile_q, plain_frame_);
+        }
+    }
+
+    /// Says where the rows of the first segment begin, by head: key_rows::first_row.
+    void past_begins(const std::int64_t* first_row) { call_.problem.rows.first_row = first_row; }
+
+    /// Takes the parts of the workspace; with null only measures.
+    std::size_t lay_out(void* memory) {
+        workspace_parts parts(memory);
+        edges_ = parts.take<std::int32_t>(edges_needed(sequences_));
+        call_.frames.edges = sequences_.cu_seqlens != nullptr ? edges_ : nullptr;
+        if (call_.listed) {
+            take_plan(parts, call_.plan, heads(), biased_);
+        }
+        counters_ = parts.take<std::uint32_t>(is_half<T> ? counters() : 0);
+        return parts.bytes();
+    }
+
+    void run(const rows_view<T>& out, const plane_view<float>& lse, workspace_view workspace) {
+        host_backend::check_results(call_.problem.q, call_.problem.rows.v.dim, out, lse);
+        check_aligned("out", out);
+        check_workspace(workspace, lay_out(nullptr));
+        lay_out(workspace.data);
+        call_.out = out;
+        call_.lse = lse;
+        if (heads() * sequences_.length == 0) {
+            return;
+        }
+        launch_edges(on_, sequences_, edges_, options_.status);
+        launch("attend_begin_kernel", attend_begin_kernel<key_frames>, 1, 256, 0, on_, call_.frames,
+               sequences_.batch, options_.status, counters_, is_half<T> ? counters() : 0);
+        if constexpr (is_half<T>) {
+            call_.not_finite = counters_ + (counters() - 1);
+            with_tile(Dims{}, tile_, [this](auto dim) {
+                if (general_) {
+                    run_rounds<decltype(dim)::value, true>();
+                } else {
+                    run_rounds<decltype(dim)::value, false>();
+                }
+            });
+            const std::int64_t queries = heads() * call_.problem.group * call_.problem.length;
+            launch("attend_mend_kernel", attend_mend_kernel<T>,
+                   std::min<std::int64_t>((queries + plain_warps - 1) / plain_warps, mend_blocks),
+                   32 * plain_warps, 0, on_, call_);
+        } else {
+            const attention_problem<T>& problem = call_.problem;
+            const std::int64_t queries = heads() * problem.group * problem.length;
+            launch("attend_plain_kernel", attend_plain_kernel<T>, (queries + plain_warps - 1) / plain_warps,
+                   32 * plain_warps, 0, on_, call_, static_cast<double>(problem.scale),
+                   static_cast<double>(problem.softcap));
+        }
+    }
+
+  private:
+    static constexpr std::int64_t mend_blocks = 1024;
+
+    /// One for each round's tiles, and one that says whether outputs were finite.
+    [[nodiscard]] std::int32_t counters() const { return std::max(call_.plan.supers, 1) + 1; }
+    [[nodiscard]] std::int64_t heads() const {
+        return std::int64_t{call_.problem.batch} * call_.problem.kv_heads;
+    }
+
+    void set_slope() {
+        constexpr float log2_e = 1.44269504088896340736f;
+        const float scale = call_.problem.scale;
+        const float softcap = call_.problem.softcap;
+        call_.slope = scale * log2_e;
+        if (softcap > 0.0f) {
+            call_.slope = 2.0f * log2_e * (scale / softcap);
+            call_.cap = softcap * log2_e;
+        }
+        general_ = softcap > 0.0f || biased_ || call_.slope <= 0.0f;
+    }
+
+    /// Which kernel the card gets, and so how many rows a tile has.
+    template <int Dim>
+    void choose() {
+        if (general_) {
+            choose<Dim, true>();
+        } else {
+            choose<Dim, false>();
+        }
+    }
+    template <int Dim, bool General>
+    void choose() {
+        using Hopper = attend_hopper_sizes<T, Dim, General>;
+        using Portable = attend_block_sizes<T, Dim, General>;
+        hopper_ = !options_.portable && has_hopper_code(device_, attend_hopper_kernel<Hopper>);
+        const std::int32_t rows = hopper_ ? Hopper::rows : Portable::rows;
+        const std::int32_t group = call_.problem.group;
+        call_.parts = (group + rows - 1) / rows;
+        call_.heads = (group + call_.parts - 1) / call_.parts;
+        call_.tile_q = rows / call_.heads;
+    }
+
+    /// Maps of the first segment, where a call may use them and TMA can read it.
+    [[nodiscard]] attend_boxes boxes() const {
+        attend_boxes maps;
+        const key_rows<T>& rows = call_.problem.rows;
+        maps.always = options_.copies == attend_copies::boxes;
+        maps.there = !general_ && tile_ <= 128 && options_.copies != attend_copies::rows &&
+                     rows.first_row == nullptr && make_tensor_map(rows.k, attend_boxes::box_rows, maps.k) &&
+                     make_tensor_map(rows.v, attend_boxes::box_rows, maps.v);
+        return maps;
+    }
+
+    template <int Dim, bool General>
+    void run_rounds() {
+        const std::int32_t tiles = (call_.problem.length + call_.tile_q - 1) / call_.tile_q;
+        if (!call_.listed) {
+            call_.first_tile = 0;
+            call_.tiles = tiles;
+            run_tiles<Dim, General>(0);
+            return;
+        }
+        const attention_plan whole = call_.plan;
+        const std::int32_t tiles_a_super = whole.super_q / whole.tile_q;
+        for (std::int32_t first = 0, i = 0; first < whole.supers; ++i) {
+            call_.plan = plan_round(whole, heads(), first);
+            launch_plan(on_, call_.frames, call_.plan, call_.problem.batch, call_.problem.kv_heads);
+            call_.first_tile = first * tiles_a_super;
+            call_.tiles = std::min(call_.plan.supers * tiles_a_super, tiles - call_.first_tile);
+            run_tiles<Dim, General>(i);
+            first += call_.plan.supers;
+        }
+    }
+
+    template <int Dim, bool General>
+    void run_tiles(std::int32_t round) {
+        using Hopper = attend_hopper_sizes<T, Dim, General>;
+        using Portable = attend_block_sizes<T, Dim, General>;
+        const std::int64_t count = call_.count();
+        if (hopper_) {
+            const std::int64_t processors = device_.attribute(cudaDevAttrMultiProcessorCount);
+            launch("attend_hopper_kernel", attend_hopper_kernel<Hopper>, std::min(count, processors),
+                   Hopper::threads, attend_hopper_shared_bytes<Hopper>(), on_, call_, boxes(),
+                   counters_ + round);
+        } else {
+            launch("attend_kernel", attend_kernel<Portable>, count, Portable::threads,
+                   attend_block_shared_bytes<Portable>(), on_, call_);
+        }
+    }
+
+    const cuda& on_;
+    device_scope device_;
+    Sequences sequences_;
+    AttendOptions options_;
+    attend_launch<T> call_;
+    std::int64_t rows_ = 0;
+    std::int32_t dim_ = 0;
+    int tile_ = 0;
+    bool biased_ = false;
+    bool plain_frame_ = false;
+    bool general_ = false;
+    bool hopper_ = false;
+    std::int32_t* edges_ = nullptr;
+    std::uint32_t* counters_ = nullptr;
+};
+
+}  // namespace cuda_backend
+
+template <Storage T, class Dims>
+std::size_t attend_workspace_bytes(const cuda& on, const Attention& attention,
+                                   std::type_identity_t<rows_view<const T>> q, const keys<T>& all,
+                                   const Sequences& sequences, const AttendOptions& options) {
+    return cuda_backend::attend_call<T, Dims>(on, attention, q, all, nullptr, sequences, options)
+        .lay_out(nullptr);
+}
+
+template <Storage T, class Dims>
+std::size_t attend_workspace_bytes(const cuda& on, const Attention& attention,
+                                   std::type_identity_t<rows_view<const T>> q, const keys<T>& past,
+                                   const keys<T>& self, const Sequences& sequences,
+                                   const AttendOptions& options) {
+    return cuda_backend::attend_call<T, Dims>(on, attention, q, past, &self, sequences, options)
+        .lay_out(nullptr);
+}
+
+template <Storage T, class Dims>
+void attend(const cuda& on, const Attention& attention, std::type_identity_t<rows_view<const T>> q,
+            const keys<T>& all, const Sequences& sequences, std::type_identity_t<rows_view<T>> out,
+            plane_view<float> lse, workspace_view workspace, const AttendOptions& options) {
+    cuda_backend::attend_call<T, Dims>(on, attention, q, all, nullptr, sequences, options)
+        .run(out, lse, workspace);
+}
+
+template <Storage T, class Dims>
+void attend(const cuda& on, const Attention& attention, std::type_identity_t<rows_view<const T>> q,
+            const keys<T>& past, const keys<T>& self, const Sequences& sequences,
+            std::type_identity_t<rows_view<T>> out, plane_view<float> lse, workspace_view workspace,
+            const AttendOptions& options) {
+    cuda_backend::attend_call<T, Dims>(on, attention, q, past, &self, sequences, options)
+        .run(out, lse, workspace);
+}
+
+}  // namespace KVPOLICY_HIDDEN
+}  // namespace kvpolicy

@@ -1,0 +1,327 @@
+// Bodies of attention/cuda_future_mass.cuh: checks, and which kernel gets the call.
+#pragma once
+
+#include <kvpolicy/attention/cuda/future_mass/kernel_lse_hopper.cuh>
+#include <kvpolicy/attention/cuda/future_mass/kernel_qk_reduce_hopper.cuh>
+#include <kvpolicy/attention/cuda/future_mass/kernel_qk_reduce_plain.cuh>
+#include <kvpolicy/attention/cuda/future_mass/kernel_qk_reduce_portable.cuh>
+#include <kvpolicy/attention/cuda/future_mass/qk_reduce_params.cuh>
+#include <kvpolicy/attention/cuda_future_mass.cuh>
+#include <kvpolicy/attention/host/host_future_mass.hpp>
+#include <kvpolicy/cuda/check.cuh>
+#include <kvpolicy/cuda/config.cuh>
+#include <kvpolicy/cuda/head_tiles.cuh>
+#include <kvpolicy/cuda/hopper.cuh>
+#include <kvpolicy/cuda/launch.cuh>
+
+#include <algorithm>
+#include <cmath>
+#include <cstdint>
+#include <limits>
+#include <type_traits>
+
+namespace kvpolicy {
+inline namespace KVPOLICY_CUDA_NAMESPACE KVPOLICY_HIDDEN {
+namespace cuda_backend {
+
+/// Which kernels a call takes. Tests name one; a call that cannot have it takes the next below.
+enum class band_path { plain, portable, hopper };
+
+/// Numbers by head as a launch's parameters.
+struct head_numbers {
+    static constexpr std::int32_t capacity = 256;
+    std::int32_t values[capacity];
+    std::int32_t first = 0;
+    std::int32_t count = 0;
+};
+
+template <class Number>
+__global__ void write_head_numbers_kernel(const head_numbers batch, Number* const table) {
+    if (static_cast<std::int32_t>(threadIdx.x) < batch.count) {
+        table[batch.first + static_cast<std::int32_t>(threadIdx.x)] = batch.values[threadIdx.x];
+    }
+}
+
+/// The workspace's parts: a flag for every item of the longer grid, causal_lse's (the fewest rows an item are 128), the number of
+/// the next one, windows, and biases.
+struct band_workspace {
+    std::int32_t* flags;
+    std::int32_t* next;
+    std::int32_t* windows;
+    float* bias;
+
+    /// Tiles of columns are at most this long, and a tile's biases are copied whole.
+    static std::int64_t bias_stride(std::int64_t length) { return (length + 127) / 128 * 128; }
+
+    template <class T>
+    static band_workspace take(workspace_parts& parts, const rows_view<const T>& q,
+                               const rows_view<const T>& k) {
+        const std::int64_t tiles = (std::int64_t{q.length} + 127) / 128;
+        return {parts.take<std::int32_t>(tiles * q.batch * q.heads), parts.take<std::int32_t>(1),
+                parts.take<std::int32_t>(k.heads),
+                parts.take<float>(bias_stride(q.length) * q.batch * q.heads)};
+    }
+};
+
+template <class T>
+void check_band_rows(const char* name, const rows_view<const T>& rows, const Sequences& sequences) {
+    detail::require(rows.data != nullptr || rows.batch == 0 || rows.heads == 0 || sequences.length == 0, name,
+                    "null", "device memory");
+}
+
+template <class T>
+void check_mass_call(const Attention& attention, rows_view<const T> q, rows_view<const T> k,
+                     plane_view<const float> lse, const Sequences& sequences) {
+    host_backend::check_attention(attention);
+    check_whole_sequences(sequences, q.batch, q.length);
+    detail::require(sequences.length <= longest_sequence, "sequences.length", sequences.length,
+                    "at most 2^31 - 2^24");
+    detail::require(sequences.cu_seqlens == nullptr, "sequences.cu_seqlens", "given", "null");
+    host_backend::check_mass_heads(q, k);
+    detail::require(k.length >= sequences.length, "k.length", k.length,
+                    [&] { return detail::text("at least sequences.length = ", sequences.length); });
+    check_band_rows("q", q, sequences);
+    check_band_rows("k", k, sequences);
+    check_plane("lse", lse, q.batch, q.heads, sequences.length);
+}
+
+/// Whether 16-byte copies can read every row of a view.
+template <class T>
+bool copies_of_16(const rows_view<const T>& rows) {
+    constexpr std::int64_t each = 16 / static_cast<std::int64_t>(sizeof(T));
+    return reinterpret_cast<std::uintptr_t>(rows.data) % 16 == 0 && rows.row_stride % each == 0 &&
+           rows.head_stride % each == 0 && rows.batch_stride % each == 0;
+}
+
+template <class C>
+band_exponents<C> exponents_of(const Attention& attention, std::int32_t dim, double beta) {
+    constexpr double log2_e = 1.4426950408889634;
+    const double scale = attention.scale != 0.0f ? static_cast<double>(attention.scale)
+                                                 : 1.0 / std::sqrt(static_cast<double>(dim));
+    band_exponents<C> e;
+    e.cap = static_cast<C>(attention.softcap);
+    e.scale = static_cast<C>(attention.softcap > 0.0f ? beta * log2_e : beta * log2_e * scale);
+    e.inner = static_cast<C>(attention.softcap > 0.0f ? scale / static_cast<double>(attention.softcap) : 0.0);
+    e.of_lse = static_cast<C>(-beta * log2_e);
+    return e;
+}
+
+/// What to add to the exponents of the sum pass, so that what fp32 loses below 2^-125 is less than 2^-26 of epsilon in every
+/// mass; negative where no such shift leaves room above. A mass loses at most (S 2^-(125 + shift))^(1 / beta).
+inline float shift_of(float epsilon, float beta, std::int32_t length) {
+    constexpr double most = 90.0;  // masses up to 2^36 / S still fit; more is caught by the flags
+    const double below = static_cast<double>(beta) * (26.0 - std::log2(static_cast<double>(epsilon)));
+    const double shift = std::max(0.0, below + std::log2(std::max(1.0, static_cast<double>(length))) - 125.0);
+    return shift <= most ? static_cast<float>(std::ceil(shift)) : -1.0f;  // epsilon = 0: infinite
+}
+
+template <class Pass, class T, class C>
+void launch_plain(const cuda& on, const band_problem<T, C>& problem) {
+    constexpr int rows = band_plain_sizes::rows;
+    launch("band_plain_kernel", band_plain_kernel<T, Pass>,
+           (std::int64_t{problem.length} + rows - 1) / rows * problem.batch * problem.row_heads,
+           band_plain_sizes::threads, 0, on, problem);
+}
+
+template <class Pass, int Dim, class T>
+void launch_tiles(const cuda& on, const device_scope& device, band_path path,
+                  const band_problem<T>& problem) {
+    const std::int64_t heads = std::int64_t{problem.batch} * problem.row_heads;
+    CUtensorMap rows, columns;
+    if (path == band_path::hopper && has_hopper_code(device, band_hopper_kernel<T, Dim, Pass>) &&
+        make_tensor_map(problem.rows, 64, rows) &&
+        make_tensor_map(problem.columns, band_hopper_sizes<Dim>::columns, columns)) {
+        using sizes = band_hopper_sizes<Dim>;
+        const std::int64_t items = (std::int64_t{problem.length} + sizes::rows - 1) / sizes::rows * heads;
+        const bool again = Pass::fold == row_fold::running && problem.flags != nullptr;  // after a quick pass
+        if constexpr (std::is_same_v<Pass, lse_pass> && Dim > 64) {
+            if (problem.length >= 8192) {
+                launch("normaliser_hopper_kernel", normaliser_hopper_kernel<T, Dim>, items, sizes::threads,
+                       sizes::shared, on, problem, rows, columns);
+                return;
+            }
+        }
+        if constexpr (Pass::mass) {
+            if (!again) {  // also says that no item has been handed out
+                launch("band_bias_kernel", band_bias_kernel<T>,
+                       std::int64_t{problem.batch} * problem.columns.heads *
+                           ((problem.bias_stride + bias_columns - 1) / bias_columns),
+                       256, 0, on, problem);
+            }
+        } else if (!again) {
+            check(cudaMemsetAsync(problem.next, 0, sizeof(std::int32_t), on.stream), "cudaMemsetAsync");
+        }
+        launch("band_hopper_kernel", band_hopper_kernel<T, Dim, Pass>,
+               std::min(items, std::int64_t{device.attribute(cudaDevAttrMultiProcessorCount)}),
+               sizes::threads, sizes::shared, on, problem, rows, columns, static_cast<std::int32_t>(items));
+    } else {
+        using sizes = band_portable_sizes<Dim>;
+        launch("band_portable_kernel", band_portable_kernel<T, Dim, Pass>,
+               (std::int64_t{problem.length} + sizes::rows - 1) / sizes::rows * heads, sizes::threads,
+               sizes::shared, on, problem);
+    }
+}
+
+template <class Pass, class Dims, class T>
+void launch_band(const cuda& on, const device_scope& device, band_path path, const band_problem<T>& problem) {
+    with_tile(Dims{}, fitting_tile(Dims{}, problem.rows.dim),
+              [&](auto dim) { launch_tiles<Pass, decltype(dim)::value>(on, device, path, problem); });
+}
+
+template <class T>
+constexpr bool has_tiles = std::is_same_v<T, bf16> || std::is_same_v<T, fp16>;
+
+template <class Dims, class T>
+bool takes_tiles(band_path path, const rows_view<const T>& q, const rows_view<const T>& k) {
+    return path != band_path::plain && fitting_tile(Dims{}, q.dim) != 0 && copies_of_16(q) && copies_of_16(k);
+}
+
+/// causal_lse by a path of one's choice.
+template <class T, class Dims = all_head_dims>
+void causal_lse_by(const cuda& on, band_path path, const Attention& attention, rows_view<const T> q,
+                   rows_view<const T> k, const Sequences& sequences, plane_view<float> lse,
+                   workspace_view workspace) {
+    using C = compute_t<T>;
+    const device_scope device(on);
+    workspace_parts parts(workspace.data);
+    band_problem<T, C> problem;
+    problem.rows = q;
+    problem.columns = k;
+    problem.out = lse;
+    problem.batch = q.batch;
+    problem.row_heads = q.heads;
+    problem.share = q.heads / k.heads;
+    problem.length = sequences.length;
+    problem.lengths = sequences.lengths;
+    problem.exponents = exponents_of<C>(attention, q.dim, 1.0);
+    if constexpr (has_tiles<T>) {
+        if (takes_tiles<Dims>(path, q, k)) {
+            const band_workspace memory = band_workspace::take(parts, q, k);
+            problem.flags = memory.flags;
+            problem.next = memory.next;
+            launch_band<lse_pass, Dims>(on, device, path, problem);
+            launch_band<careful_lse_pass, Dims>(on, device, path, problem);
+            return;
+        }
+    }
+    launch_plain<careful_lse_pass>(on, problem);
+}
+
+/// Windows of all heads: one number, or a table that is written here.
+template <class T, class C>
+void set_windows(const cuda& on, const FutureMassOptions& options, std::int32_t* table,
+                 band_problem<T, C>& problem) {
+    const auto window = [&](std::int32_t h) { return options.window.at(options.layer, h); };
+    problem.window = window(0);
+    bool same = true;
+    for (std::int32_t h = 1; h < problem.row_heads; ++h) {
+        same = same && window(h) == problem.window;
+    }
+    if (same) {
+        return;
+    }
+    problem.windows = table;
+    for (std::int32_t first = 0; first < problem.row_heads; first += head_numbers::capacity) {
+        head_numbers batch;
+        batch.first = first;
+        batch.count = std::min(problem.row_heads - first, head_numbers::capacity);
+        for (std::int32_t i = 0; i < batch.count; ++i) {
+            batch.values[i] = window(first + i);
+        }
+        launch("write_head_numbers_kernel", write_head_numbers_kernel<std::int32_t>, 1,
+               head_numbers::capacity, 0, on, batch, table);
+    }
+}
+
+/// future_mass by a path of one's choice.
+template <class T, class Dims = all_head_dims>
+void future_mass_by(const cuda& on, band_path path, const Attention& attention, rows_view<const T> q,
+                    rows_view<const T> k, plane_view<const float> lse, const Sequences& sequences,
+                    const FutureMassOptions& options, plane_view<float> target, workspace_view workspace) {
+    using C = compute_t<T>;
+    const device_scope device(on);
+    workspace_parts parts(workspace.data);
+    const band_workspace memory = band_workspace::take(parts, q, k);
+    const bool largest = std::isinf(options.beta);
+    const float beta = largest ? 1.0f : options.beta;
+    band_problem<T, C> problem;
+    problem.rows = k;
+    problem.columns = q;
+    problem.lse = lse;
+    problem.out = target;
+    problem.batch = k.batch;
+    problem.row_heads = k.heads;
+    problem.streams = q.heads / k.heads;
+    problem.length = sequences.length;
+    problem.lengths = sequences.lengths;
+    problem.look_ahead = options.look_ahead;
+    problem.exponents = exponents_of<C>(attention, q.dim, static_cast<double>(beta));
+    problem.rule.over_beta = static_cast<C>(1.0 / static_cast<double>(beta));
+    problem.rule.log_epsilon = static_cast<C>(std::log(static_cast<double>(options.epsilon)));
+    problem.rule.normalize = options.normalize && !largest;
+    problem.rule.mean = options.aggregate == group_aggregate::mean;
+    if (problem.batch == 0 || problem.length == 0) {
+        return;
+    }
+    set_windows(on, options, memory.windows, problem);
+    problem.bias = memory.bias;
+    problem.next = memory.next;
+    problem.bias_stride = band_workspace::bias_stride(q.length);
+    if constexpr (has_tiles<T>) {
+        if (takes_tiles<Dims>(path, q, k)) {
+            if (largest) {
+                launch_band<largest_mass_pass, Dims>(on, device, path, problem);
+                return;
+            }
+            const float shift = shift_of(options.epsilon, beta, problem.length);
+            if (shift >= 0.0f) {
+                problem.exponents.shift = shift;
+                problem.flags = memory.flags;
+                launch_band<mass_pass, Dims>(on, device, path, problem);
+            }
+            launch_band<careful_mass_pass, Dims>(on, device, path, problem);
+            return;
+        }
+    }
+    if (largest) {
+        launch_plain<largest_mass_pass>(on, problem);
+    } else {
+        launch_plain<careful_mass_pass>(on, problem);
+    }
+}
+
+}  // namespace cuda_backend
+
+template <Storage T>
+std::size_t future_mass_workspace_bytes(const cuda& on, rows_view<const T> q, input_rows<T> k) {
+    static_cast<void>(on);
+    host_backend::check_mass_heads(q, k);
+    cuda_backend::workspace_parts parts(nullptr);
+    static_cast<void>(cuda_backend::band_workspace::take(parts, q, k));
+    return parts.bytes();
+}
+
+template <Storage T, class Dims>
+void causal_lse(const cuda& on, const Attention& attention, rows_view<const T> q, input_rows<T> k,
+                const Sequences& sequences, plane_view<float> lse, workspace_view workspace) {
+    namespace cb = cuda_backend;
+    cb::check_mass_call(attention, q, k, plane_view<const float>(lse), sequences);
+    cb::check_workspace(workspace, future_mass_workspace_bytes<T>(on, q, k));
+    cb::causal_lse_by<T, Dims>(on, cb::band_path::hopper, attention, q, k, sequences, lse, workspace);
+}
+
+template <Storage T, class Dims>
+void future_mass(const cuda& on, const Attention& attention, rows_view<const T> q, input_rows<T> k,
+                 plane_view<const float> lse, const Sequences& sequences, const FutureMassOptions& options,
+                 plane_view<float> target, workspace_view workspace) {
+    namespace cb = cuda_backend;
+    cb::check_mass_call(attention, q, k, lse, sequences);
+    cb::check_plane("target", target, q.batch, k.heads, sequences.length);
+    host_backend::check_mass_options(options, k.heads);
+    cb::check_workspace(workspace, future_mass_workspace_bytes<T>(on, q, k));
+    cb::future_mass_by<T, Dims>(on, cb::band_path::hopper, attention, q, k, lse, sequences, options, target,
+                                workspace);
+}
+
+}  // namespace KVPOLICY_HIDDEN
+}  // namespace kvpolicy

@@ -1,0 +1,82 @@
+// One launch of a forward kernel: what is read, what is written, and how it is cut into tiles.
+#pragma once
+
+#include <kvpolicy/attention/cuda/attention_params.cuh>
+#include <kvpolicy/attention/cuda/key_frame.cuh>
+#include <kvpolicy/core/view.hpp>
+#include <kvpolicy/cuda/config.cuh>
+
+#include <cuda.h>
+
+#include <cstdint>
+
+namespace kvpolicy {
+inline namespace KVPOLICY_CUDA_NAMESPACE KVPOLICY_HIDDEN {
+namespace cuda_backend {
+
+/// A tile is tile_q consecutive queries of the query heads of one KV head: row r of it is query r / heads of head
+/// r % heads. Groups larger than a tile's rows are cut into `parts` of `heads` query heads each.
+template <class T>
+struct attend_launch {
+    attention_problem<T> problem;
+    rows_view<T> out;          // [B, Hq, S, Dv]
+    plane_view<float> lse;     // [B, Hq, S]; may be empty
+    key_frames frames;         // read where rows are scanned
+    attention_plan plan;       // read where rows are listed
+    bool listed = false;       // rows come from the plan's lists; else every row is looked at
+    bool causal_rows = false;  // scanning: no expiry, positions or packed segments, so row numbers say all
+    std::int32_t tile_q = 1;
+    std::int32_t first_tile = 0;  // of the launch
+    std::int32_t tiles = 0;       // of the launch, for each head and part
+    std::int32_t heads = 1;       // query heads a tile
+    std::int32_t parts = 1;
+    // Logits in units of log 2. Without softcap: slope * <q, k>; with it: cap * tanh(...), written as
+    // cap (1 - 2 / (1 + 2^(slope <q, k>))).
+    float slope = 1.0f;
+    float cap = 0.0f;                     // 0: none
+    std::uint32_t* not_finite = nullptr;  // set where some output is not finite
+
+    __host__ __device__ std::int64_t count() const {
+        return std::int64_t{problem.batch} * problem.kv_heads * parts * tiles;
+    }
+};
+
+/// Rows that lie together come by TMA: maps of keys and values whose boxes are box_rows rows. Without them, every row is gathered.
+struct attend_boxes {
+    static constexpr std::uint32_t box_rows = 8;
+    CUtensorMap k, v;
+    bool there = false;
+    bool always = false;  // whatever the plan has counted
+};
+
+/// Where one tile lies.
+struct tile_place {
+    std::int32_t b, h;        // sequence and KV head
+    std::int32_t first_head;  // of the query heads of the group
+    std::int32_t heads;       // that count
+    std::int32_t first_query;
+    std::int32_t queries;  // that count; <= 0: nothing to do
+};
+
+/// Tiles of one head follow one another, so that what they gather stays in the L2 cache; those with most keys come first.
+template <class T>
+__device__ inline tile_place place_of(const attend_launch<T>& call, std::uint32_t number) {
+    const auto tile = static_cast<std::int32_t>(number % static_cast<std::uint32_t>(call.tiles));
+    const auto rest = static_cast<std::int32_t>(number / static_cast<std::uint32_t>(call.tiles));
+    const std::int32_t part = rest % call.parts;
+    const std::int32_t head = rest / call.parts;
+    tile_place place;
+    place.b = head / call.problem.kv_heads;
+    place.h = head % call.problem.kv_heads;
+    place.first_head = part * call.heads;
+    const std::int32_t left = call.problem.group - place.first_head;
+    place.heads = left < call.heads ? left : call.heads;
+    place.first_query = (call.first_tile + call.tiles - 1 - tile) * call.tile_q;
+    const std::int32_t queries = call.problem.length_of(place.b) - place.first_query;
+    place.queries = queries < call.tile_q ? queries : call.tile_q;
+    return place;
+}
+
+}  // namespace cuda_backend
+}  // namespace KVPOLICY_HIDDEN
+}  // namespace kvpolicy

@@ -1,0 +1,129 @@
+// The band pass without matrix instructions: any storage type, any head_dim, any alignment. For fp32 and double inputs, which
+// exist for checking, and for views that 16-byte copies cannot read.
+#pragma once
+
+#include <kvpolicy/attention/cuda/future_mass/qk_reduce_params.cuh>
+#include <kvpolicy/attention/cuda/future_mass/row_result.cuh>
+#include <kvpolicy/core/types.hpp>
+#include <kvpolicy/cuda/config.cuh>
+#include <kvpolicy/cuda/primitives/warp.cuh>
+
+#include <cstdint>
+#include <type_traits>
+
+namespace kvpolicy {
+inline namespace KVPOLICY_CUDA_NAMESPACE KVPOLICY_HIDDEN {
+namespace cuda_backend {
+
+struct band_plain_sizes {
+    static constexpr int threads = 256;
+    static constexpr int rows = 32;     // eight threads each
+    static constexpr int columns = 32;  // a tile; four a thread
+    static constexpr int dims = 32;     // of rows and columns that are in shared memory at a time
+};
+
+__device__ inline float exp2_of(float x) { return exp2f(x); }
+__device__ inline double exp2_of(double x) { return exp2(x); }
+__device__ inline float log2_of(float x) { return log2f(x); }
+__device__ inline double log2_of(double x) { return log2(x); }
+__device__ inline float tanh_of(float x) { return tanhf(x); }
+__device__ inline double tanh_of(double x) { return tanh(x); }
+
+/// Pass is careful_lse_pass, careful_mass_pass or largest_mass_pass.
+template <class T, class Pass>
+__global__ void __launch_bounds__(256) band_plain_kernel(const band_problem<T, compute_t<T>> problem) {
+    using C = compute_t<T>;
+    using sizes = band_plain_sizes;
+    static_assert(Pass::fold != row_fold::sum);
+    __shared__ C rows[sizes::rows][sizes::dims + 1];
+    __shared__ C columns[sizes::columns][sizes::dims + 1];
+    const band_item item =
+        band_item_of<Pass, sizes::rows, sizes::columns>(problem, static_cast<std::int32_t>(blockIdx.x));
+    if (item.first >= item.length) {
+        return;
+    }
+    const auto thread = static_cast<int>(threadIdx.x);
+    const int own = thread / 8;
+    const int part = thread % 8;
+    const std::int32_t row = item.first + own;
+    constexpr C lowest = static_cast<C>(-1e30);
+    mass_total<C> total;
+    total.clear();
+    for (std::int32_t stream = 0; stream < problem.streams && item.tiles > 0; ++stream) {
+        const std::int32_t of_columns = problem.column_head(item.head, stream);
+        C top = Pass::fold == row_fold::largest ? static_cast<C>(-INFINITY) : lowest;
+        C sum = 0;
+        for (std::int32_t turn = 0; turn < item.tiles; ++turn) {
+            const std::int32_t column = band_column<Pass, sizes::columns>(item, turn);
+            C dot[4] = {0, 0, 0, 0};
+            for (std::int32_t from = 0; from < problem.rows.dim; from += sizes::dims) {
+                __syncthreads();
+                for (int i = thread; i < sizes::rows * sizes::dims; i += sizes::threads) {
+                    const int r = i / sizes::dims;
+                    const int x = i % sizes::dims;
+                    const bool inside = from + x < problem.rows.dim;
+                    rows[r][x] =
+                        inside && item.first + r < item.length
+                            ? static_cast<C>(problem.rows.row(item.b, item.head, item.first + r)[from + x])
+                            : static_cast<C>(0);
+                    columns[r][x] =
+                        inside && column + r < item.length
+                            ? static_cast<C>(problem.columns.row(item.b, of_columns, column + r)[from + x])
+                            : static_cast<C>(0);
+                }
+                __syncthreads();
+                for (int x = 0; x < sizes::dims; ++x) {
+#pragma unroll
+                    for (int i = 0; i < 4; ++i) {
+                        dot[i] += rows[own][x] * columns[part + 8 * i][x];
+                    }
+                }
+            }
+#pragma unroll
+            for (int i = 0; i < 4; ++i) {
+                const std::int32_t c = column + part + 8 * i;
+                if (c >= item.length || !item.full(row, 1, c, 1)) {
+                    continue;
+                }
+                const band_exponents<C>& e = problem.exponents;
+                C x = e.scale * (e.cap > static_cast<C>(0) ? e.cap * tanh_of(dot[i] * e.inner) : dot[i]);
+                if constexpr (Pass::mass) {
+                    const float of = problem.lse.head(item.b, of_columns)[c];
+                    x = of == -INFINITY ? static_cast<C>(-INFINITY)
+                                        : x + e.of_lse * static_cast<C>(of) + e.shift;
+                }
+                const C most = x > top ? x : top;
+                if constexpr (Pass::fold == row_fold::running) {
+                    sum = sum * exp2_of(top - most) + exp2_of(x - most);
+                }
+                top = most;
+            }
+        }
+        C most = top;
+        for (int step = 1; step < 8; step *= 2) {
+            const C other = __shfl_xor_sync(all_lanes, most, step);
+            most = other > most ? other : most;
+        }
+        C result = most;
+        if constexpr (Pass::fold == row_fold::running) {
+            sum *= exp2_of(top - most);
+            for (int step = 1; step < 8; step *= 2) {
+                sum += __shfl_xor_sync(all_lanes, sum, step);
+            }
+            result = sum == static_cast<C>(0) ? static_cast<C>(-INFINITY) : most + log2_of(sum);
+        }
+        if constexpr (Pass::mass) {
+            total.add(log_mass_of(problem, item, row, result), problem.rule.mean);
+        } else {
+            total.log_mass = result * ln_2<C>;
+        }
+    }
+    if (part == 0 && row < item.length) {
+        problem.out.head(item.b, item.head)[row] =
+            static_cast<float>(Pass::mass ? target_of(problem, total) : total.log_mass);
+    }
+}
+
+}  // namespace cuda_backend
+}  // namespace KVPOLICY_HIDDEN
+}  // namespace kvpolicy

@@ -1,0 +1,99 @@
+// From a row's folds, one a query head of the group, to the number that a call writes.
+#pragma once
+
+#include <kvpolicy/attention/cuda/future_mass/qk_reduce_params.cuh>
+#include <kvpolicy/cuda/config.cuh>
+
+#include <cstdint>
+
+namespace kvpolicy {
+inline namespace KVPOLICY_CUDA_NAMESPACE KVPOLICY_HIDDEN {
+namespace cuda_backend {
+
+__device__ inline float log_of(float x) { return logf(x); }
+__device__ inline double log_of(double x) { return log(x); }
+__device__ inline float exp_of(float x) { return expf(x); }
+__device__ inline double exp_of(double x) { return exp(x); }
+__device__ inline float log1p_of(float x) { return log1pf(x); }
+__device__ inline double log1p_of(double x) { return log1p(x); }
+
+/// log(e^a + e^b), infinities included.
+template <class C>
+__device__ inline C log_add(C a, C b) {
+    const C high = a > b ? a : b;
+    const C low = a > b ? b : a;
+    return low == static_cast<C>(-INFINITY) ? high : high + log1p_of(exp_of(low - high));
+}
+
+/// The masses of a key's group: their largest, or the logarithm of their sum. Never leaves the logarithmic domain, so that a
+/// sparse lse, with which a mass may exceed what fp32 holds, does no harm.
+template <class C>
+struct mass_total {
+    C log_mass;
+
+    __device__ void clear() { log_mass = static_cast<C>(-INFINITY); }
+    __device__ void add(C one, bool mean) {
+        log_mass = mean ? log_add(log_mass, one) : one > log_mass ? one : log_mass;
+    }
+};
+
+template <class C>
+inline constexpr C ln_2 = static_cast<C>(0.693147180559945309417232121458);
+
+/// log M_g of row t (eq. 2, 16) from its fold's result in base 2.
+template <class T, class C>
+__device__ inline C log_mass_of(const band_problem<T, C>& problem, const band_item& item, std::int32_t t,
+                                C result) {
+    C log_mass = (result - problem.exponents.shift) * ln_2<C>;
+    if (problem.rule.normalize) {
+        std::int64_t count = std::int64_t{item.length} - (std::int64_t{t} + item.low);
+        count = count < 1 ? 1 : count;
+        const std::int64_t most = std::int64_t{problem.look_ahead} + 1;
+        count = count < most ? count : most;
+        log_mass -= log_of(static_cast<C>(count));
+    }
+    return log_mass * problem.rule.over_beta;
+}
+
+/// log(eps + M) of a key (eq. 3, 14, 15).
+template <class T, class C>
+__device__ inline C target_of(const band_problem<T, C>& problem, const mass_total<C>& total) {
+    const C group = problem.rule.mean ? log_of(static_cast<C>(problem.streams)) : static_cast<C>(0);
+    return log_add(problem.rule.log_epsilon, total.log_mass - group);
+}
+
+/// A fold's result into the total of its row, row `row` of the item.
+template <class Pass, class T>
+__device__ inline void add_to_total(const band_problem<T>& problem, const band_item& item, float* totals,
+                                    int row, float result) {
+    if constexpr (Pass::mass) {
+        mass_total<float> total{totals[row]};
+        total.add(log_mass_of(problem, item, item.first + row, result), problem.rule.mean);
+        totals[row] = total.log_mass;
+    } else {
+        totals[row] = result * ln_2<float>;
+    }
+}
+
+/// Writes row `row` of the item, number `number` of all, one a thread, and the flag of a quick pass.
+template <class Pass, class T>
+__device__ inline void write_total(const band_problem<T>& problem, const band_item& item, const float* totals,
+                                   int row, std::int32_t number, const int* flag) {
+    if (item.first + row < item.length) {
+        float* const out = problem.out.head(item.b, item.head) + item.first + row;
+        if constexpr (Pass::mass) {
+            *out = target_of(problem, mass_total<float>{totals[row]});
+        } else {
+            *out = totals[row];
+        }
+    }
+    if constexpr (Pass::quick) {
+        if (row == 0) {
+            problem.flags[number] = *flag;
+        }
+    }
+}
+
+}  // namespace cuda_backend
+}  // namespace KVPOLICY_HIDDEN
+}  // namespace kvpolicy

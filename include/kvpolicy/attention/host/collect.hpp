@@ -1,0 +1,195 @@
+// Which keys a tile of queries sees: one scan over the lifetimes, handing on the live keys in blocks.
+//
+// A key that no query of the tile sees costs an eighth of a vector comparison and nothing else. Those that every query
+// sees as they are go into one kind of block (no masking needed later), the others (born in the tile, expiring in it, or
+// with a bias) into the other, so that in a long sequence only the last few blocks need a mask.
+#pragma once
+
+#include <kvpolicy/attention/host/types.hpp>
+
+#include <algorithm>
+#include <cstdint>
+#include <limits>
+
+namespace kvpolicy::host_backend {
+
+/// Bit r: row r is seen by some query of the tile; by all of them.
+struct seen_rows {
+    std::uint64_t some = 0;
+    std::uint64_t all = 0;
+};
+
+/// Rows r in [0, count), count <= 64, have position + r (position[r] where given) and expiry[r] (never where null). The
+/// queries of the tile have the positions [first_query, last_query].
+inline seen_rows scan_rows(const expiry_t* expiry, const std::int32_t* position, std::int64_t first,
+                           std::int32_t count, std::int32_t first_query, std::int32_t last_query) {
+    seen_rows seen;
+    for (std::int32_t r = 0; r < count; ++r) {
+        const std::int64_t born = position != nullptr ? position[r] : first + r;
+        const expiry_t expires = expiry != nullptr ? expiry[r] : never;
+        const bool some = born <= last_query && expires > first_query && born < expires;
+        const bool all = born <= first_query && expires > last_query;
+        seen.some |= static_cast<std::uint64_t>(some) << r;
+        seen.all |= static_cast<std::uint64_t>(all) << r;
+    }
+    return seen;
+}
+
+constexpr std::uint64_t low_bits(std::int64_t count) {
+    return count >= 64 ? ~std::uint64_t{0} : (std::uint64_t{1} << std::max<std::int64_t>(count, 0)) - 1;
+}
+
+/// Collects keys into blocks and hands full ones to `consume(const key_block<T>&)`.
+template <class Kernels, Storage T, class Consume>
+class key_collector {
+  public:
+    key_collector(std::int32_t first_query, std::int32_t last_query, Consume& consume)
+        : first_query_(first_query), last_query_(last_query), consume_(consume) {
+        masked_.masked = true;
+    }
+
+    /// Takes rows [begin, end) of a segment.
+    void take(const key_segment<T>& segment, std::int32_t begin, std::int32_t end) {
+        if (segment.position == nullptr) {
+            // Positions rise, so what is born after the tile is a tail.
+            const std::int64_t unborn = std::int64_t{last_query_} - segment.first + 1;
+            end = static_cast<std::int32_t>(std::clamp<std::int64_t>(unborn, begin, end));
+        }
+        for (std::int32_t row = begin; row < end; row += block_keys) {
+            take_group(segment, row, std::min(end - row, block_keys));
+        }
+    }
+
+    /// Hands on what is left.
+    void finish() {
+        flush(plain_);
+        flush(masked_);
+    }
+
+  private:
+    void take_group(const key_segment<T>& segment, std::int32_t row, std::int32_t count) {
+        seen_rows seen;
+        const std::int64_t first = std::int64_t{segment.first} + row;
+        if (segment.position == nullptr && segment.expiry == nullptr) {
+            seen.some = low_bits(count);
+            seen.all = low_bits(std::min<std::int64_t>(count, std::int64_t{first_query_} - first + 1));
+        } else {
+            seen = Kernels::scan(segment.expiry != nullptr ? segment.expiry + row : nullptr,
+                                 segment.position != nullptr ? segment.position + row : nullptr, first, count,
+                                 first_query_, last_query_);
+        }
+        if (segment.log_bias != nullptr) {
+            seen.all = 0;
+        }
+        if (seen.all == low_bits(count) && plain_.count + count <= block_keys) {
+            // The common case of a long prefix or a page: no bit by bit.
+            const T* k = segment.k + row * segment.k_stride;
+            const T* v = segment.v + row * segment.v_stride;
+            for (std::int32_t i = 0; i < count; ++i) {
+                plain_.k[plain_.count + i] = k + i * segment.k_stride;
+                plain_.v[plain_.count + i] = v + i * segment.v_stride;
+            }
+            plain_.count += count;
+            if (plain_.count == block_keys) {
+                const bool more = count == block_keys && row + 2 * block_keys <= segment.count;
+                plain_.ahead = more ? k + block_keys * segment.k_stride : nullptr;
+                plain_.ahead_stride = segment.k_stride;
+                flush(plain_);
+            }
+            return;
+        }
+        for (std::uint64_t bits = seen.all; bits != 0; bits &= bits - 1) {
+            const std::int32_t r = row + __builtin_ctzll(bits);
+            const std::int32_t i = plain_.count++;
+            plain_.k[i] = segment.k + r * segment.k_stride;
+            plain_.v[i] = segment.v + r * segment.v_stride;
+            if (plain_.count == block_keys) {
+                flush(plain_);
+            }
+        }
+        for (std::uint64_t bits = seen.some & ~seen.all; bits != 0; bits &= bits - 1) {
+            take_masked(segment, row + __builtin_ctzll(bits));
+        }
+    }
+
+    void take_masked(const key_segment<T>& segment, std::int32_t r) {
+        constexpr std::int32_t no_query = std::numeric_limits<std::int32_t>::max();
+        const std::int32_t born = segment.position != nullptr ? segment.position[r] : segment.first + r;
+        expiry_t expires = segment.expiry != nullptr ? segment.expiry[r] : never;
+        float bias = 0.0f;
+        std::int32_t bias_start = no_query;
+        if (segment.log_bias != nullptr) {
+            const auto start = static_cast<std::int32_t>(
+                std::min<std::int64_t>(std::int64_t{born} + std::max(segment.bias_from, 0), no_query));
+            if (segment.log_bias[r] == -std::numeric_limits<float>::infinity()) {
+                // Hidden from then on is what expiring means; no -inf is ever added.
+                expires = std::min(expires, start);
+                if (expires <= std::max(first_query_, born)) {
+                    return;
+                }
+            } else {
+                bias = segment.log_bias[r];
+                bias_start = start;
+                masked_.biased = true;
+            }
+        }
+        const std::int32_t i = masked_.count++;
+        masked_.k[i] = segment.k + r * segment.k_stride;
+        masked_.v[i] = segment.v + r * segment.v_stride;
+        masked_.born[i] = born;
+        masked_.expires[i] = expires;
+        masked_.bias[i] = bias;
+        masked_.bias_start[i] = bias_start;
+        if (masked_.count == block_keys) {
+            flush(masked_);
+        }
+    }
+
+    void flush(key_block<T>& block) {
+        if (block.count == 0) {
+            return;
+        }
+        // Passes may read keys in whole panels.
+        for (std::int32_t i = block.count; i % panel_lanes != 0; ++i) {
+            block.k[i] = block.k[block.count - 1];
+        }
+        consume_(block);
+        block.count = 0;
+        block.biased = false;
+        block.ahead = nullptr;
+    }
+
+    std::int32_t first_query_;
+    std::int32_t last_query_;
+    Consume& consume_;
+    key_block<T> plain_;
+    key_block<T> masked_;
+};
+
+/// The part of a masked block that some query in [first_query, last_query] sees lies below `count`; `all`: every query of
+/// that range sees every one of these keys, without a bias.
+struct strip_extent {
+    std::int32_t count = 0;
+    bool all = true;
+};
+
+template <Storage T>
+strip_extent extent_of(const key_block<T>& block, std::int32_t first_query, std::int32_t last_query) {
+    if (!block.masked) {
+        return {block.count, true};
+    }
+    strip_extent extent;
+    bool all = !block.biased;
+    for (std::int32_t i = 0; i < block.count; ++i) {
+        if (block.born[i] <= last_query && block.expires[i] > first_query) {
+            extent.count = i + 1;
+        }
+    }
+    for (std::int32_t i = 0; i < extent.count; ++i) {
+        all = all && block.born[i] <= first_query && block.expires[i] > last_query;
+    }
+    extent.all = all;
+    return extent;
+}
+
+}  // namespace kvpolicy::host_backend

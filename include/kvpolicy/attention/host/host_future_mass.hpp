@@ -1,0 +1,259 @@
+// Bodies of attention/future_mass.hpp on the host: the tiles of kernel.hpp without values.
+#pragma once
+
+#include <kvpolicy/attention/future_mass.hpp>
+#include <kvpolicy/attention/host/kernel.hpp>
+#include <kvpolicy/core/check.hpp>
+
+#include <algorithm>
+#include <cmath>
+#include <string>
+
+namespace kvpolicy {
+
+namespace host_backend {
+
+/// The numbers of a pass without values.
+inline attention_shape valueless_shape(const Attention& attention, std::int32_t dim_k) {
+    attention_shape shape;
+    shape.dim_k = dim_k;
+    shape.dim_v = 0;
+    shape.scale = attention.scale != 0.0f ? attention.scale : 1.0f / std::sqrt(static_cast<float>(dim_k));
+    shape.softcap = attention.softcap;
+    return shape;
+}
+
+/// Heads and widths of a pass over one sequence; reads no memory of the call, so that it serves every backend.
+template <class T>
+void check_mass_heads(const rows_view<const T>& q, const rows_view<const T>& k) {
+    check_extents("q", q);
+    detail::require(k.batch == q.batch, "k.batch", k.batch,
+                    [&] { return detail::text("q.batch = ", q.batch); });
+    detail::require(k.heads >= 1 && q.heads >= 1 && q.heads % k.heads == 0, "q.heads", q.heads,
+                    [&] { return detail::text("1 or more, and a multiple of k.heads = ", k.heads); });
+    detail::require(q.dim == k.dim && head_dim_supported(q.dim), "head_dim", q.dim, [&] {
+        return detail::text("that of k (", k.dim, "), a multiple of 8 up to ", max_head_dim);
+    });
+}
+
+/// The queries and keys of a pass over one sequence.
+template <class T>
+void check_mass_shapes(rows_view<const T> q, rows_view<const T> k, const Sequences& sequences) {
+    check_whole_sequences(sequences, q.batch, q.length);
+    detail::require(sequences.cu_seqlens == nullptr, "sequences.cu_seqlens", "given", "null");
+    check_mass_heads(q, k);
+    detail::require(k.length >= sequences.length, "k.length", k.length,
+                    [&] { return detail::text("at least sequences.length = ", sequences.length); });
+    check_rows("q", q, q.batch, q.heads, sequences.length, q.dim);
+    check_rows("k", k, q.batch, k.heads, sequences.length, k.dim);
+}
+
+template <class T>
+void check_mass_call(rows_view<const T> q, rows_view<const T> k, plane_view<const float> lse,
+                     const Sequences& sequences) {
+    check_mass_shapes(q, k, sequences);
+    check_plane("lse", lse, q.batch, q.heads, sequences.length);
+}
+
+/// The numbers of a target; reads no memory of the call, so that it serves every backend.
+inline void check_mass_options(const FutureMassOptions& options, std::int32_t kv_heads) {
+    detail::require(options.beta >= 1.0f, "beta", options.beta, "1 to infinity");
+    detail::require(options.epsilon >= 0.0f && std::isfinite(options.epsilon), "epsilon", options.epsilon,
+                    "0 or more, and finite");
+    detail::require(options.look_ahead >= 0, "look_ahead", options.look_ahead,
+                    "0 or more, or kvpolicy::unlimited");
+    detail::require(options.layer >= 0 && options.layer < never, "layer", options.layer,
+                    "0 or more, and below 2^31 - 1");
+    options.window.check("array of windows", options.layer + 1, kv_heads);
+    for (std::int32_t h = 0; h < kv_heads; ++h) {
+        const std::int32_t window = options.window.at(options.layer, h);
+        detail::require(window >= 1, "window", window, "1 or more");
+    }
+}
+
+template <class T>
+std::size_t mass_scratch_bytes(const attention_shape& shape) {
+    return aligned_size(attend_scratch_bytes<T>(shape, 1, attend_tile<T>(shape, 1)));
+}
+
+/// Log-sums of one query head for keys [begin, end): out[t - begin] = log sum_d exp(beta (logit - lse_d)), or the largest
+/// exponent for beta = infinity. `bias` is -beta lse, the last query first.
+template <class T>
+void mass_tile(isa set, const attention_shape& shape, const T* q_last, std::int64_t q_stride, const T* k,
+               std::int64_t k_stride, const float* bias, const expiry_t* expiry, std::int32_t length,
+               std::int32_t window, bool largest, std::int32_t begin, std::int32_t end, float* out,
+               void* scratch) {
+    // Query d is a "key" at position -d, so key t at position -(t + w) sees it iff d >= t + w; walking the queries
+    // backwards keeps positions rising. The look-ahead ends it: visible while -(t + w) < -d + L + 1.
+    key_segment<T> queries;
+    queries.k = q_last;
+    queries.k_stride = -q_stride;
+    queries.count = length;
+    queries.first = -(length - 1);
+    queries.expiry = expiry;
+    queries.log_bias = bias;
+    queries.bias_from = 0;  // at once
+    // Key t of the tile is row (end - 1 - t), so that its position rises with the row.
+    query_block<T> keys;
+    keys.q = k + (std::int64_t{end} - 1) * k_stride;
+    keys.row_stride = -k_stride;
+    keys.count = end - begin;
+    keys.first = -(end - 1 + window);
+    const std::int32_t tile = attend_tile<T>(shape, 1);
+    with_kernels<T>(set, [&](auto kernels) {
+        for (std::int32_t row = 0; row < keys.count; row += tile) {
+            const std::int32_t rows = std::min(tile, keys.count - row);
+            tile_pass<decltype(kernels), T> pass(shape, keys, row, row + rows, scratch);
+            pass.run(segments_in(&queries, 1), 0, length);
+            for (std::int32_t r = 0; r < rows; ++r) {
+                out[end - 1 - begin - (row + r)] = largest ? pass.largest(r) : pass.log_sum(r);
+            }
+        }
+    });
+}
+
+}  // namespace host_backend
+
+template <Storage T>
+std::size_t future_mass_workspace_bytes(const host& on, rows_view<const T> q, input_rows<T> k) {
+    namespace hb = host_backend;
+    hb::check_mass_heads(q, k);
+    const hb::attention_shape shape = hb::valueless_shape({}, q.dim);
+    const auto length = static_cast<std::size_t>(q.length);
+    const std::size_t heads = static_cast<std::size_t>(q.batch) * static_cast<std::size_t>(q.heads);
+    const std::size_t arrays =
+        2 * heads * hb::aligned_size(length * sizeof(float)) +  // biases, log-sums
+        hb::aligned_size(length * sizeof(expiry_t)) * static_cast<std::size_t>(q.batch);
+    return arrays + static_cast<std::size_t>(on.threads()) * hb::mass_scratch_bytes<T>(shape) + hb::alignment;
+}
+
+template <Storage T>
+void causal_lse(const host& on, const Attention& attention, rows_view<const T> q, input_rows<T> k,
+                const Sequences& sequences, plane_view<float> lse, workspace_view workspace) {
+    namespace hb = host_backend;
+    hb::check_attention(attention);
+    hb::check_mass_call(q, k, plane_view<const float>(lse), sequences);
+    hb::check_workspace(workspace, future_mass_workspace_bytes<T>(on, q, k));
+    const hb::attention_shape shape = hb::valueless_shape(attention, q.dim);
+    const std::int32_t group = q.heads / k.heads;
+    const std::int32_t tile = hb::attend_tile<T>(shape, 1);
+    const std::int64_t tiles = (sequences.length + tile - 1) / tile;
+    const std::int64_t heads = std::int64_t{q.batch} * q.heads;
+    std::byte* memory = hb::aligned(workspace.data);
+    on.parallel_for(tiles * heads, [&](std::int64_t task, int thread) {
+        const auto begin = static_cast<std::int32_t>((tiles - 1 - task / heads) * tile);
+        const std::int64_t b = task % heads / q.heads, h = task % q.heads;
+        const std::int32_t length = sequences.length_of(b);
+        if (begin >= length) {
+            return;
+        }
+        hb::key_segment<T> keys;
+        keys.k = k.row(b, h / group, 0);
+        keys.k_stride = k.row_stride;
+        keys.count = length;
+        hb::query_block<T> block;
+        block.q = q.row(b, h, 0);
+        block.row_stride = q.row_stride;
+        block.lse = lse.head(b, h);
+        block.lse_row_stride = 1;
+        block.count = length;
+        hb::attend_head(on.instructions(), shape, &keys, 1, block, begin, std::min(length, begin + tile),
+                        memory + static_cast<std::size_t>(thread) * hb::mass_scratch_bytes<T>(shape));
+    });
+}
+
+template <Storage T>
+void future_mass(const host& on, const Attention& attention, rows_view<const T> q, input_rows<T> k,
+                 plane_view<const float> lse, const Sequences& sequences, const FutureMassOptions& options,
+                 plane_view<float> target, workspace_view workspace) {
+    namespace hb = host_backend;
+    hb::check_attention(attention);
+    hb::check_mass_call(q, k, lse, sequences);
+    hb::check_plane("target", target, q.batch, k.heads, sequences.length);
+    hb::check_mass_options(options, k.heads);
+    hb::check_workspace(workspace, future_mass_workspace_bytes<T>(on, q, k));
+
+    const bool largest = std::isinf(options.beta);
+    const float beta = largest ? 1.0f : options.beta;
+    hb::attention_shape shape = hb::valueless_shape(attention, q.dim);
+    shape.scale *= beta;
+    shape.softcap *= beta;  // beta cap tanh(x / cap) = (beta cap) tanh(beta x / (beta cap))
+
+    const std::int64_t heads = std::int64_t{q.batch} * q.heads;
+    const std::size_t row = hb::aligned_size(static_cast<std::size_t>(q.length) * sizeof(float));
+    std::byte* memory = hb::aligned(workspace.data);
+    const auto bias_of = [&](std::int64_t head) {
+        return reinterpret_cast<float*>(memory + static_cast<std::size_t>(head) * row);
+    };
+    const auto sums_of = [&](std::int64_t head) { return bias_of(heads + head); };
+    const auto expiry_of = [&](std::int64_t b) {
+        return reinterpret_cast<expiry_t*>(bias_of(2 * heads + b));
+    };
+    std::byte* scratch = memory + static_cast<std::size_t>(2 * heads + q.batch) * row;
+
+    on.parallel_for(heads, [&](std::int64_t head) {
+        const std::int64_t b = head / q.heads;
+        const std::int32_t length = sequences.length_of(b);
+        const float* of_queries = lse.head(b, head % q.heads);
+        float* bias = bias_of(head);
+        for (std::int32_t r = 0; r < length; ++r) {
+            const float one = of_queries[length - 1 - r];
+            bias[r] = std::isinf(one) && one < 0.0f ? one : -beta * one;
+        }
+        if (head % q.heads == 0 && options.look_ahead != unlimited) {
+            for (std::int32_t r = 0; r < length; ++r) {
+                const std::int64_t end = std::int64_t{r} - (length - 1) + options.look_ahead + 1;
+                expiry_of(b)[r] = static_cast<expiry_t>(std::min<std::int64_t>(end, never));
+            }
+        }
+    });
+
+    const std::int32_t group = q.heads / k.heads;
+    const std::int32_t tile = hb::attend_tile<T>(shape, 1);
+    const std::int64_t tiles = (sequences.length + tile - 1) / tile;
+    on.parallel_for(tiles * heads, [&](std::int64_t task, int thread) {
+        const auto begin =
+            static_cast<std::int32_t>(task / heads * tile);  // early keys have the most queries
+        const std::int64_t head = task % heads, b = head / q.heads, h = head % q.heads;
+        const std::int32_t length = sequences.length_of(b);
+        if (begin >= length) {
+            return;
+        }
+        // A window beyond the sequence hides all of it; how far beyond does not matter, and has no room in 32 bits.
+        const std::int32_t window =
+            std::min(options.window.at(options.layer, static_cast<std::int32_t>(h / group)), length);
+        hb::mass_tile(on.instructions(), shape, q.row(b, h, length - 1), q.row_stride, k.row(b, h / group, 0),
+                      k.row_stride, bias_of(head), options.look_ahead == unlimited ? nullptr : expiry_of(b),
+                      length, window, largest, begin, std::min(length, begin + tile), sums_of(head) + begin,
+                      scratch + static_cast<std::size_t>(thread) * hb::mass_scratch_bytes<T>(shape));
+    });
+
+    on.parallel_for(std::int64_t{q.batch} * k.heads, [&](std::int64_t kv) {
+        const std::int64_t b = kv / k.heads, h = kv % k.heads;
+        const std::int32_t length = sequences.length_of(b);
+        const std::int64_t window = options.window.at(options.layer, static_cast<std::int32_t>(h));
+        float* out = target.head(b, h);
+        for (std::int64_t t = 0; t < length; ++t) {
+            std::int64_t count = std::max<std::int64_t>(1, length - (t + window));
+            if (options.look_ahead != unlimited) {
+                count = std::min<std::int64_t>(count, std::int64_t{options.look_ahead} + 1);
+            }
+            const double log_count =
+                options.normalize && !largest ? std::log(static_cast<double>(count)) : 0.0;
+            double best = 0.0, sum = 0.0;
+            for (std::int64_t g = 0; g < group; ++g) {
+                const double log_mass =
+                    (static_cast<double>(sums_of(b * q.heads + h * group + g)[t]) - log_count) /
+                    static_cast<double>(beta);
+                const double mass = std::exp(log_mass);
+                best = std::max(best, mass);
+                sum += mass;
+            }
+            const double mass =
+                options.aggregate == group_aggregate::max ? best : sum / static_cast<double>(group);
+            out[t] = static_cast<float>(std::log(static_cast<double>(options.epsilon) + mass));
+        }
+    });
+}
+
+}  // namespace kvpolicy

@@ -1,0 +1,103 @@
+// Body of attention/received_mass.hpp on the host.
+#pragma once
+
+#include <kvpolicy/attention/host/host_future_mass.hpp>
+#include <kvpolicy/attention/host/mass_pass.hpp>
+#include <kvpolicy/attention/received_mass.hpp>
+#include <kvpolicy/core/check.hpp>
+
+#include <algorithm>
+#include <limits>
+
+namespace kvpolicy {
+
+namespace host_backend {
+
+/// The keys that a mask shows to query i, key t at position t.
+struct sees_mask {
+    const expiry_t* expiry;  // null: all live on
+    const float* log_bias;   // null: none
+    std::int32_t bias_from;
+
+    [[nodiscard]] static std::int32_t count(std::int32_t i) { return i + 1; }
+    template <class Real>
+    Real operator()(std::int32_t i, std::int32_t t, Real logit) const {
+        if (expiry != nullptr && i >= expiry[t]) {
+            return -std::numeric_limits<Real>::infinity();
+        }
+        return log_bias != nullptr && i - t >= bias_from ? logit + static_cast<Real>(log_bias[t]) : logit;
+    }
+};
+
+/// Workspace of one thread: pointers to the keys, sums, and what a pass needs.
+template <Storage T>
+struct mass_memory {
+    const T** key;
+    double* sum;
+    std::byte* scratch;
+    std::size_t bytes;
+
+    mass_memory(void* data, std::int32_t dim, std::int32_t keys) {
+        arena memory(data);
+        key = memory.take<const T*>(static_cast<std::size_t>(keys));
+        sum = memory.take<double>(static_cast<std::size_t>(keys));
+        scratch = memory.take<std::byte>(mass_scratch<T>(nullptr, dim, keys).bytes);
+        bytes = aligned_size(memory.bytes());
+    }
+};
+
+}  // namespace host_backend
+
+template <Storage T>
+std::size_t received_mass_workspace_bytes(const host& on, rows_view<const T> q, input_rows<T> k) {
+    host_backend::check_mass_heads(q, k);
+    return static_cast<std::size_t>(on.threads()) *
+               host_backend::mass_memory<T>(nullptr, q.dim, q.length).bytes +
+           host_backend::alignment;
+}
+
+template <Storage T>
+void received_mass(const host& on, const Attention& attention, rows_view<const T> q, input_rows<T> k,
+                   const mask_view& mask, const Sequences& sequences, const ReceivedMassOptions& options,
+                   plane_view<float> received, workspace_view workspace) {
+    namespace hb = host_backend;
+    hb::check_attention(attention);
+    hb::check_mass_shapes(q, k, sequences);
+    detail::require(options.queries >= 0, "queries", options.queries, "0 or more, or kvpolicy::unlimited");
+    hb::check_plane("received", received, q.batch, k.heads, sequences.length);
+    if (mask.expiry) {
+        hb::check_plane("mask.expiry", mask.expiry, q.batch, k.heads, sequences.length);
+    }
+    if (mask.log_bias) {
+        hb::check_plane("mask.log_bias", mask.log_bias, q.batch, k.heads, sequences.length);
+    }
+    hb::check_workspace(workspace, received_mass_workspace_bytes<T>(on, q, k));
+    const hb::attention_shape shape = hb::valueless_shape(attention, q.dim);
+    const std::int32_t group = q.heads / k.heads;
+    const std::size_t each = hb::mass_memory<T>(nullptr, q.dim, q.length).bytes;
+    std::byte* const memory = hb::aligned(workspace.data);
+    on.parallel_for(std::int64_t{q.batch} * k.heads, [&](std::int64_t task, int thread) {
+        const std::int64_t b = task / k.heads, h = task % k.heads;
+        const std::int32_t length = sequences.length_of(b);
+        const hb::mass_memory<T> mine(memory + static_cast<std::size_t>(thread) * each, q.dim, q.length);
+        for (std::int32_t t = 0; t < length; ++t) {
+            mine.key[t] = k.row(b, h, t);
+            mine.sum[t] = 0.0;
+        }
+        hb::mass_queries<T> queries;
+        queries.q = q.row(b, h * group, 0);
+        queries.row_stride = q.row_stride;
+        queries.head_stride = q.head_stride;
+        queries.begin = options.queries < length ? length - options.queries : 0;
+        queries.end = length;
+        queries.group = group;
+        const hb::sees_mask seen{mask.expiry ? mask.expiry.head(b, h) : nullptr,
+                                 mask.log_bias ? mask.log_bias.head(b, h) : nullptr, mask.bias_from_of(h)};
+        hb::add_mass(on.instructions(), shape, options.aggregate, queries, mine.key, seen, mine.sum,
+                     mine.scratch, q.length);
+        std::transform(mine.sum, mine.sum + length, received.head(b, h),
+                       [](double x) { return static_cast<float>(x); });
+    });
+}
+
+}  // namespace kvpolicy

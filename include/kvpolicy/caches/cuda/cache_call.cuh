@@ -1,0 +1,149 @@
+// What the dispatches of a cache's calls share: which policies there are kernels for, and checks.
+#pragma once
+
+#include <kvpolicy/attention/cuda/attend_call.cuh>
+#include <kvpolicy/caches/cuda/agent_decode_stream.cuh>
+#include <kvpolicy/caches/cuda/contiguous/contiguous_view.cuh>
+#include <kvpolicy/caches/cuda/scoring/agent_score_row.cuh>
+#include <kvpolicy/caches/cuda/scoring/dispatch_cache_conv.cuh>
+#include <kvpolicy/caches/cuda_calls.cuh>
+#include <kvpolicy/core/check.hpp>
+#include <kvpolicy/core/error.hpp>
+#include <kvpolicy/cuda/check.cuh>
+#include <kvpolicy/cuda/config.cuh>
+#include <kvpolicy/cuda/head_tiles.cuh>
+
+#include <algorithm>
+#include <cmath>
+#include <cstdint>
+#include <type_traits>
+#include <vector>
+
+namespace kvpolicy {
+inline namespace KVPOLICY_CUDA_NAMESPACE KVPOLICY_HIDDEN {
+namespace cuda_backend {
+
+/// The scorer that a policy asks in a call: none where nothing is ranked, or where scores wait in rows (scored_late).
+template <class P>
+using asked_scorer = std::conditional_t<P::ranked && !scored_late<P>, typename P::scorer_type, GivenScores>;
+
+template <class P>
+inline constexpr bool scores_given = P::ranked&& P::scorer_type::when == score_time::given;
+
+template <class P>
+asked_scorer<P> scorer_of(const typename P::scorer_type& scorer) {
+    if constexpr (P::ranked && !scored_late<P>) {
+        return scorer;
+    } else {
+        return {};
+    }
+}
+
+/// Refuses a layer whose memory the device cannot read.
+template <class Cache>
+void check_on_device(const Cache& cache) {
+    detail::require(cache.device >= 0, "cache", "bound to host memory",
+                    "one bound with a cuda context, or a call with a host context");
+}
+
+/// Refuses a slot some of whose layers have taken tokens that advance() has not counted. `taken`: [layers, slots, kv_heads] of device
+/// memory. Waits for the stream.
+inline void check_between_tokens(const cuda& on, const CacheShape& shape, const std::int32_t* taken,
+                                 std::int32_t slot) {
+    const auto heads = static_cast<std::size_t>(shape.kv_heads);
+    std::vector<std::int32_t> of_slot(static_cast<std::size_t>(shape.layers) * heads);
+    const std::size_t row = heads * sizeof(std::int32_t);
+    check(cudaMemcpy2DAsync(of_slot.data(), row, taken + std::int64_t{slot} * shape.kv_heads,
+                            row * static_cast<std::size_t>(shape.slots), row,
+                            static_cast<std::size_t>(shape.layers), cudaMemcpyDeviceToHost, on.stream),
+          "cudaMemcpy2DAsync");
+    check(cudaStreamSynchronize(on.stream), "cudaStreamSynchronize");
+    for (std::size_t x = 0; x < of_slot.size(); ++x) {
+        detail::require(of_slot[x] <= 0, "slot", slot, [&] {
+            return detail::text("a slot between two tokens: layer ", x / heads,
+                                " has taken some that advance() has not counted");
+        });
+    }
+}
+
+template <class P>
+constexpr void require_device_policy() {
+    static_assert(!P::observed,
+                  "kvpolicy: on CUDA a cache takes a policy whose scores do not come from attention (H2O, "
+                  "TOVA and SnapKV "
+                  "run on the host)");
+    static_assert(
+        has_device_scorer<asked_scorer<P>> && (!scored_late<P> || is_conv<typename P::scorer_type>),
+        "kvpolicy: on CUDA a cache takes given scores, a LinearScorer, an MlpScorer, an mLSTMScorer or "
+        "a ConvScorer");
+}
+
+/// Refuses pages that kernels cannot read, of a pool of at most `pages` pages.
+template <class P>
+void check_selection([[maybe_unused]] const P& policy, [[maybe_unused]] std::int32_t page_rows,
+                     [[maybe_unused]] std::int64_t pages) {
+    if constexpr (P::has_selection) {
+        const std::int32_t rows = policy.selection().page_rows();
+        detail::require(rows % stream_tile == 0, "rows of a selection's page", rows,
+                        [] { return detail::text("a multiple of ", stream_tile, " on CUDA"); });
+        const std::int64_t all = pages * (page_rows / rows);
+        detail::require(all <= 0x7fffffff, "pages of the selection in a layer", all, "below 2^31");
+    }
+}
+
+/// What the host refuses, as far as no device memory must be read. `tokens` is the most of an entry.
+template <class Cache, class T>
+void check_cache_call(const Cache& cache, const Batch& batch, std::int32_t tokens,
+                      const rows_view<const T>& q, const rows_view<T>& out, const plane_view<float>& lse) {
+    const std::int32_t query_heads = cache.kv_heads * cache.group;
+    check_on_device(cache);
+    detail::require(batch.count >= 0 && batch.count <= cache.slots, "batch.count", batch.count,
+                    [&] { return detail::text("0 to the cache's slots, ", cache.slots); });
+    const std::int32_t length = batch.length_or_one();
+    detail::require(batch.q_len != nullptr || (length >= 0 && length <= tokens), "batch.length", length,
+                    [&] { return detail::text("0 to ", tokens); });
+    host_backend::check_rows("q", q, batch.count, query_heads, tokens, cache.dim_k);
+    host_backend::check_rows("out", out, batch.count, query_heads, tokens, cache.dim_v);
+    host_backend::check_lse(lse, batch.count, query_heads, tokens);
+    check_aligned("q", q);
+    check_aligned("out", out);
+}
+
+/// The same for calls that bring keys.
+template <class Cache, class T>
+void check_cache_call(const Cache& cache, const Batch& batch, std::int32_t tokens,
+                      const rows_view<const T>& q, const rows_view<const T>& k, const rows_view<const T>& v,
+                      const rows_view<T>& out, const CacheExtras& extras) {
+    using P = typename Cache::policy_type;
+    require_device_policy<P>();
+    check_cache_call(cache, batch, tokens, q, out, extras.lse);
+    host_backend::check_rows("k", k, batch.count, cache.kv_heads, tokens, cache.dim_k);
+    host_backend::check_rows("v", v, batch.count, cache.kv_heads, tokens, cache.dim_v);
+    check_aligned("k", k);
+    check_aligned("v", v);
+    detail::require(extras.cu_seqlens == nullptr, "extras.cu_seqlens", "given",
+                    "null on CUDA: entries of different lengths have batch.q_len");
+    host_backend::check_scores_wanted<P>(extras);
+    if constexpr (scores_given<P>) {
+        if (batch.count != 0 && tokens != 0) {
+            detail::require(static_cast<bool>(extras.scores), "extras.scores", "null",
+                            "fp32 scores, since this policy's scores are given");
+            host_backend::check_plane("extras.scores", extras.scores, batch.count, cache.kv_heads, tokens);
+        }
+    }
+}
+
+template <class Compute>
+stream_logits<Compute> logits_of(const Attention& attention, std::int32_t dim_k) {
+    constexpr double log2_e = 1.44269504088896340736;
+    const double scale = attention.scale != 0.0f ? static_cast<double>(attention.scale)
+                                                 : 1.0 / std::sqrt(static_cast<double>(dim_k));
+    const double softcap = attention.softcap;
+    const bool capped = softcap > 0.0;
+    return {static_cast<Compute>(capped ? 2.0 * log2_e * scale / softcap : scale * log2_e),
+            static_cast<Compute>(capped ? softcap * log2_e : 0.0)};
+}
+
+}  // namespace cuda_backend
+}  // namespace KVPOLICY_HIDDEN
+}  // namespace kvpolicy

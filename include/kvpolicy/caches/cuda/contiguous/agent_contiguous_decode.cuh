@@ -1,0 +1,521 @@
+// A decode step of one head, shared by several blocks.
+//
+// Every block streams its share of the rows as they were before the step, but for two that may lose their key: the one of
+// u, which leaves the window, and the worst long-range place. One of them, the decider, decides which of the two stays and
+// adds it, and the newcomer, to what it attends to; so no other block waits for a score. Where the card has room for one
+// more block a head, the decider has no rows of its own. Nothing of the cache is written before all blocks of a head have
+// arrived; the last to arrive merges their softmax states and writes the rows as the decider's note says. The decider also
+// finds what the next step must know.
+#pragma once
+
+#include <kvpolicy/caches/cuda/agent_decode_stream.cuh>
+#include <kvpolicy/caches/cuda/contiguous/agent_decode_output.cuh>
+#include <kvpolicy/caches/cuda/contiguous/agent_merge_states.cuh>
+#include <kvpolicy/caches/cuda/contiguous/agent_write_entries.cuh>
+#include <kvpolicy/caches/cuda/contiguous/contiguous_params.cuh>
+#include <kvpolicy/caches/cuda/contiguous/contiguous_view.cuh>
+#include <kvpolicy/caches/cuda/scoring/agent_score_row.cuh>
+#include <kvpolicy/caches/top_k_slots.hpp>
+#include <kvpolicy/core/status.hpp>
+#include <kvpolicy/core/view.hpp>
+#include <kvpolicy/cuda/config.cuh>
+#include <kvpolicy/cuda/launch.cuh>
+#include <kvpolicy/cuda/primitives/async.cuh>
+#include <kvpolicy/cuda/primitives/cluster.cuh>
+
+#include <cstdint>
+#include <type_traits>
+
+namespace kvpolicy {
+inline namespace KVPOLICY_CUDA_NAMESPACE KVPOLICY_HIDDEN {
+namespace cuda_backend {
+
+template <class Rows, class Gate, class Scorer>
+class step_block {
+    using Launch = step_launch<Rows, Gate, Scorer>;
+    using T = typename Rows::T;
+    using Compute = typename Rows::Compute;
+    using Four = four_columns<Compute>;
+    static constexpr bool given = scores_come_along<Scorer>;
+    static constexpr bool finds_rivals = scored_before<Scorer>;
+    static constexpr bool on_leaving = Scorer::when == score_time::on_leaving;
+
+  public:
+    struct Memory {
+        detail::ranked_place worst[Rows::warps];
+        std::uint32_t last;
+        state_weights<Rows> weights;
+        // Of a cluster:
+        std::uint64_t all_states;  // a barrier
+        step_note note;
+    };
+
+    __device__ step_block(const Launch& call, Memory& memory, unsigned char* regions)
+        : call_(call),
+          memory_(memory),
+          mixer_(memory.weights, call.width, call.cache.dim_v),
+          regions_(regions) {
+        auto number = static_cast<std::int32_t>(blockIdx.x);
+        split_ = number % call.blocks();
+        number /= call.blocks();
+        part_ = number % call.parts;
+        pair_ = number / call.parts;
+        entry_ = pair_ / call.cache.kv_heads;
+        head_ = pair_ % call.cache.kv_heads;
+    }
+
+    __device__ void run() {
+        // The launch of a scorer lets this one begin when all before it have ended, so only its scores are waited for, and late.
+        if (!scored_before<Scorer> || !call_.writes) {
+            wait_for_kernel_before();
+        }
+        const active_entry active(call_.cache, call_.batch, entry_, 1);
+        if (active.tokens == 0) {
+            leave(active);
+            return;
+        }
+        slot_ = active.slot;
+        const head_view<T> head(call_.cache, slot_, head_);
+        position_t q = call_.cache.length[slot_];
+        if (!call_.writes) {  // a step has none, and does not wait to learn it
+            q += pending_of(call_.cache, head.index);
+        }
+        const std::int32_t kept = call_.cache.kept[head.index], victim = call_.cache.victim[head.index];
+        // Counted by head: no other's block may say that the layer has taken the token while this one comes late.
+        const bool again = call_.writes && call_.cache.taken[head.index] > 0;
+        const std::int32_t used = head.layout.used(q, kept);
+
+        const tile_share share = share_of(used);
+        const stream_rows<T> rows{head.k, head.v,      call_.cache.dim_k, call_.cache.dim_v,
+                                  used,   share.begin, share.end};
+        unsigned char* const region = regions_ + warp_id() * region_bytes();
+        typename stream_of<Rows>::type stream(region, rows);
+        stream.start();
+        const std::int32_t first_head = part_ * Rows::heads;
+        const std::int32_t heads_left = call_.cache.group - first_head;
+        const stream_queries<T> queries{call_.q.row(entry_, head_ * call_.cache.group + first_head, 0),
+                                        call_.q.head_stride,
+                                        heads_left < Rows::heads ? heads_left : Rows::heads};
+        stream.ask(queries);
+        if (again) {  // only here, since the count has a long way, too
+            copy_wait<0>();
+            active_entry twice = active;
+            twice.refuse(status_taken_twice);
+            leave(twice);
+            return;
+        }
+        if constexpr (compiled_for_clusters && Rows::clusters) {
+            if (call_.clustered) {
+                if (decides() && threadIdx.x == 0) {
+                    const std::uint32_t barrier = shared_address(&memory_.all_states);
+                    const std::int32_t senders = both_ways() ? call_.splits : call_.blocks();
+                    barrier_init(barrier, 1);
+                    barrier_init_fence();
+                    barrier_expect(barrier, static_cast<std::uint32_t>(senders) *
+                                                mixer_.merged_bytes(call_.cache.group));
+                }
+                cluster_arrive_relaxed();
+            }
+        }
+        candidates found;
+        stream_extra<T> extra;
+        if (call_.writes) {
+            found = find_candidates(head, q, kept, victim);
+            const bool alone = decides() && call_.deciders != 0;  // a block without rows
+            if (decides()) {
+                extra = extra_of(head, found);
+                if (alone && (warp_id() == 0 || (both_ways() && warp_id() == Rows::warps - 1))) {
+                    stream.bring(extra);
+                }
+                rank_worst(head, q, found);
+                if (alone && part_ == 0 && warp_id() == 1 && found.hidden.b >= 0) {
+                    if constexpr (finds_rivals) {  // there is time until the scores come
+                        rivals_ = detail::rivals_of(warp_group{}, head.places(call_.cache.rebase_limit),
+                                                    call_.cache.tile_victims + head.tile, kept, q,
+                                                    found.hidden.b - head.layout.place(0));
+                    } else {
+                        warm_next_victim(head, kept, found);
+                    }
+                }
+                if (!scored_before<Scorer>) {
+                    decide(head, q, kept, victim, found, extra);  // while the first rows are on their way
+                }
+            }
+            stream.finish(queries, found.hidden, call_.logits);
+            if (decides() && both_ways()) {
+                const bool first = warp_id() == 0;
+                if (first || warp_id() == Rows::warps - 1) {  // u stays, the worst stays
+                    extra.counts[1] = first && found.hidden.a >= 0;
+                    extra.counts[2] = !first && found.hidden.b >= 0;
+                    stream.add(extra, queries, call_.logits);
+                }
+            } else if (decides()) {
+                if constexpr (scored_before<Scorer>) {
+                    wait_for_kernel_before();  // no other block needs the scores
+                    decide(head, q, kept, victim, found, extra);
+                }
+                if (warp_id() == 0) {
+                    if (!alone) {
+                        stream.bring(extra);
+                    }
+                    stream.add(extra, queries, call_.logits);
+                }
+            }
+        } else {
+            stream.finish(queries, {}, call_.logits);
+        }
+        stream.store();
+        __syncthreads();  // all warps' states are in shared memory
+
+        const std::int64_t region_size = region_bytes() / static_cast<int>(sizeof(Compute));
+        const auto* const of_warps = reinterpret_cast<const Compute*>(regions_);
+        const states_of_warps<Compute> warps{of_warps, region_size};
+        const step_rows<Rows, Launch> moving(call_, entry_, head_, slot_);
+        if constexpr (compiled_for_clusters && Rows::clusters) {
+            if (call_.clustered) {
+                if constexpr (scored_before<Scorer>) {
+                    if (decides() && both_ways()) {
+                        end_either_way(head, q, kept, victim, found, moving, warps);
+                        return;
+                    }
+                }
+                const moved_rows moved = decides() ? moving.fetch(head, q, memory_.note) : moved_rows{};
+                cluster_wait();  // all have begun, and the decider's barrier is ready
+                const std::uint32_t barrier = shared_address(&memory_.all_states);
+                const Compute* const mine = inbox() + split_ * state_size();
+                mixer_.merge_warps(warps, queries.heads,
+                                   state_in_cluster{cluster_address(shared_address(mine), call_.splits),
+                                                    cluster_address(barrier, call_.splits)});
+                if (decides()) {
+                    barrier_wait(barrier, 0);  // all have read the cache, and left their states
+                    __syncthreads();           // the weights of this block's warps have been read
+                    write_results(states_of_warps<Compute>{inbox(), state_size()}, call_.blocks(), 0);
+                    if (call_.writes) {
+                        moving.write(head, q, moved);
+                    }
+                }
+                return;
+            }
+        }
+        moved_rows moved;
+        if (call_.blocks() * call_.parts == 1) {
+            moved = moving.fetch(head, q, memory_.note);
+            write_results(warps, Rows::warps, 0);
+        } else {
+            mixer_.merge_warps(warps, queries.heads, state_in_memory<Compute>{state(part_, split_)});
+            if (!arrives_last(head.index)) {
+                return;
+            }
+            moved = moving.fetch(head, q, memory_.note);
+            write_results(states_of_blocks<Compute>{state(0, 0), state_size()}, call_.blocks(),
+                          call_.blocks() * state_size());
+        }
+        if (call_.writes) {
+            moving.write(head, q, moved);
+        }
+    }
+
+  private:
+    /// An entry of no token.
+    __device__ void leave(const active_entry& active) const {
+        if (head_ == 0 && part_ + split_ == 0 && threadIdx.x == 0) {
+            active.report(call_.status, entry_);
+        }
+        wait_for_kernel_before();  // so that what comes after this kernel comes after the one before it, too
+    }
+    struct tile_share {
+        std::int32_t begin, end;
+    };
+    /// The tiles of the warp, of `used` rows.
+    [[nodiscard]] __device__ tile_share share_of(std::int32_t used) const {
+        const std::int32_t tiles = used / stream_tile + (used % stream_tile != 0 ? 1 : 0);
+        const std::int32_t workers = call_.splits * Rows::warps, each = tiles / workers,
+                           more = tiles % workers;
+        const std::int32_t worker = split_ * Rows::warps + warp_id();
+        const std::int32_t begin = each * worker + (worker < more ? worker : more);
+        return {begin, split_ == call_.splits ? begin : begin + each + (worker < more ? 1 : 0)};
+    }
+
+    [[nodiscard]] __device__ bool decides() const {
+        return split_ == (call_.deciders != 0 ? call_.splits : 0);
+    }
+    /// Whether the decider, in a block without rows, attends both to the keys that there are if u stays and to those that there are if
+    /// the worst stays, while it waits for scores: its first warp and its last. See end_either_way().
+    [[nodiscard]] __device__ bool both_ways() const {
+        return scored_before<Scorer> && call_.writes && call_.clustered;
+    }
+    [[nodiscard]] __device__ int region_bytes() const { return Rows::shared_bytes(call_.cache.dim_v); }
+    /// Where the decider of a cluster has the states of its blocks: behind the regions.
+    [[nodiscard]] __device__ Compute* inbox() const {
+        return reinterpret_cast<Compute*>(regions_ + Rows::warps * region_bytes());
+    }
+    [[nodiscard]] __device__ std::int64_t state_size() const {
+        return stream_state<Rows::heads>::size(call_.width);
+    }
+    [[nodiscard]] __device__ Compute* state(std::int32_t part, std::int32_t split) const {
+        return call_.states +
+               ((std::int64_t{pair_} * call_.parts + part) * call_.blocks() + split) * state_size();
+    }
+
+    /// The keys that the step may drop, the same in every block and thread.
+    struct candidates {
+        stream_hidden hidden;           // a: the row of u, b: the row of the worst place
+        detail::ranked_place worst{};   // where it had to be searched
+        detail::ranked_place ranked{};  // the worst in any case, if there is one: see rank_worst()
+    };
+
+    __device__ candidates find_candidates(const head_view<T>& head, position_t q, std::int32_t kept,
+                                          std::int32_t victim) {
+        candidates found;
+        if (q - head.rule.window < head.rule.sinks) {
+            return found;
+        }
+        found.hidden.a = head.layout.recent(q);
+        if (head.rule.budget == 0 || kept < head.rule.budget) {
+            return found;
+        }
+        const position_t limit = call_.cache.rebase_limit;
+        std::int32_t place = detail::known_worst(head.rule, limit, q, victim);
+        if (place < 0) {
+            // All warps of the block come here or none, since the numbers are the head's.
+            const detail::head_places places = head.places(limit);
+            std::int32_t* const record =
+                part_ == 0 && decides() ? call_.cache.tile_victims + head.tile : nullptr;
+            found.worst =
+                detail::worst_of_tiles(warp_group{}, places, record, warp_id(), Rows::warps, kept, q);
+            if (lane_id() == 0) {
+                memory_.worst[warp_id()] = found.worst;
+            }
+            __syncthreads();
+            found.worst = memory_.worst[0];
+            for (int i = 1; i < Rows::warps; ++i) {
+                if (detail::gives_way(memory_.worst[i], found.worst)) {
+                    found.worst = memory_.worst[i];
+                }
+            }
+            place = found.worst.place;
+        }
+        found.hidden.b = head.layout.place(place);
+        return found;
+    }
+
+    /// Sets out to read what decide() needs of the worst place.
+    __device__ void rank_worst(const head_view<T>& head, position_t q, candidates& found) const {
+        found.ranked = found.worst;
+        if (found.worst.place < 0 && found.hidden.b >= 0) {
+            found.ranked = head.places(call_.cache.rebase_limit).at(found.hidden.b - head.layout.place(0), q);
+        }
+    }
+
+    /// The newcomer, u and the worst.
+    [[nodiscard]] __device__ stream_extra<T> extra_of(const head_view<T>& head,
+                                                      const candidates& found) const {
+        stream_extra<T> extra;
+        extra.k[0] = call_.k.row(entry_, head_, 0);
+        extra.v[0] = call_.v.row(entry_, head_, 0);
+        extra.counts[0] = true;
+        const std::int32_t a = found.hidden.a, b = found.hidden.b;
+        if (a >= 0) {
+            extra.k[1] = head.key(a);
+            extra.v[1] = head.value(a);
+        }
+        if (b >= 0) {
+            extra.k[2] = head.key(b);
+            extra.v[2] = head.value(b);
+        }
+        return extra;
+    }
+
+    /// Asks the L2 cache for what next_victim() reads if u replaces the worst place, by a warp.
+    __device__ void warm_next_victim(const head_view<T>& head, std::int32_t kept,
+                                     const candidates& found) const {
+        const std::int32_t first = head.layout.place(0), b = found.hidden.b;
+        const auto warm = [&](std::int32_t row) {
+            asm volatile("prefetch.global.L2 [%0];" ::"l"(head.score + row));
+            asm volatile("prefetch.global.L2 [%0];" ::"l"(head.position + row));
+        };
+        const std::int32_t tile = (b - first) / detail::place_tile, tiles = detail::tiles_of_places(kept);
+        for (std::int32_t p = lane_id(); p < detail::place_tile; p += 32) {
+            if (tile * detail::place_tile + p < kept) {
+                warm(first + tile * detail::place_tile + p);
+            }
+        }
+        const std::int32_t* const record = call_.cache.tile_victims + head.tile;
+        for (std::int32_t t = lane_id(); t < tiles; t += 32) {
+            const std::int32_t place = record[t];
+            if (place >= 0 && place < kept) {
+                warm(first + place);
+            }
+        }
+    }
+
+    /// What the step does to the rows, by all threads of the decider, which writes its note, and what attention sees beside the rows
+    /// that are not hidden.
+    __device__ void decide(const head_view<T>& head, position_t q, std::int32_t kept, std::int32_t victim,
+                           const candidates& found, stream_extra<T>& extra) {
+        const position_t limit = call_.cache.rebase_limit;
+        const position_t u = q - head.rule.window;
+        float score = 0.0f;
+        if (u >= head.rule.sinks) {
+            score = on_leaving ? call_.computed[pair_] : head.score[found.hidden.a];
+        }
+        const detail::head_places places = head.places(limit);
+        detail::step_decision step = detail::begin_step(head.rule, call_.gate, limit, q, kept, victim, score);
+        const detail::ranked_place ranked = places.rank(score, u, -1, q);
+        if (found.worst.place >= 0) {
+            step.known =
+                found.worst.place;  // the search is for the next step, too, where a gate lets nobody in
+        }
+        if (step.full) {
+            detail::settle_step(step, head.rule, ranked, found.ranked);
+        }
+        if (part_ == 0 && warp_id() == 1) {  // the first warp goes on to attention
+            std::int32_t* const record = call_.cache.tile_victims + head.tile;
+            std::int32_t next = -1;
+            if constexpr (finds_rivals) {
+                if (call_.deciders != 0) {
+                    next = detail::next_victim(warp_group{}, head.rule, rivals_, record, step, ranked);
+                }
+            }
+            if (!finds_rivals || call_.deciders == 0) {
+                next = detail::next_victim(warp_group{}, places, record, step, ranked, q);
+            }
+            if (lane_id() == 0) {
+                step_note& note = note_to_write();
+                note.promoted = step.promoted;
+                note.kept = step.kept;
+                note.victim = next;
+                note.leaving = score;
+            }
+        }
+        if (part_ == 0 && warp_id() == Rows::warps - 1) {
+            const float arriving = arriving_score(q >= head.rule.sinks);
+            if (lane_id() == 0) {
+                note_to_write().arriving = arriving;
+            }
+        }
+        // Of the hidden two at most one stays: u, where it is promoted, or else the worst.
+        extra.counts[1] = step.promoted >= 0;
+        extra.counts[2] = step.promoted < 0 && found.hidden.b >= 0;
+    }
+
+    /// The end of both_ways(): when the scores come, outputs are chosen, and the rows that move.
+    __device__ void end_either_way(const head_view<T>& head, position_t q, std::int32_t kept,
+                                   std::int32_t victim, const candidates& found,
+                                   const step_rows<Rows, Launch>& moving,
+                                   const states_of_warps<Compute>& warps) {
+        moved_rows moved = moving.fetch(head, q, {});
+        cluster_wait();
+        barrier_wait(shared_address(&memory_.all_states),
+                     0);  // all have read the cache, and left their states
+        const states_of_warps<Compute> blocks{inbox(), state_size()};
+        const std::int32_t heads = call_.cache.group, fours = call_.cache.dim_v / 4;
+        mixer_.weigh(blocks, call_.splits, heads);
+        constexpr int most_blocks = 8, turns = Rows::heads * Rows::Dim / 4 / Rows::threads;
+        output_columns<Compute> ways[2][turns];
+#pragma unroll
+        for (int t = 0; t < turns; ++t) {
+            const std::int32_t i = static_cast<std::int32_t>(threadIdx.x) + t * Rows::threads;
+            if (i < heads * fours) {
+                const std::int32_t of = i / fours, column = i % fours * 4;
+                const output_columns<Compute> all{
+                    mixer_.template mix<most_blocks>(blocks, call_.splits, of, column),
+                    memory_.weights.top[of], memory_.weights.sum[of]};
+                ways[0][t] = all.template with<Rows::heads>(warps.at(0), call_.width, of, column);
+                ways[1][t] =
+                    all.template with<Rows::heads>(warps.at(Rows::warps - 1), call_.width, of, column);
+            }
+        }
+        wait_for_kernel_before();
+        stream_extra<T> extra;
+        decide(head, q, kept, victim, found, extra);
+#pragma unroll
+        for (int t = 0; t < turns; ++t) {
+            const std::int32_t i = static_cast<std::int32_t>(threadIdx.x) + t * Rows::threads;
+            if (i < heads * fours) {
+                const auto& way = extra.counts[1] ? ways[0][t] : ways[1][t];
+                way.write(call_, entry_, std::int64_t{head_} * call_.cache.group + i / fours, i % fours * 4);
+            }
+        }
+        __syncthreads();  // the note is written
+        moved.note = memory_.note;
+        moving.write(head, q, moved);
+    }
+
+    [[nodiscard]] __device__ step_note& note_to_write() const {
+        return call_.clustered ? memory_.note : call_.notes[pair_];
+    }
+
+    /// The newcomer's score as its row keeps it; a sink's is never read.
+    __device__ float arriving_score(bool counts) const {
+        if constexpr (given) {
+            const float score = call_.scores ? call_.scores.head(entry_, head_)[0] : 0.0f;
+            return counts || score == score ? score : 0.0f;
+        } else if constexpr (on_leaving) {
+            return 0.0f;
+        } else if constexpr (scores_by_warp<Scorer>) {
+            return counts ? warp_score(call_.scorer, head_, call_.k.row(entry_, head_, 0),
+                                       call_.v.row(entry_, head_, 0), call_.cache.dim_k, call_.cache.dim_v)
+                          : 0.0f;
+        } else {
+            return counts ? call_.computed[pair_] : 0.0f;
+        }
+    }
+
+    /// Whether all other blocks of the head have arrived. What they wrote before is then visible to this one, and they
+    /// no longer read the cache. The counter is back at 0 for the next launch.
+    __device__ bool arrives_last(std::int64_t index) const {
+        __syncthreads();  // the block's own work comes before its arrival
+        if (threadIdx.x == 0) {
+            const auto blocks = static_cast<std::uint32_t>(call_.blocks() * call_.parts);
+            __threadfence();
+            memory_.last = atomicInc(call_.cache.arrivals + index, blocks - 1) == blocks - 1 ? 1 : 0;
+            __threadfence();
+        }
+        __syncthreads();
+        return memory_.last != 0;
+    }
+
+    __device__ static void next_part(states_of_warps<Compute>&, std::int64_t) {}  // there is one
+    __device__ static void next_part(states_of_blocks<Compute>& states, std::int64_t stride) {
+        states.first += stride;
+    }
+
+    /// Outputs of all query heads of the group.
+    template <class States>
+    __device__ void write_results(States states, std::int32_t count, std::int64_t part_stride) const {
+        const std::int32_t fours = call_.cache.dim_v / 4;
+        for (std::int32_t first = 0; first < call_.cache.group; first += Rows::heads) {
+            const std::int32_t left = call_.cache.group - first,
+                               heads = left < Rows::heads ? left : Rows::heads;
+            if (first != 0) {
+                __syncthreads();  // all have read the weights
+                next_part(states, part_stride);
+            }
+            mixer_.weigh(states, count, heads);
+            for (std::int32_t i = static_cast<std::int32_t>(threadIdx.x); i < heads * fours;
+                 i += Rows::threads) {
+                const std::int32_t head = i / fours, column = i % fours * 4;
+                constexpr int batch = sizeof(Compute) == 4 ? 11 : 3;  // 33 states in three turns
+                const Four all = mixer_.template mix<batch>(states, count, head, column);
+                const output_columns<Compute> output{all, memory_.weights.top[head],
+                                                     memory_.weights.sum[head]};
+                output.write(call_, entry_, std::int64_t{head_} * call_.cache.group + first + head, column);
+            }
+        }
+    }
+
+    const Launch& call_;
+    Memory& memory_;
+    state_mixer<Rows> mixer_;
+    unsigned char* regions_;
+    std::int32_t split_, part_, pair_, entry_, head_;
+    std::int32_t slot_ = 0;
+    struct nothing {};
+    // Of the worst place, where they are found before the scores come.
+    std::conditional_t<finds_rivals, detail::place_rivals, nothing> rivals_;
+};
+
+}  // namespace cuda_backend
+}  // namespace KVPOLICY_HIDDEN
+}  // namespace kvpolicy

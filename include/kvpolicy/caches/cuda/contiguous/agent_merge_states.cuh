@@ -1,0 +1,206 @@
+// Softmax states of several warps or blocks become one.
+#pragma once
+
+#include <kvpolicy/caches/cuda/agent_decode_stream.cuh>
+#include <kvpolicy/caches/cuda/contiguous/contiguous_params.cuh>
+#include <kvpolicy/cuda/config.cuh>
+#include <kvpolicy/cuda/primitives/cluster.cuh>
+#include <kvpolicy/cuda/primitives/warp.cuh>
+
+#include <cstdint>
+
+namespace kvpolicy {
+inline namespace KVPOLICY_CUDA_NAMESPACE KVPOLICY_HIDDEN {
+namespace cuda_backend {
+
+/// Four columns of one query head.
+template <class Compute>
+struct alignas(16) four_columns {
+    Compute x[4];
+};
+
+/// Reads what other blocks wrote: past the L1 cache.
+struct load_shared_between_blocks {
+    __device__ float operator()(const float* from) const { return __ldcg(from); }
+    __device__ double operator()(const double* from) const { return __ldcg(from); }
+    template <class Four>
+    __device__ Four operator()(const Four* from) const {
+        Four to;
+        static_assert(sizeof(Four) % sizeof(float4) == 0);
+#pragma unroll
+        for (unsigned i = 0; i < sizeof(Four) / sizeof(float4); ++i) {
+            reinterpret_cast<float4*>(&to)[i] = __ldcg(reinterpret_cast<const float4*>(from) + i);
+        }
+        return to;
+    }
+};
+struct load_of_block {
+    template <class Value>
+    __device__ Value operator()(const Value* from) const {
+        return *from;
+    }
+};
+
+/// Where softmax states are: those of a block's warps, or of the blocks of a cluster, in a block's shared memory, or those of blocks in
+/// the workspace, which are read past the L1 cache.
+template <class Compute>
+struct states_of_warps {
+    const Compute* first;
+    std::int64_t stride;
+
+    __device__ const Compute* at(std::int32_t i) const { return first + i * stride; }
+    template <class Value>
+    __device__ static Value load(const Value* from) {
+        return load_of_block{}(from);
+    }
+};
+template <class Compute>
+struct states_of_blocks {
+    const Compute* first;
+    std::int64_t stride;
+
+    __device__ const Compute* at(std::int32_t i) const { return first + i * stride; }
+    template <class Value>
+    __device__ static Value load(const Value* from) {
+        return load_shared_between_blocks{}(from);
+    }
+};
+/// Where the state of a block goes: to memory that the last block reads.
+template <class Compute>
+struct state_in_memory {
+    Compute* to;
+
+    __device__ void columns(std::int32_t place, const four_columns<Compute>& x) const {
+        *reinterpret_cast<four_columns<Compute>*>(to + place) = x;
+    }
+    __device__ void number(std::int32_t place, Compute x) const { to[place] = x; }
+};
+/// To shared memory of the block of a cluster that decides, whose barrier counts it.
+struct state_in_cluster {
+    std::uint32_t to, barrier;
+
+    __device__ void columns(std::int32_t place, const four_columns<float>& x) const {
+        send_in_cluster(to + 4u * static_cast<std::uint32_t>(place),
+                        make_float4(x.x[0], x.x[1], x.x[2], x.x[3]), barrier);
+    }
+    __device__ void number(std::int32_t place, float x) const {
+        send_in_cluster(to + 4u * static_cast<std::uint32_t>(place), x, barrier);
+    }
+};
+
+/// What weigh() leaves of a part's query heads: the weights of their states, the largest logit, and the sum.
+template <class Rows>
+struct state_weights {
+    using Compute = typename Rows::Compute;
+    static constexpr std::int32_t most = most_splits + 1;
+    Compute weight[Rows::heads][most];
+    Compute top[Rows::heads], sum[Rows::heads];
+};
+
+/// Mixes states of `width` columns a head, dim_v of them in use, by all threads of a block.
+template <class Rows>
+class state_mixer {
+    using Compute = typename Rows::Compute;
+    using Four = four_columns<Compute>;
+    static constexpr std::int32_t most_states = state_weights<Rows>::most;
+
+  public:
+    __device__ state_mixer(state_weights<Rows>& memory, std::int32_t width, std::int32_t dim_v)
+        : memory_(memory), width_(width), dim_v_(dim_v) {}
+
+    /// What the softmax states of `count` warps or blocks weigh beside each other, for all threads to read. Instructions count here:
+    /// they are run once, by a cold cache, while the card has little else to do.
+    template <class States>
+    __device__ void weigh(const States& states, std::int32_t count, std::int32_t heads) const {
+        constexpr int turns = (most_states + 31) / 32;
+        for (std::int32_t head = warp_id(); head < heads; head += Rows::warps) {
+            Compute m[turns], l[turns];
+            Compute top = static_cast<Compute>(minus_infinity()), sum = Compute(0);
+#pragma unroll
+            for (int t = 0; t < turns; ++t) {
+                const std::int32_t i = 32 * t + lane_id();
+                const Compute* const state = states.at(i < count ? i : 0) + head;
+                m[t] = i < count ? states.load(state) : static_cast<Compute>(minus_infinity());
+                l[t] = i < count ? states.load(state + Rows::heads) : Compute(0);
+                top = fmax(top, m[t]);
+            }
+#pragma unroll
+            for (int step = 16; step != 0; step /= 2) {
+                top = fmax(top, __shfl_xor_sync(all_lanes, top, step));
+            }
+            const Compute finite = top == static_cast<Compute>(minus_infinity()) ? Compute(0) : top;
+#pragma unroll
+            for (int t = 0; t < turns; ++t) {
+                const std::int32_t i = 32 * t + lane_id();
+                const Compute weight = exp2(m[t] - finite);
+                sum += weight * l[t];
+                if (i < count) {
+                    memory_.weight[head][i] = weight;
+                }
+            }
+#pragma unroll
+            for (int step = 16; step != 0; step /= 2) {
+                sum += __shfl_xor_sync(all_lanes, sum, step);
+            }
+            if (lane_id() == 0) {
+                memory_.top[head] = top;
+                memory_.sum[head] = sum;
+            }
+        }
+        __syncthreads();
+    }
+    /// Four columns of the states that were weighed, `Batch` of them asked for at once.
+    template <int Batch, class States>
+    __device__ Four mix(const States& states, std::int32_t count, std::int32_t head,
+                        std::int32_t column) const {
+        const std::int64_t at = stream_state<Rows::heads>::header + head * width_ + column;
+        Four all{};
+#pragma unroll 1
+        for (std::int32_t first = 0; first < count; first += Batch) {
+            Four some[Batch];
+#pragma unroll
+            for (int i = 0; i < Batch; ++i) {
+                some[i] = states.load(
+                    reinterpret_cast<const Four*>(states.at(first + i < count ? first + i : 0) + at));
+            }
+#pragma unroll
+            for (int i = 0; i < Batch; ++i) {
+                const Compute weight = first + i < count ? memory_.weight[head][first + i] : Compute(0);
+#pragma unroll
+                for (int c = 0; c < 4; ++c) {
+                    all.x[c] += first + i < count ? weight * some[i].x[c] : Compute(0);
+                }
+            }
+        }
+        return all;
+    }
+
+    /// The warps' states become the block's: to.columns(place in a state, four columns), to.number(place, its number).
+    template <class To>
+    __device__ void merge_warps(const states_of_warps<Compute>& of_warps, std::int32_t heads,
+                                const To& to) const {
+        const std::int32_t fours = dim_v_ / 4;
+        weigh(of_warps, Rows::warps, heads);
+        for (std::int32_t i = static_cast<std::int32_t>(threadIdx.x); i < heads * fours; i += Rows::threads) {
+            const std::int32_t head = i / fours, column = i % fours * 4;
+            to.columns(stream_state<Rows::heads>::header + head * width_ + column,
+                       mix<Rows::warps>(of_warps, Rows::warps, head, column));
+            if (column == 0) {
+                to.number(head, memory_.top[head]);
+                to.number(Rows::heads + head, memory_.sum[head]);
+            }
+        }
+    }
+    /// Bytes that it hands on.
+    [[nodiscard]] __device__ std::uint32_t merged_bytes(std::int32_t heads) const {
+        return static_cast<std::uint32_t>(heads * (dim_v_ + 2)) * static_cast<std::uint32_t>(sizeof(Compute));
+    }
+
+  private:
+    state_weights<Rows>& memory_;
+    std::int32_t width_, dim_v_;
+};
+
+}  // namespace cuda_backend
+}  // namespace KVPOLICY_HIDDEN
+}  // namespace kvpolicy

@@ -1,0 +1,136 @@
+// The rows that a step writes: u goes to its place, the newcomer to u's row.
+#pragma once
+
+#include <kvpolicy/caches/cuda/contiguous/contiguous_params.cuh>
+#include <kvpolicy/caches/cuda/contiguous/contiguous_view.cuh>
+#include <kvpolicy/core/status.hpp>
+#include <kvpolicy/cuda/config.cuh>
+#include <kvpolicy/policies/scorer_concept.hpp>
+
+#include <cstdint>
+
+namespace kvpolicy {
+inline namespace KVPOLICY_CUDA_NAMESPACE KVPOLICY_HIDDEN {
+namespace cuda_backend {
+
+/// What a thread moves, on its way while outputs are made: a piece of 16 bytes, where T is a 16-bit type, and what
+/// the decider found, thread 0.
+struct moved_rows {
+    uint4 leaving, arriving;
+    std::int32_t newest;
+    step_note note;
+};
+
+/// The rows of head `head` of entry `entry`, in slot `slot`, by all threads of a block.
+template <class Rows, class Launch>
+class step_rows {
+    using T = typename Rows::T;
+    static constexpr int piece = sizeof(T) == 2 ? 8 : 1;  // elements
+    static constexpr bool on_leaving = decltype(Launch::scorer)::when == score_time::on_leaving;
+
+  public:
+    __device__ step_rows(const Launch& call, std::int32_t entry, std::int32_t head, std::int32_t slot)
+        : call_(call), entry_(entry), head_(head), slot_(slot) {}
+
+    /// Sets out to read what write() moves: all of it at once, since it comes from afar.
+    [[nodiscard]] __device__ moved_rows fetch(const head_view<T>& head, position_t q,
+                                              const step_note& of_cluster) const {
+        moved_rows moved{};
+        if (!call_.writes) {
+            return moved;
+        }
+        const auto thread = static_cast<std::int32_t>(threadIdx.x);
+        moved.newest = head.layout.recent(q);
+        if constexpr (sizeof(T) == 2) {
+            static_assert(Rows::threads >= 2 * Rows::Dim / piece, "a piece a thread");
+            if (thread < pieces()) {
+                const row_piece mine = piece_of(head, thread);
+                moved.arriving = *reinterpret_cast<const uint4*>(mine.newcomer);
+                moved.leaving =
+                    *reinterpret_cast<const uint4*>(mine.rows + std::int64_t{moved.newest} * mine.dim);
+            }
+        }
+        if (call_.clustered) {
+            moved.note = of_cluster;
+            return moved;
+        }
+        const step_note* const note = call_.notes + (std::int64_t{entry_} * call_.cache.kv_heads + head_);
+        moved.note.promoted = __ldcg(&note->promoted);
+        if (thread == 0) {
+            moved.note.kept = __ldcg(&note->kept);
+            moved.note.victim = __ldcg(&note->victim);
+            moved.note.arriving = __ldcg(&note->arriving);
+            moved.note.leaving = __ldcg(&note->leaving);
+        }
+        return moved;
+    }
+
+    /// The key that leaves moves to its place, then the newcomer takes its row. Each thread moves pieces of its own, so
+    /// that no piece is overwritten before it is read.
+    __device__ void write(const head_view<T>& head, position_t q, const moved_rows& moved) const {
+        const auto thread = static_cast<std::int32_t>(threadIdx.x);
+        const std::int32_t to = moved.note.promoted;
+        for (std::int32_t i = thread; i < pieces(); i += Rows::threads) {
+            const row_piece mine = piece_of(head, i);
+            T* const newest = mine.rows + std::int64_t{moved.newest} * mine.dim;
+            T* const promoted = mine.rows + std::int64_t{to} * mine.dim;
+            if constexpr (sizeof(T) == 2) {
+                if (to >= 0) {
+                    *reinterpret_cast<uint4*>(promoted) = moved.leaving;
+                }
+                *reinterpret_cast<uint4*>(newest) = moved.arriving;
+            } else {
+                if (to >= 0) {
+                    *promoted = *newest;
+                }
+                *newest = *mine.newcomer;
+            }
+        }
+        if (thread != 0) {
+            return;
+        }
+        const float arriving = moved.note.arriving, leaving = moved.note.leaving;
+        if (to >= 0) {
+            head.position[to] = q - head.rule.window;
+            head.score[to] = leaving;
+        }
+        head.position[moved.newest] = q;
+        head.score[moved.newest] = arriving;
+        call_.cache.kept[head.index] = moved.note.kept;
+        call_.cache.victim[head.index] = moved.note.victim;
+        call_.cache.taken[head.index] = 1;
+        if (head_ == 0) {
+            call_.cache.proposed[slot_] = 0;
+        }
+        const bool bad = arriving != arriving || (on_leaving && leaving != leaving);
+        if (bad && call_.status != nullptr) {
+            atomicOr(call_.status + entry_, static_cast<std::uint32_t>(status_nan_score));
+        }
+    }
+
+  private:
+    /// Piece i of a row, those of the key before those of the value.
+    struct row_piece {
+        T* rows;
+        const T* newcomer;
+        std::int32_t dim;
+    };
+    [[nodiscard]] __device__ row_piece piece_of(const head_view<T>& head, std::int32_t i) const {
+        const std::int32_t of_k = call_.cache.dim_k / piece;
+        if (i < of_k) {
+            return {head.k + i * piece, call_.k.row(entry_, head_, 0) + i * piece, call_.cache.dim_k};
+        }
+        i -= of_k;
+        return {head.v + i * piece, call_.v.row(entry_, head_, 0) + i * piece, call_.cache.dim_v};
+    }
+    [[nodiscard]] __device__ std::int32_t pieces() const {
+        return (call_.cache.dim_k + call_.cache.dim_v) / piece;
+    }
+
+    const Launch& call_;
+    std::int32_t entry_, head_, slot_;
+};
+
+}  // namespace cuda_backend
+}  // namespace KVPOLICY_HIDDEN
+}  // namespace kvpolicy

@@ -1,0 +1,244 @@
+// A layer of a FixedBudgetCache as kernels see it: the ref without its policy, so that policies of the same structure share
+// their kernels.
+#pragma once
+
+#include <kvpolicy/caches/layer_ref.hpp>
+#include <kvpolicy/caches/top_k_slots.hpp>
+#include <kvpolicy/core/status.hpp>
+#include <kvpolicy/core/view.hpp>
+#include <kvpolicy/cuda/config.cuh>
+#include <kvpolicy/cuda/primitives/warp.cuh>
+
+#include <cstdint>
+
+namespace kvpolicy {
+inline namespace KVPOLICY_CUDA_NAMESPACE KVPOLICY_HIDDEN {
+namespace cuda_backend {
+
+template <class T>
+struct head_view;
+
+template <class T>
+struct cache_view {
+    using value_type = T;
+    using head_type = head_view<T>;
+
+    const HeadRule* rules = nullptr;           // [kv_heads]
+    const std::int64_t* row_offset = nullptr;  // [kv_heads + 1]
+    position_t* length = nullptr;              // [slots]
+    std::int32_t* kept = nullptr;              // [slots, kv_heads]
+    std::int32_t* victim = nullptr;            // [slots, kv_heads]
+    std::int32_t* proposed = nullptr;          // [slots]
+    std::int32_t* taken = nullptr;             // [slots, kv_heads]
+    std::uint32_t* arrivals = nullptr;         // [slots, kv_heads]
+    std::int32_t* tile_victims = nullptr;      // [slots, tiles]
+    T* k = nullptr;                            // [slots, rows, dim_k]
+    T* v = nullptr;                            // [slots, rows, dim_v]
+    position_t* position = nullptr;            // [slots, rows]
+    float* score = nullptr;                    // [slots, rows]
+    float* state = nullptr;                    // [slots, kv_heads, state_size]
+    std::int64_t state_size = 0;
+    std::int64_t rows = 0;   // of one slot
+    std::int64_t tiles = 0;  // of one slot
+    std::int32_t slots = 0;
+    std::int32_t kv_heads = 0;
+    std::int32_t group = 1;
+    std::int32_t dim_k = 0;
+    std::int32_t dim_v = 0;
+    std::int32_t proposals = 0;
+    position_t rebase_limit = kvpolicy::rebase_limit;
+
+    /// Whether a slot may become so much longer.
+    [[nodiscard]] __device__ bool takes(std::int32_t /*slot*/, std::int32_t /*tokens*/) const { return true; }
+
+    template <class P>
+    __host__ __device__ explicit cache_view(const FixedBudgetRef<P, T>& ref)
+        : rules(ref.rules),
+          row_offset(ref.row_offset),
+          length(ref.length),
+          kept(ref.kept),
+          victim(ref.victim),
+          proposed(ref.proposed),
+          taken(ref.taken),
+          arrivals(ref.arrivals),
+          tile_victims(ref.tile_victims),
+          k(ref.k),
+          v(ref.v),
+          position(ref.position),
+          score(ref.score),
+          state(ref.state),
+          state_size(ref.state_size),
+          rows(ref.rows),
+          tiles(ref.tiles(ref.rows, ref.kv_heads)),
+          slots(ref.slots),
+          kv_heads(ref.kv_heads),
+          group(ref.group),
+          dim_k(ref.dim_k),
+          dim_v(ref.dim_v),
+          proposals(ref.proposals),
+          rebase_limit(ref.rebase_limit) {}
+};
+
+/// One head of one slot.
+template <class T>
+struct head_view {
+    HeadRule rule;
+    HeadRows layout;
+    std::int64_t index;  // slot * kv_heads + head
+    std::int64_t tile;   // its first tile of places
+    T* k;
+    T* v;
+    position_t* position;
+    float* score;
+    std::int32_t dim_k, dim_v;
+
+    __device__ head_view(const cache_view<T>& cache, std::int32_t slot, std::int32_t head)
+        : rule(cache.rules[head]), layout{rule.sinks, rule.window} {
+        const std::int64_t offset = cache.row_offset[head], first = slot * cache.rows + offset;
+        index = std::int64_t{slot} * cache.kv_heads + head;
+        tile = slot * cache.tiles + offset / detail::place_tile + head;
+        k = cache.k + first * cache.dim_k;
+        v = cache.v + first * cache.dim_v;
+        position = cache.position + first;
+        score = cache.score + first;
+        dim_k = cache.dim_k;
+        dim_v = cache.dim_v;
+    }
+    // What heads of other caches have too, wherever their rows lie.
+    [[nodiscard]] __device__ T* key(std::int32_t row) const { return k + std::int64_t{row} * dim_k; }
+    [[nodiscard]] __device__ T* value(std::int32_t row) const { return v + std::int64_t{row} * dim_v; }
+    [[nodiscard]] __device__ position_t& position_of(std::int32_t row) const { return position[row]; }
+    [[nodiscard]] __device__ float& score_of(std::int32_t row) const { return score[row]; }
+    [[nodiscard]] __device__ T* spare_key(std::int32_t j) const { return key(capacity() + j); }
+    [[nodiscard]] __device__ T* spare_value(std::int32_t j) const { return value(capacity() + j); }
+    [[nodiscard]] __device__ position_t& spare_position(std::int32_t j) const {
+        return position[capacity() + j];
+    }
+    [[nodiscard]] __device__ float& spare_score(std::int32_t j) const { return score[capacity() + j]; }
+    /// Rows before the spare ones.
+    [[nodiscard]] __device__ std::int32_t capacity() const { return layout.place(rule.budget); }
+    [[nodiscard]] __device__ detail::head_places places(position_t rebase_limit) const {
+        return {rule, rebase_limit, score + layout.place(0), position + layout.place(0)};
+    }
+};
+
+/// Tokens of a head that its layer has taken and advance() has not counted: LayerRef::pending.
+template <class View>
+__device__ std::int32_t pending_of(const View& cache, std::int64_t index) {
+    return detail::pending_tokens(__ldcg(cache.taken + index));
+}
+/// Rows that a head has in use now, with those of such tokens: LayerRef::used.
+template <class View, class Head>
+__device__ std::int32_t rows_now(const View& cache, const Head& head, std::int32_t slot) {
+    return head.layout.used(cache.length[slot] + pending_of(cache, head.index), cache.kept[head.index]);
+}
+
+/// The tokens of an entry of a call of at most `most` tokens, and its slot. What a host would refuse counts as no token, and an entry
+/// of slot Batch::no_slot has none. Tokens that `grow` the slot must have room in it; a call that only looks brings none.
+struct active_entry {
+    std::int32_t slot;  // 0 where there is none
+    std::int32_t tokens;
+    bool there = true;                // there is a slot, and the tokens are a number that may be
+    std::uint32_t wrong = status_ok;  // why there are no tokens
+
+    template <class View>
+    __device__ active_entry(const View& cache, const Batch& batch, std::int32_t i, std::int32_t most,
+                            bool grow = true)
+        : slot(batch.slot(i)), tokens(batch.tokens(i)) {
+        if (slot == Batch::no_slot) {
+            slot = tokens = 0;
+            there = false;
+        } else if (slot < 0 || slot >= cache.slots) {
+            slot = 0;
+            there = false;
+            refuse(status_bad_length);
+        } else if (tokens < 0 || tokens > most || (grow && tokens != 0 && !cache.takes(slot, tokens))) {
+            there = false;
+            refuse(status_bad_length);
+        }
+    }
+    /// For the layer: tokens are taken once before advance(). Of no use once the call has begun to write.
+    template <class View>
+    __device__ active_entry once(const View& cache) const {
+        active_entry entry = *this;
+        if (tokens != 0 && cache.taken[std::int64_t{slot} * cache.kv_heads] > 0) {
+            entry.refuse(status_taken_twice);
+        }
+        return entry;
+    }
+    __device__ void refuse(std::uint32_t why) {
+        wrong = why;
+        tokens = 0;
+    }
+    /// By one thread.
+    __device__ void report(std::uint32_t* status, std::int32_t i) const {
+        if (wrong != 0 && status != nullptr) {
+            atomicOr(status + i, wrong);
+        }
+    }
+};
+
+/// Where the tokens of a chunk are: in a call's tensors, or in the spare rows of a cache, where proposals wait.
+template <class T>
+struct chunk_tokens {
+    rows_view<const T> k{};  // [count, Hkv, most, Dk]
+    rows_view<const T> v{};  // [count, Hkv, most, Dv]
+    std::int32_t most = 1;
+    bool spare = false;
+
+    template <class Head>
+    __device__ const T* key(const Head& head, std::int32_t i, std::int32_t h, std::int32_t j) const {
+        return spare ? head.spare_key(j) : k.row(i, h, j);
+    }
+    template <class Head>
+    __device__ const T* value(const Head& head, std::int32_t i, std::int32_t h, std::int32_t j) const {
+        return spare ? head.spare_value(j) : v.row(i, h, j);
+    }
+};
+
+/// A warp as a group of detail's bodies.
+struct warp_group {
+    __device__ static std::int32_t rank() { return lane_id(); }
+    __device__ static std::int32_t size() { return 32; }
+    /// Values as integers of the same order, NaN first; the last of equal ones by position. Mostly the upper half decides.
+    __device__ static detail::ranked_place worst(const detail::ranked_place& mine) {
+        const bool there = mine.place >= 0;
+        const auto bits = static_cast<std::uint64_t>(__double_as_longlong(mine.value + 0.0));  // -0 is 0
+        constexpr std::uint64_t sign = std::uint64_t{1} << 63;
+        const std::uint64_t ordered = mine.value != mine.value ? 0 : (bits & sign) != 0 ? ~bits : bits | sign;
+        const std::uint64_t key = there ? ordered : ~std::uint64_t{0};
+        bool least = only_least(static_cast<std::uint32_t>(key >> 32), true);
+        unsigned votes = __ballot_sync(all_lanes, least);
+        if ((votes & (votes - 1)) != 0) {
+            const auto position = static_cast<std::uint64_t>(mine.position);
+            least = only_least(static_cast<std::uint32_t>(key), least);
+            least = only_least(~static_cast<std::uint32_t>(position >> 32), least);
+            least = only_least(~static_cast<std::uint32_t>(position), least);
+            votes = __ballot_sync(all_lanes, least);
+        }
+        const int lane = __ffs(static_cast<int>(votes)) - 1;
+        return {__shfl_sync(all_lanes, mine.value, lane),
+                static_cast<position_t>(__shfl_sync(all_lanes, static_cast<long long>(mine.position), lane)),
+                __shfl_sync(all_lanes, mine.place, lane)};
+    }
+    __device__ static std::int32_t first(bool is) {
+        const unsigned votes = __ballot_sync(all_lanes, is);
+        return votes == 0 ? 32 : __ffs(static_cast<int>(votes)) - 1;
+    }
+    __device__ static std::int32_t before(bool is) {
+        return __popc(__ballot_sync(all_lanes, is) & lanes_before(lane_id()));
+    }
+    __device__ static std::int32_t count(bool is) { return __popc(__ballot_sync(all_lanes, is)); }
+    __device__ static float from(std::int32_t rank, float mine) { return __shfl_sync(all_lanes, mine, rank); }
+    __device__ static void sync() { __syncwarp(); }
+
+  private:
+    /// Whether this lane is one of those that count and have the least number.
+    __device__ static bool only_least(std::uint32_t number, bool counts) {
+        return counts & (__reduce_min_sync(all_lanes, counts ? number : ~0u) == number);
+    }
+};
+
+}  // namespace cuda_backend
+}  // namespace KVPOLICY_HIDDEN
+}  // namespace kvpolicy

@@ -1,0 +1,508 @@
+// The dispatch of chunks into a cache: prefill, propose, commit.
+#pragma once
+
+#include <kvpolicy/attention/cuda/dispatch_attend.cuh>
+#include <kvpolicy/caches/cuda/cache_call.cuh>
+#include <kvpolicy/caches/cuda/contiguous/dispatch_contiguous_decode.cuh>
+#include <kvpolicy/caches/cuda/kernel_prefill.cuh>
+#include <kvpolicy/caches/cuda/paged/dispatch_paged_decode.cuh>
+#include <kvpolicy/caches/cuda/paged/kernel_paged_prefill.cuh>
+#include <kvpolicy/caches/cuda/scoring/kernel_cache_score.cuh>
+#include <kvpolicy/cuda/config.cuh>
+#include <kvpolicy/cuda/launch.cuh>
+
+#include <algorithm>
+#include <cstddef>
+#include <cstdint>
+#include <optional>
+#include <utility>
+
+namespace kvpolicy {
+inline namespace KVPOLICY_CUDA_NAMESPACE KVPOLICY_HIDDEN {
+namespace cuda_backend {
+
+template <class P, class T>
+cache_view<T> view_of(const FixedBudgetRef<P, T>& cache) {
+    return cache_view<T>(cache);
+}
+template <class P, class T>
+dual_view<T> view_of(const DualRef<P, T>& cache) {
+    return dual_view<T>(cache);
+}
+
+/// The most rows of a head whose places change hands.
+template <class P, class T>
+std::int64_t most_contested_of(const FixedBudgetRef<P, T>& cache) {
+    return cache.longest;
+}
+template <class P, class T>
+std::int64_t most_contested_of(const DualRef<P, T>& cache) {
+    return cache.most_contested;
+}
+
+/// Bytes of keys and values of a DualCache that a chunk brings together at once, unless a single entry can have more.
+#if defined(KVPOLICY_TEST_GATHERED_BYTES)
+inline constexpr std::int64_t gathered_bytes = KVPOLICY_TEST_GATHERED_BYTES;  // so that tests have rounds
+#else
+inline constexpr std::int64_t gathered_bytes = std::int64_t{1} << 30;
+#endif
+
+/// A chunk of at most `tokens` tokens an entry.
+template <class Cache, class Dims>
+class cache_chunk_call {
+    using P = typename Cache::policy_type;
+    using T = typename Cache::value_type;
+    using View = decltype(view_of(std::declval<const Cache&>()));
+    using Scorer = asked_scorer<P>;
+    static constexpr bool scored = scored_before<Scorer> || scores_by_warp<Scorer>, late = scored_late<P>;
+    static constexpr bool paged = Cache::pooled;
+    static constexpr bool retains = P::ranked || P::has_keep;  // keys may live on after their window
+    static constexpr std::int64_t most_together = 0x7fffffff;  // rows
+
+  public:
+    cache_chunk_call(const cuda& on, const Cache& cache, std::int32_t count, std::int32_t tokens)
+        : on_(on),
+          device_(on, cache.device),
+          ref_(cache),
+          call_{.cache = view_of(cache)},
+          gate_(gate_in<P>(cache)),
+          scorer_(scorer_of<P>(cache.scorer)) {
+        require_device_policy<P>();
+        call_.batch.count = count;
+        call_.tokens.most = tokens;
+        call_.on_leaving = late || Scorer::when == score_time::on_leaving;
+        if constexpr (P::has_selection && !paged) {
+            call_.bounds = cache.bounds;
+            call_.bound_rows = cache.selection.page_rows();
+        }
+        call_.longest = static_cast<std::int32_t>(most_rows_of(cache));
+        call_.places = static_cast<std::int32_t>(
+            std::max<std::int64_t>(most_contested_of(cache), std::min(tokens, call_.longest)));
+        call_.tiles = detail::tiles_of_places(call_.longest);
+        constexpr std::size_t most_shared = 96 * 1024;  // what every card has
+        call_.contest_in_shared = retains && contest_bytes(call_.places, call_.tiles) <= most_shared;
+        detail::require(heads() * std::max<std::int64_t>(tokens, 1) <= 0x7fffffff, "entries x heads x tokens",
+                        heads() * tokens, "below 2^31: split the batch");
+        call_.together = count;
+        if constexpr (paged) {
+            // No more rows of an entry than its heads can have, and than the pool has: its pages are all different.
+            of_entry_ = std::max<std::int64_t>(std::min(std::int64_t{call_.cache.kv_heads} * call_.longest,
+                                                        ref_.page_count() * ref_.page_rows),
+                                               1);
+            detail::require(of_entry_ <= most_together, "rows of an entry, at most", of_entry_, "below 2^31");
+            const std::int64_t row =
+                (std::int64_t{call_.cache.dim_k} + call_.cache.dim_v) * static_cast<std::int64_t>(sizeof(T));
+            call_.together = static_cast<std::int32_t>(std::min<std::int64_t>(
+                std::max<std::int64_t>(
+                    std::min(gathered_bytes / (of_entry_ * row), most_together / of_entry_), 1),
+                count));
+        }
+    }
+
+    /// Takes the parts of the workspace; with null only measures.
+    std::size_t lay_out(void* memory) {
+        workspace_parts parts(memory);
+        const std::int64_t rows = heads() * call_.longest, tokens = heads() * call_.tokens.most;
+        const std::int64_t places = retains ? heads() * call_.places : 0;
+        call_.taken = parts.take<std::int32_t>(call_.batch.count);
+        call_.first_row = parts.take<std::int64_t>(heads());
+        call_.position = parts.take<std::int32_t>(rows);
+        call_.past_expiry = parts.take<expiry_t>(rows);
+        call_.chunk_expiry = parts.take<expiry_t>(tokens);
+        call_.place_score = parts.take<float>(places);
+        call_.place_position = parts.take<position_t>(places);
+        call_.holder = parts.take<std::int32_t>(places);
+        call_.record = parts.take<std::int32_t>(retains ? heads() * call_.tiles : 0);
+        call_.kept = parts.take<std::int32_t>(heads());
+        if constexpr (P::has_keep) {
+            call_.pinned = parts.take<std::int32_t>(heads());
+        }
+        if constexpr (P::has_selection) {
+            call_.kept_before = parts.take<std::int32_t>(heads());
+        }
+        computed_ = parts.take<float>(scored || late ? tokens : 0);
+        if constexpr (late) {
+            of_tokens_ = parts.take<float>(tokens);
+            late_.emplace(device_, ref_.scorer, call_.cache, gate_, call_.batch.count, call_.tokens.most,
+                          call_.longest, parts);
+        }
+        state_ = parts.take<float>(heads() * call_.cache.state_size);
+        if constexpr (paged) {
+            missing_ = parts.take<std::int32_t>(heads());
+            k_ = parts.take<T>(call_.together * of_entry_ * call_.cache.dim_k);
+            v_ = parts.take<T>(call_.together * of_entry_ * call_.cache.dim_v);
+        }
+        attention_bytes_ = 0;
+        each_round([this](std::int32_t first, std::int32_t count) {
+            attention_bytes_ = std::max(attention_bytes_, attention(nullptr, first, count, [](auto& attend) {
+                                            return attend.lay_out(nullptr);
+                                        }));
+        });
+        attention_ = parts.take<unsigned char>(static_cast<std::int64_t>(attention_bytes_));
+        return parts.bytes();
+    }
+
+    void prefill(const Batch& batch, const rows_view<const T>& q, const rows_view<const T>& k,
+                 const rows_view<const T>& v, const rows_view<T>& out, workspace_view workspace,
+                 std::uint32_t* status, const CacheExtras& extras) {
+        begin(batch, workspace, status);
+        bring(k, v, extras);
+        decide(true);
+        if constexpr (paged) {
+            launch("dual_chunk_refuse_kernel", dual_chunk_refuse_kernel<T>, batch.count, chunk_threads, 0,
+                   on_, call_, batch.q_len, out, extras.lse);
+        }
+        attend(q, out, extras.lse);
+        write();
+        remember(q, false);
+    }
+
+    void propose(const Batch& batch, const rows_view<const T>& q, const rows_view<const T>& k,
+                 const rows_view<const T>& v, const rows_view<T>& out, workspace_view workspace,
+                 std::uint32_t* status, const CacheExtras& extras) {
+        begin(batch, workspace, status);
+        bring(k, v, extras);
+        decide(false);
+        attend(q, out, extras.lse);
+        launch("chunk_propose_kernel", chunk_propose_kernel<View>, heads() * chunk_pieces, chunk_threads, 0,
+               on_, call_);
+        remember(q, true);
+    }
+
+    void commit(const Batch& batch, workspace_view workspace, std::uint32_t* status) {
+        begin(batch, workspace, status);
+        call_.tokens.spare = true;
+        decide(true);
+        write();
+        remember({}, false);
+    }
+
+  private:
+    [[nodiscard]] std::int64_t heads() const {
+        return std::int64_t{call_.batch.count} * call_.cache.kv_heads;
+    }
+
+    void begin(const Batch& batch, workspace_view workspace, std::uint32_t* status) {
+        check_workspace(workspace, lay_out(nullptr));
+        if constexpr (paged) {  // more than is asked for makes for fewer rounds
+            const std::int32_t least = call_.together;
+            for (std::int32_t together = call_.batch.count; together > least; together = (together + 1) / 2) {
+                call_.together = together;
+                if (together * of_entry_ <= most_together && lay_out(nullptr) <= workspace.bytes) {
+                    break;
+                }
+                call_.together = least;
+            }
+        }
+        lay_out(workspace.data);
+        call_.batch = batch;
+        call_.status = status;
+    }
+    /// The tokens are a call's tensors.
+    void bring(const rows_view<const T>& k, const rows_view<const T>& v, const CacheExtras& extras) {
+        call_.tokens.k = k;
+        call_.tokens.v = v;
+        call_.tokens.k.length = call_.tokens.v.length = call_.tokens.most;
+        call_.scores = scores_given<P> ? extras.scores : plane_view<const float>{};
+    }
+
+    /// Whether the chunk `writes` to the cache later, or only looks ahead.
+    void decide(bool writes) {
+        // A scorer's states advance in the cache, where nothing can go wrong any more.
+        [[maybe_unused]] float* const state = writes && !paged ? nullptr : state_;
+        if constexpr (Scorer::when == score_time::on_leaving) {
+            call_.advanced = writes ? state : nullptr;
+        }
+        launch("chunk_begin_kernel", chunk_begin_kernel<View>, call_.batch.count == 0 ? 0 : 1, chunk_threads,
+               0, on_, call_);
+        call_.batch.q_len = call_.taken;
+        if constexpr (scored) {
+            call_.computed = computed_;
+            launch_scores(on_, score_launch<View, Scorer>{.cache = call_.cache,
+                                                          .batch = call_.batch,
+                                                          .tokens = call_.tokens,
+                                                          .scores = computed_,
+                                                          .state = state,
+                                                          .scorer = scorer_});
+        }
+        if constexpr (late) {
+            call_.computed = computed_;
+            call_.late = writes ? of_tokens_ : nullptr;
+            late_->begin(on_, device_, call_.batch, call_.tokens, call_.status);
+            late_->decide(on_, device_, computed_, writes ? of_tokens_ : nullptr);
+        }
+        const std::size_t shared = call_.contest_in_shared ? contest_bytes(call_.places, call_.tiles) : 0;
+        launch("chunk_decide_kernel", chunk_decide_kernel<View, gate_of<P>>, heads(), chunk_threads, shared,
+               on_, call_, gate_);
+        if constexpr (paged) {
+            launch("dual_chunk_plan_kernel", dual_chunk_plan_kernel<T>, call_.batch.count == 0 ? 0 : 1,
+                   admit_threads, 0, on_, call_, missing_, writes);
+        }
+    }
+
+    void write() {
+        if constexpr (late) {
+            late_->in_rows(on_, device_, call_.batch);
+        }
+        if constexpr (retains) {
+            launch("chunk_places_kernel", chunk_places_kernel<View>, heads() * chunk_pieces, chunk_threads, 0,
+                   on_, call_);
+        }
+        launch("chunk_recent_kernel", chunk_recent_kernel<View>, heads() * chunk_pieces, chunk_threads, 0,
+               on_, call_);
+        if constexpr (P::has_selection) {
+            launch("chunk_bounds_kernel", chunk_bounds_kernel<View>, heads() * chunk_pieces, chunk_threads, 0,
+                   on_, call_);
+        }
+    }
+    /// Keeps the tokens' queries for an eviction part: those of a call, or without any the proposed ones.
+    void remember([[maybe_unused]] const rows_view<const T>& q, [[maybe_unused]] bool proposed) {
+        if constexpr (P::has_eviction) {
+            launch("chunk_queries_kernel", chunk_queries_kernel<View>, heads() * chunk_pieces, chunk_threads,
+                   0, on_, call_, q, proposed);
+        }
+    }
+
+    /// Calls body(first, count) for entries that are attended to at once, in rounds; or once for every size of a round.
+    template <class Body>
+    void each_round(const Body& body, bool all = false) const {
+        const std::int32_t count = call_.batch.count, together = call_.together;
+        std::int32_t first = 0;
+        do {
+            if (all || first == 0 || count - first < together) {
+                body(first, std::min(together, count - first));
+            }
+            first += together;
+        } while (first < count);
+    }
+
+    /// Calls body(attend_call) for attention of entries of the chunk over the cache's rows and themselves; with null queries for its sizes
+    /// only.
+    template <class Body>
+    auto attention(const rows_view<const T>* queries, std::int32_t first, std::int32_t count,
+                   const Body& body) {
+        const std::int32_t kv_heads = call_.cache.kv_heads, most = call_.tokens.most;
+        const std::int64_t head = std::int64_t{first} * kv_heads;
+        // Sizes alone never look at the tensors: rows of the cache stand for them.
+        const T *k = nullptr, *v = nullptr, *any = nullptr;
+        if constexpr (paged) {
+            k = k_;
+            v = v_;
+            any = reinterpret_cast<const T*>(call_.cache.table);
+            k = queries != nullptr ? k : any;
+            v = queries != nullptr ? v : any;
+        } else {
+            k = any = call_.cache.k;
+            v = call_.cache.v;
+        }
+        rows_view<const T> q = queries != nullptr
+                                   ? entries(*queries, first, count)
+                                   : view_bhsd(any, count, kv_heads * ref_.group, most, call_.cache.dim_k);
+        q.length = most;
+        keys<T> past, self;
+        past.k = {k, count, kv_heads, call_.longest, call_.cache.dim_k, 0, 0, call_.cache.dim_k};
+        past.v = {v, count, kv_heads, call_.longest, call_.cache.dim_v, 0, 0, call_.cache.dim_v};
+        past.position = view_bhs<const std::int32_t>(call_.position, count, kv_heads, call_.longest);
+        past.mask.expiry = view_bhs<const expiry_t>(call_.past_expiry, count, kv_heads, call_.longest);
+        self.k = queries != nullptr ? entries(call_.tokens.k, first, count)
+                                    : view_bhsd(any, count, kv_heads, most, call_.cache.dim_k);
+        self.v = queries != nullptr ? entries(call_.tokens.v, first, count)
+                                    : view_bhsd(any, count, kv_heads, most, call_.cache.dim_v);
+        self.mask.expiry = view_bhs<const expiry_t>(call_.chunk_expiry, count, kv_heads, most);
+        Sequences sequences;
+        sequences.batch = count;
+        sequences.length = most;
+        sequences.lengths = call_.taken;
+        if (queries != nullptr) {
+            past.position.data += head * call_.longest;
+            past.mask.expiry.data += head * call_.longest;
+            self.mask.expiry.data += head * most;
+            sequences.lengths += first;
+        }
+        if (queries == nullptr) {  // planes that are not there would be another call
+            const auto* const there = reinterpret_cast<const std::int32_t*>(any);
+            past.position.data = past.mask.expiry.data = self.mask.expiry.data = there;
+        }
+        attend_call<T, Dims> call(on_, ref_.attention, q, past, &self, sequences, AttendOptions{});
+        call.past_begins(call_.first_row + (queries != nullptr ? head : 0));
+        return body(call);
+    }
+    /// Some of a tensor's entries.
+    template <class View_>
+    static View_ entries(View_ of, std::int32_t first, std::int32_t count) {
+        of.data += of.data != nullptr ? first * of.batch_stride : 0;
+        of.batch = count;
+        return of;
+    }
+    void attend(const rows_view<const T>& q, const rows_view<T>& out, const plane_view<float>& lse) {
+        if (heads() * call_.tokens.most == 0) {
+            return;
+        }
+        // Tensors may be longer than the chunk; attention takes those of one length.
+        rows_view<T> to = out;
+        plane_view<float> sums = lse;
+        to.length = sums.length = call_.tokens.most;
+        const auto round = [&](std::int32_t first, std::int32_t count) {
+            if constexpr (paged) {
+                constexpr std::int32_t pieces = 32;  // blocks that share the rows of a head
+                launch("dual_chunk_gather_kernel", dual_chunk_gather_kernel<T>,
+                       std::int64_t{count} * call_.cache.kv_heads * pieces, chunk_threads, 0, on_, call_, k_,
+                       v_, first * call_.cache.kv_heads, pieces);
+            }
+            attention(&q, first, count, [&](auto& call) {
+                call.run(entries(to, first, count), entries(sums, first, count),
+                         {attention_, attention_bytes_});
+            });
+        };
+        each_round(round, true);
+    }
+
+    const cuda& on_;
+    device_scope device_;
+    const Cache& ref_;
+    chunk_launch<View> call_;
+    gate_of<P> gate_;
+    Scorer scorer_;
+    std::optional<late_scores<View, gate_of<P>>> late_;
+    float* computed_ = nullptr;
+    float* of_tokens_ = nullptr;
+    float* state_ = nullptr;
+    std::int64_t of_entry_ = 0;        // of a DualCache: the most rows of an entry
+    std::int32_t* missing_ = nullptr;  // of a DualCache: scratch, and its rows
+    T* k_ = nullptr;
+    T* v_ = nullptr;
+    unsigned char* attention_ = nullptr;
+    std::size_t attention_bytes_ = 0;
+};
+
+/// The most tokens that an entry of a call may bring.
+inline std::int32_t most_tokens(const Batch& batch, std::int32_t length) {
+    return batch.q_len != nullptr ? length : std::min(length, std::max(batch.length_or_one(), 0));
+}
+
+}  // namespace cuda_backend
+
+/// The bodies of the calls below, for caches of either kind.
+namespace cuda_backend {
+
+/// What attention would refuse of a chunk's keys and values: here, under the caller's names and before anything is enqueued, since a
+/// scorer's states would have absorbed the chunk by then. (Its other checks are of sizes, which lay_out() makes, too.)
+template <class T>
+void check_chunk_keys(std::int32_t count, std::int32_t tokens, rows_view<const T> k, rows_view<const T> v) {
+    if (count != 0) {
+        k.length = v.length = tokens;
+        check_key_rows("k", k);
+        check_key_rows("v", v);
+    }
+}
+
+template <class Dims, class Cache>
+std::size_t chunk_workspace_bytes(const cuda& on, const Cache& cache, std::int32_t count,
+                                  std::int32_t tokens) {
+    check_on_device(cache);
+    detail::require(tokens >= 0, "tokens", tokens, "0 or more");
+    const std::size_t step = step_workspace_bytes<Dims>(on, cache, count);
+    return std::max(step, cache_chunk_call<Cache, Dims>(on, cache, count, tokens).lay_out(nullptr));
+}
+
+template <class Dims, class Cache, class T>
+void prefill_chunk(const cuda& on, const Cache& cache, const Batch& batch, const rows_view<const T>& q,
+                   const rows_view<const T>& k, const rows_view<const T>& v, const rows_view<T>& out,
+                   workspace_view workspace, std::uint32_t* status, const CacheExtras& extras) {
+    host_backend::check_chunk_length(batch, q.length);
+    const std::int32_t tokens = most_tokens(batch, q.length);
+    check_cache_call(cache, batch, tokens, q, k, v, out, extras);
+    check_chunk_keys<T>(batch.count, tokens, k, v);
+    cache_chunk_call<Cache, Dims>(on, cache, batch.count, tokens)
+        .prefill(batch, q, k, v, out, workspace, status, extras);
+}
+
+template <class Dims, class Cache, class T>
+void propose_chunk(const cuda& on, const Cache& cache, const Batch& batch, const rows_view<const T>& q,
+                   const rows_view<const T>& k, const rows_view<const T>& v, const rows_view<T>& out,
+                   workspace_view workspace, std::uint32_t* status, const CacheExtras& extras) {
+    host_backend::check_chunk_length(batch, q.length);
+    const std::int32_t tokens = most_tokens(batch, q.length);
+    detail::require(tokens <= cache.proposals, "q.length", tokens, [&] {
+        return detail::text("at most the cache's proposals, ", cache.proposals, " (CacheShape::proposals)");
+    });
+    check_cache_call(cache, batch, tokens, q, k, v, out, extras);
+    check_chunk_keys<T>(batch.count, tokens, k, v);
+    cache_chunk_call<Cache, Dims>(on, cache, batch.count, tokens)
+        .propose(batch, q, k, v, out, workspace, status, extras);
+}
+
+template <class Dims, class Cache>
+void commit_chunk(const cuda& on, const Cache& cache, const Batch& batch, workspace_view workspace,
+                  std::uint32_t* status) {
+    check_on_device(cache);
+    detail::require(batch.count >= 0 && batch.count <= cache.slots, "batch.count", batch.count,
+                    [&] { return detail::text("0 to the cache's slots, ", cache.slots); });
+    detail::require(
+        batch.q_len != nullptr || (batch.length_or_one() >= 0 && batch.length_or_one() <= cache.proposals),
+        "batch.length", batch.length_or_one(),
+        [&] { return detail::text("0 to the cache's proposals, ", cache.proposals); });
+    cache_chunk_call<Cache, Dims>(on, cache, batch.count, most_tokens(batch, cache.proposals))
+        .commit(batch, workspace, status);
+}
+
+}  // namespace cuda_backend
+
+template <class Dims, class P, Storage T>
+std::size_t cache_workspace_bytes(const cuda& on, const FixedBudgetRef<P, T>& cache, std::int32_t count,
+                                  std::int32_t tokens) {
+    return cuda_backend::chunk_workspace_bytes<Dims>(on, cache, count, tokens);
+}
+
+template <class Dims, class P, Storage T>
+void prefill(const cuda& on, const FixedBudgetRef<P, T>& cache, const Batch& batch, input_rows<T> q,
+             input_rows<T> k, input_rows<T> v, output_rows<T> out, workspace_view workspace,
+             std::uint32_t* status, const CacheExtras& extras) {
+    cuda_backend::prefill_chunk<Dims, FixedBudgetRef<P, T>, T>(on, cache, batch, q, k, v, out, workspace,
+                                                               status, extras);
+}
+
+template <class Dims, class P, Storage T>
+void propose(const cuda& on, const FixedBudgetRef<P, T>& cache, const Batch& batch, input_rows<T> q,
+             input_rows<T> k, input_rows<T> v, output_rows<T> out, workspace_view workspace,
+             std::uint32_t* status, const CacheExtras& extras) {
+    cuda_backend::propose_chunk<Dims, FixedBudgetRef<P, T>, T>(on, cache, batch, q, k, v, out, workspace,
+                                                               status, extras);
+}
+
+template <class Dims, class P, Storage T>
+void commit(const cuda& on, const FixedBudgetRef<P, T>& cache, const Batch& batch, workspace_view workspace,
+            std::uint32_t* status) {
+    cuda_backend::commit_chunk<Dims>(on, cache, batch, workspace, status);
+}
+
+template <class Dims, class P, Storage T>
+std::size_t cache_workspace_bytes(const cuda& on, const DualRef<P, T>& cache, std::int32_t count,
+                                  std::int32_t tokens) {
+    return cuda_backend::chunk_workspace_bytes<Dims>(on, cache, count, tokens);
+}
+
+template <class Dims, class P, Storage T>
+void prefill(const cuda& on, const DualRef<P, T>& cache, const Batch& batch, input_rows<T> q, input_rows<T> k,
+             input_rows<T> v, output_rows<T> out, workspace_view workspace, std::uint32_t* status,
+             const CacheExtras& extras) {
+    cuda_backend::prefill_chunk<Dims, DualRef<P, T>, T>(on, cache, batch, q, k, v, out, workspace, status,
+                                                        extras);
+}
+
+template <class Dims, class P, Storage T>
+void propose(const cuda& on, const DualRef<P, T>& cache, const Batch& batch, input_rows<T> q, input_rows<T> k,
+             input_rows<T> v, output_rows<T> out, workspace_view workspace, std::uint32_t* status,
+             const CacheExtras& extras) {
+    cuda_backend::propose_chunk<Dims, DualRef<P, T>, T>(on, cache, batch, q, k, v, out, workspace, status,
+                                                        extras);
+}
+
+template <class Dims, class P, Storage T>
+void commit(const cuda& on, const DualRef<P, T>& cache, const Batch& batch, workspace_view workspace,
+            std::uint32_t* status) {
+    cuda_backend::commit_chunk<Dims>(on, cache, batch, workspace, status);
+}
+
+}  // namespace KVPOLICY_HIDDEN
+}  // namespace kvpolicy

@@ -1,0 +1,143 @@
+// Pages for what a call is about to write, by one block: all that an entry needs, or the call leaves that entry alone. Entries
+// come first to last, as on the host, so that both refuse the same ones.
+#pragma once
+
+#include <kvpolicy/caches/cuda/contiguous/contiguous_view.cuh>
+#include <kvpolicy/caches/cuda/paged/paged_view.cuh>
+#include <kvpolicy/core/status.hpp>
+#include <kvpolicy/core/view.hpp>
+#include <kvpolicy/cuda/config.cuh>
+#include <kvpolicy/cuda/primitives/warp.cuh>
+
+#include <cstdint>
+
+namespace kvpolicy {
+inline namespace KVPOLICY_CUDA_NAMESPACE KVPOLICY_HIDDEN {
+namespace cuda_backend {
+
+inline constexpr int admit_threads = 256;
+
+struct admit_memory {
+    int totals[2][admit_threads / 32];
+};
+
+/// A sum over the block's threads.
+__device__ inline int block_total(admit_memory& memory, int mine) {
+    const int through = warp_inclusive_sum(mine);
+    __syncthreads();  // the totals of a call before have been read
+    if (lane_id() == 31) {
+        memory.totals[0][warp_id()] = through;
+    }
+    __syncthreads();
+    return sum_of_warps<admit_threads / 32>(memory.totals[0]).total;
+}
+
+/// Running sums of numbers x = 0 .. count - 1: visit(x, sum before x) for all, by the threads of the block. Returns the sum of all.
+template <class Number, class Visit>
+__device__ int running_sums(admit_memory& memory, std::int32_t count, const Number& number,
+                            const Visit& visit) {
+    int before = 0;
+    __syncthreads();
+    for (std::int32_t first = 0, turn = 0; first < count; first += admit_threads, turn ^= 1) {
+        const std::int32_t x = first + static_cast<std::int32_t>(threadIdx.x);
+        const int mine = x < count ? number(x) : 0, through = warp_inclusive_sum(mine);
+        if (lane_id() == 31) {
+            memory.totals[turn][warp_id()] = through;
+        }
+        __syncthreads();  // two arrays in turn: nobody writes one that others still read
+        const block_sum of_block = sum_of_warps<admit_threads / 32>(memory.totals[turn]);
+        if (x < count) {
+            visit(x, before + of_block.before + through - mine);
+        }
+        before += of_block.total;
+    }
+    return before;
+}
+
+/// What an admission works with.
+struct admission {
+    std::int32_t most = 1;            // tokens an entry may bring
+    std::int32_t* taken = nullptr;    // [count]: tokens of the entries that go on; -1 for those without pages
+    std::int32_t* missing = nullptr;  // [count, Hkv]: scratch
+    std::uint32_t* status = nullptr;  // [count]
+};
+
+/// Takes the pages for rows_after(pair, slot, head) rows of every head of the entries that bring tokens. Returns whether some
+/// entry was refused for want of pages.
+template <class T, class RowsAfter>
+__device__ bool admit_block(const dual_view<T>& cache, const Batch& batch, const admission& call,
+                            admit_memory& memory, const RowsAfter& rows_after) {
+    const std::int32_t pairs = batch.count * cache.kv_heads;
+    const auto thread = static_cast<std::int32_t>(threadIdx.x);
+    const std::int32_t free = *cache.pool.free_count;
+    int mine = 0;
+    for (std::int32_t pair = thread; pair < pairs; pair += admit_threads) {
+        const std::int32_t entry = pair / cache.kv_heads, head = pair % cache.kv_heads;
+        const active_entry active = active_entry(cache, batch, entry, call.most).once(cache);
+        std::int32_t pages = 0;
+        if (active.tokens != 0) {
+            pages = cache.pages_of(rows_after(pair, active.slot, head)) -
+                    cache.held[std::int64_t{active.slot} * cache.kv_heads + head];
+            pages = pages < 0 ? 0 : pages;
+        }
+        call.missing[pair] = pages;
+        mine += pages;
+        if (head == 0) {
+            call.taken[entry] = active.tokens;
+            active.report(call.status, entry);
+        }
+    }
+    const int needed = block_total(memory, mine);
+    const bool refuses = needed > free;
+    if (refuses) {
+        if (thread == 0) {
+            std::int32_t left = free;
+            for (std::int32_t entry = 0; entry < batch.count; ++entry) {
+                std::int32_t* const pages = call.missing + std::int64_t{entry} * cache.kv_heads;
+                std::int64_t of_entry = 0;
+                for (std::int32_t head = 0; head < cache.kv_heads; ++head) {
+                    of_entry += pages[head];
+                }
+                if (of_entry <= left) {
+                    left -= static_cast<std::int32_t>(of_entry);
+                    continue;
+                }
+                for (std::int32_t head = 0; head < cache.kv_heads; ++head) {
+                    pages[head] = 0;
+                    cache.taken[std::int64_t{batch.slot(entry)} * cache.kv_heads + head] = -1;
+                }
+                call.taken[entry] = -1;
+                if (call.status != nullptr) {
+                    atomicOr(call.status + entry, static_cast<std::uint32_t>(status_pool_exhausted));
+                }
+            }
+        }
+        __syncthreads();
+    }
+    if (needed != 0) {
+        const int taken = running_sums(
+            memory, pairs, [&](std::int32_t pair) { return call.missing[pair]; },
+            [&](std::int32_t pair, int before) {
+                const std::int32_t pages = call.missing[pair];
+                if (pages == 0) {
+                    return;
+                }
+                const dual_head<T> head(cache, batch.slot(pair / cache.kv_heads), pair % cache.kv_heads);
+                const std::int32_t have = cache.held[head.index];
+                for (std::int32_t page = 0; page < pages; ++page) {
+                    const std::int32_t id = cache.pool.free_ids[free - 1 - before - page];
+                    cache.pool.names[id] = 1;
+                    head.table[have + page] = id;
+                }
+                cache.held[head.index] = have + pages;
+            });
+        if (thread == 0) {
+            *cache.pool.free_count = free - taken;
+        }
+    }
+    return refuses;
+}
+
+}  // namespace cuda_backend
+}  // namespace KVPOLICY_HIDDEN
+}  // namespace kvpolicy

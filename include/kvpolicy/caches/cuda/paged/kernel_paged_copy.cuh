@@ -1,0 +1,387 @@
+// Slots of a DualCache that become what others were: fork and reorder, as on the host (caches/host/sequences.hpp). Of the slots that want a
+// source's rows one inherits its pages, the source if it stays, else the first; the others share the pages that never change
+// again, and copy the rest. Slots that become nobody's source are dropped, and their pages serve the copies.
+#pragma once
+
+#include <kvpolicy/caches/cuda/kernel_prefill.cuh>
+#include <kvpolicy/caches/cuda/kernel_sequences.cuh>
+#include <kvpolicy/caches/cuda/paged/agent_admit.cuh>
+#include <kvpolicy/caches/dual.hpp>
+#include <kvpolicy/core/status.hpp>
+#include <kvpolicy/cuda/config.cuh>
+#include <kvpolicy/cuda/launch.cuh>
+
+#include <cstdint>
+
+namespace kvpolicy {
+inline namespace KVPOLICY_CUDA_NAMESPACE KVPOLICY_HIDDEN {
+namespace cuda_backend {
+
+/// All moves, in shared memory.
+struct dual_moves {
+    std::int32_t source[most_reordered];  // of move i
+    std::int32_t heir[most_reordered];    // of slot i, if it is a target too; -1: nobody is
+    std::int32_t count;
+    const std::int32_t* sources;  // null: one move, which copies
+    std::int32_t to;
+
+    [[nodiscard]] __device__ std::int32_t target(std::int32_t i) const { return sources != nullptr ? i : to; }
+    [[nodiscard]] __device__ bool inherits(std::int32_t i) const {
+        return sources != nullptr && source[i] < count && heir[source[i]] == i;
+    }
+    /// Whether move i is a copy, and of which slot once heirs have their pages.
+    [[nodiscard]] __device__ bool copies(std::int32_t i) const {
+        return !inherits(i) && source[i] != target(i);
+    }
+    [[nodiscard]] __device__ std::int32_t holder(std::int32_t i) const {
+        return sources != nullptr && source[i] < count ? heir[source[i]] : source[i];
+    }
+    /// Whether target i is nobody's source, so that its pages are dropped.
+    [[nodiscard]] __device__ bool dropped(std::int32_t i) const { return sources == nullptr || heir[i] < 0; }
+};
+
+__device__ inline void load_moves(dual_moves& all, const slot_moves& moves, std::int32_t slots) {
+    const auto thread = static_cast<std::int32_t>(threadIdx.x),
+               threads = static_cast<std::int32_t>(blockDim.x);
+    if (thread == 0) {
+        all.count = moves.count;
+        all.sources = moves.sources;
+        all.to = moves.to;
+    }
+    for (std::int32_t i = thread; i < moves.count; i += threads) {
+        all.source[i] = moves.source(i, slots);
+        all.heir[i] = -1;
+    }
+    __syncthreads();
+    for (std::int32_t slot = thread; slot < moves.count; slot += threads) {
+        std::int32_t heir = -1;
+        for (std::int32_t i = moves.count - 1; i >= 0; --i) {
+            heir = all.source[i] == slot ? i : heir;
+        }
+        all.heir[slot] = all.source[slot] == slot ? slot : heir;
+    }
+    __syncthreads();
+}
+
+/// Rows of a head that is being copied to `to`, which has the counters of slot `source` already; lengths move last.
+template <class Ref>
+__device__ std::int32_t rows_of_copy(const Ref& cache, std::int32_t head, std::int32_t source,
+                                     std::int32_t to) {
+    return cache.layout(head).used(cache.length[source] + cache.pending(to, head),
+                                   cache.kept[cache.head_index(to, head)]);
+}
+
+/// Whether another slot may name a page of a head with `used` rows too: full, and of rows that are never written again.
+template <class Ref>
+__device__ bool page_is_shareable(const Ref& cache, std::int32_t head, std::int32_t used, std::int32_t page) {
+    if (Ref::policy_type::has_eviction) {
+        return false;  // gaps are closed in place
+    }
+    const std::int64_t first = std::int64_t{page} * cache.page_rows;
+    return first >= cache.mortal_rows(head) && first + cache.page_rows <= used;
+}
+/// Pages of a head that a copy takes from the pool.
+template <class Ref>
+__device__ std::int32_t pages_of_copy(const Ref& cache, std::int32_t head, std::int32_t used) {
+    std::int32_t pages = 0;
+    for (std::int32_t page = 0; page * std::int64_t{cache.page_rows} < used; ++page) {
+        pages += page_is_shareable(cache, head, used, page) ? 0 : 1;
+    }
+    return pages;
+}
+
+/// Drops the slots that nobody wants, if the pool then has the pages that copies take; else nothing changes, and `refused` is 1. One block.
+template <class P, class T>
+__global__ void __launch_bounds__(admit_threads)
+    dual_drop_kernel(const DualRef<P, T>* const refs, const std::int32_t layers, const slot_moves moves,
+                     std::int64_t* const refused, std::uint32_t* const status) {
+    __shared__ dual_moves all;
+    __shared__ unsigned long long needed;
+    const DualRef<P, T>& any = refs[0];
+    load_moves(all, moves, any.slots);
+    const auto thread = static_cast<std::int32_t>(threadIdx.x);
+    const std::int32_t each = layers * any.kv_heads;
+    const std::int32_t before = *any.pool.free_count;
+    if (thread == 0) {
+        needed = 0;
+    }
+    __syncthreads();
+    const auto for_each_dropped_page = [&](const auto& visit) {
+        for (std::int32_t x = thread / 32; x < all.count * each; x += admit_threads / 32) {
+            if (!all.dropped(x / each)) {
+                continue;
+            }
+            const DualRef<P, T>& cache = refs[x % each / any.kv_heads];
+            const std::int32_t slot = all.target(x / each), head = x % any.kv_heads;
+            const std::int32_t held = cache.held[cache.head_index(slot, head)];
+            for (std::int32_t page = lane_id(); page < held; page += 32) {
+                visit(cache.pages(slot, head)[page]);
+            }
+        }
+    };
+    unsigned long long mine = 0;
+    for (std::int32_t x = thread; x < all.count * each; x += admit_threads) {
+        if (all.copies(x / each)) {
+            const DualRef<P, T>& cache = refs[x % each / any.kv_heads];
+            const std::int32_t head = x % any.kv_heads;
+            mine += static_cast<unsigned long long>(
+                pages_of_copy(cache, head, cache.used(all.source[x / each], head)));
+        }
+    }
+    atomicAdd(&needed, mine);
+    // A fork to where it came from drops nothing.
+    const bool moves_at_all = moves.sources != nullptr || moves.from != moves.to;
+    if (moves_at_all) {
+        for_each_dropped_page([&](std::int32_t id) {
+            if (atomicSub(any.pool.names + id, 1) == 1) {
+                any.pool.free_ids[atomicAdd(any.pool.free_count, 1)] = id;
+            }
+        });
+    }
+    __syncthreads();
+    const bool refuses =
+        static_cast<std::int64_t>(needed) > *static_cast<volatile std::int32_t*>(any.pool.free_count);
+    __syncthreads();
+    if (refuses) {
+        // What lies above `before` on the stack was free for a moment only.
+        for_each_dropped_page([&](std::int32_t id) { atomicAdd(any.pool.names + id, 1); });
+        if (thread == 0) {
+            *any.pool.free_count = before;
+        }
+    } else {
+        for (std::int32_t x = thread; x < all.count * each; x += admit_threads) {
+            if (all.dropped(x / each)) {
+                const DualRef<P, T>& cache = refs[x % each / any.kv_heads];
+                cache.held[cache.head_index(all.target(x / each), x % any.kv_heads)] = 0;
+            }
+        }
+    }
+    if (thread == 0) {
+        *refused = refuses ? 1 : 0;
+        if (refuses && status != nullptr) {
+            atomicOr(status, static_cast<std::uint32_t>(status_pool_exhausted));
+        }
+    }
+    for (std::int32_t i = thread; i < all.count && moves.sources != nullptr; i += admit_threads) {
+        if (moves.sources[i] != all.source[i] && status != nullptr) {
+            atomicOr(status, static_cast<std::uint32_t>(status_bad_length));
+        }
+    }
+}
+
+/// Heirs get their pages; all targets their counters and states. A block a head of a layer.
+template <class P, class T>
+__global__ void __launch_bounds__(slot_threads)
+    dual_inherit_kernel(const DualRef<P, T>* const refs, const slot_moves moves,
+                        const std::int64_t* const refused) {
+    __shared__ dual_moves all;
+    if (*refused != 0) {
+        return;
+    }
+    auto* const inherited = reinterpret_cast<slot_move*>(dynamic_shared());
+    auto* const copied = inherited + most_reordered;
+    void* const scratch = copied + most_reordered;
+    const DualRef<P, T>& cache = refs[blockIdx.x / static_cast<unsigned>(refs[0].kv_heads)];
+    const auto head = static_cast<std::int32_t>(blockIdx.x % static_cast<unsigned>(cache.kv_heads));
+    load_moves(all, moves, cache.slots);
+    const auto thread = static_cast<std::int32_t>(threadIdx.x),
+               threads = static_cast<std::int32_t>(blockDim.x);
+    for (std::int32_t i = thread; i < all.count; i += threads) {
+        const std::int32_t from = all.source[i], to = all.target(i);
+        inherited[i] = {all.inherits(i) ? from : to, to, cache.held[cache.head_index(from, head)]};
+        copied[i] = {from, to, 0};
+    }
+    __syncthreads();
+    move_words<std::uint32_t, std::uint32_t>(
+        inherited, all.count, scratch, thread, threads,
+        cache.table_offset[head + 1] - cache.table_offset[head],
+        [&](std::int32_t slot) { return cache.pages(slot, head); },
+        [](const slot_move& move) { return std::int64_t{move.used}; });
+    // Dropped slots hold nothing any more, so that a target that is not an heir has 0 already, or stays as it is.
+    for (std::int32_t i = thread; i < all.count; i += threads) {
+        if (inherited[i].from != inherited[i].to) {
+            cache.held[cache.head_index(inherited[i].to, head)] = inherited[i].used;
+        } else if (all.copies(i)) {
+            cache.held[cache.head_index(inherited[i].to, head)] = 0;
+        }
+    }
+    const auto one = [](const slot_move&) { return std::int64_t{1}; };
+    move_words<std::uint32_t, std::uint32_t>(
+        copied, all.count, scratch, thread, threads, 1,
+        [&](std::int32_t slot) { return cache.kept + cache.head_index(slot, head); }, one);
+    move_words<std::uint32_t, std::uint32_t>(
+        copied, all.count, scratch, thread, threads, 1,
+        [&](std::int32_t slot) { return cache.taken + cache.head_index(slot, head); }, one);
+    if constexpr (P::has_keep) {
+        move_words<std::uint32_t, std::uint32_t>(
+            copied, all.count, scratch, thread, threads, 1,
+            [&](std::int32_t slot) { return cache.pinned + cache.head_index(slot, head); }, one);
+    }
+    move_words<std::uint32_t, std::uint32_t>(
+        copied, all.count, scratch, thread, threads, cache.state_size,
+        [&](std::int32_t slot) { return cache.state + cache.head_index(slot, head) * cache.state_size; },
+        [&](const slot_move&) { return cache.state_size; });
+    if (blockIdx.x == 0) {  // reservations go with the pages
+        move_words<std::uint32_t, std::uint32_t>(
+            inherited, all.count, scratch, thread, threads, 2,
+            [&](std::int32_t slot) { return cache.reserved + slot; },
+            [](const slot_move&) { return std::int64_t{2}; });
+        __syncthreads();
+    }
+    for (std::int32_t i = thread; i < all.count; i += threads) {
+        if (blockIdx.x == 0 && all.copies(i)) {
+            cache.reserved[all.target(i)] = 0;
+        }
+        cache.victim[cache.head_index(all.target(i), head)] = -1;
+        if (head == 0) {
+            cache.proposed[all.target(i)] = 0;
+        }
+    }
+}
+
+/// Page tables of copies: pages that never change again are shared, the others taken. One block.
+template <class P, class T>
+__global__ void __launch_bounds__(admit_threads)
+    dual_share_kernel(const DualRef<P, T>* const refs, const std::int32_t layers, const slot_moves moves,
+                      const std::int64_t* const refused) {
+    __shared__ dual_moves all;
+    __shared__ admit_memory memory;
+    if (*refused != 0) {
+        return;
+    }
+    const DualRef<P, T>& any = refs[0];
+    load_moves(all, moves, any.slots);
+    const std::int32_t each = layers * any.kv_heads, free = *any.pool.free_count;
+    const auto used_of = [&](std::int32_t x) {
+        return rows_of_copy(refs[x % each / any.kv_heads], x % any.kv_heads, all.source[x / each],
+                            all.target(x / each));
+    };
+    const int taken = running_sums(
+        memory, all.count * each,
+        [&](std::int32_t x) {
+            return all.copies(x / each)
+                       ? pages_of_copy(refs[x % each / any.kv_heads], x % any.kv_heads, used_of(x))
+                       : 0;
+        },
+        [&](std::int32_t x, int before) {
+            if (!all.copies(x / each)) {
+                return;
+            }
+            const DualRef<P, T>& cache = refs[x % each / any.kv_heads];
+            const std::int32_t head = x % any.kv_heads, used = used_of(x), to = all.target(x / each);
+            const std::int32_t* const of_source = cache.pages(all.holder(x / each), head);
+            std::int32_t* const of_copy = cache.pages(to, head);
+            std::int32_t page = 0, next = free - 1 - before;
+            for (; page * std::int64_t{cache.page_rows} < used; ++page) {
+                if (page_is_shareable(cache, head, used, page)) {
+                    of_copy[page] = of_source[page];
+                    atomicAdd(any.pool.names + of_source[page], 1);
+                } else {
+                    const std::int32_t id = any.pool.free_ids[next--];
+                    any.pool.names[id] = 1;
+                    of_copy[page] = id;
+                }
+            }
+            cache.held[cache.head_index(to, head)] = page;
+        });
+    if (threadIdx.x == 0) {
+        *any.pool.free_count = free - taken;
+    }
+}
+
+/// The queries that an eviction part remembers. `pieces` blocks a head of a layer.
+template <class P, class T>
+__global__ void __launch_bounds__(slot_threads)
+    dual_queries_kernel(const DualRef<P, T>* const refs, const slot_moves moves, const std::int32_t pieces,
+                        const std::int64_t* const refused) {
+    if (*refused != 0) {
+        return;
+    }
+    auto* const all = reinterpret_cast<slot_move*>(dynamic_shared());
+    void* const scratch = all + most_reordered;
+    const std::int32_t piece = static_cast<std::int32_t>(blockIdx.x) % pieces;
+    const std::int32_t rest = static_cast<std::int32_t>(blockIdx.x) / pieces;
+    const DualRef<P, T>& cache = refs[rest / refs[0].kv_heads];
+    const std::int32_t head = rest % cache.kv_heads;
+    const auto thread = static_cast<std::int32_t>(threadIdx.x),
+               threads = static_cast<std::int32_t>(blockDim.x);
+    for (std::int32_t i = thread; i < moves.count; i += threads) {
+        all[i] = {moves.source(i, cache.slots), moves.target(i), 0};
+    }
+    __syncthreads();
+    const std::int64_t words = std::int64_t{cache.eviction.observing} * cache.group * cache.dim_k *
+                               static_cast<std::int64_t>(sizeof(T)) / 4;
+    move_words<std::uint32_t, std::uint32_t>(
+        all, moves.count, scratch, std::int64_t{piece} * threads + thread, std::int64_t{pieces} * threads,
+        words, [&](std::int32_t slot) { return cache.query_row(slot, head, 0); },
+        [&](const slot_move&) { return words; });
+}
+
+/// The rows of pages that copies do not share. `pieces` blocks a head of a layer, a warp a row.
+template <class P, class T>
+__global__ void __launch_bounds__(slot_threads)
+    dual_copy_kernel(const DualRef<P, T>* const refs, const slot_moves moves, const std::int32_t pieces,
+                     const std::int64_t* const refused) {
+    __shared__ dual_moves all;
+    if (*refused != 0) {
+        return;
+    }
+    const auto piece = static_cast<std::int32_t>(blockIdx.x) % pieces;
+    const std::int32_t rest = static_cast<std::int32_t>(blockIdx.x) / pieces;
+    const DualRef<P, T>& cache = refs[rest / refs[0].kv_heads];
+    const std::int32_t head = rest % cache.kv_heads;
+    load_moves(all, moves, cache.slots);
+    constexpr std::int32_t warps = slot_threads / 32;
+    for (std::int32_t i = 0; i < all.count; ++i) {
+        if (!all.copies(i)) {
+            continue;
+        }
+        const std::int32_t from = all.holder(i), to = all.target(i);
+        const std::int32_t used = rows_of_copy(cache, head, all.source[i], to);
+        const auto rows = cache.head_rows(from, head), copy = cache.head_rows(to, head);
+        for (std::int32_t r = piece * warps + warp_id(); r < used; r += pieces * warps) {
+            if (page_is_shareable(cache, head, used, r / cache.page_rows)) {
+                continue;
+            }
+            copy_row<T>(rows.k(r), copy.k(r), cache.dim_k);
+            copy_row<T>(rows.v(r), copy.v(r), cache.dim_v);
+            if (lane_id() == 0) {
+                copy.position(r) = rows.position(r);
+                copy.score(r) = rows.score(r);
+            }
+        }
+        if constexpr (P::has_selection) {  // of rows that stand in both: a page of the cache has whole ones
+            const std::int32_t size = rows.bound_rows;
+            for (std::int32_t page = piece * warps + warp_id(); page * size < used; page += pieces * warps) {
+                if (!page_is_shareable(cache, head, used, page * size / cache.page_rows)) {
+                    copy_row<T>(rows.bounds(page), copy.bounds(page), 2 * cache.dim_k);
+                }
+            }
+        }
+    }
+}
+
+/// Lengths, when nobody reads the old ones any more. One block.
+template <class Length>
+__global__ void __launch_bounds__(slot_threads)
+    dual_lengths_kernel(Length* const length, const std::int32_t slots, const slot_moves moves,
+                        const std::int64_t* const refused) {
+    if (*refused != 0) {
+        return;
+    }
+    auto* const all = reinterpret_cast<slot_move*>(dynamic_shared());
+    void* const scratch = all + most_reordered;
+    const auto thread = static_cast<std::int32_t>(threadIdx.x),
+               threads = static_cast<std::int32_t>(blockDim.x);
+    for (std::int32_t i = thread; i < moves.count; i += threads) {
+        all[i] = {moves.source(i, slots), moves.target(i), 0};
+    }
+    __syncthreads();
+    move_words<std::uint32_t, std::uint32_t>(
+        all, moves.count, scratch, thread, threads, 2, [&](std::int32_t slot) { return length + slot; },
+        [](const slot_move&) { return std::int64_t{2}; });
+}
+
+}  // namespace cuda_backend
+}  // namespace KVPOLICY_HIDDEN
+}  // namespace kvpolicy

@@ -1,0 +1,131 @@
+// A slot of a DualCache as rows that lie together, and back: for snapshots, which go through a host cache of one slot.
+#pragma once
+
+#include <kvpolicy/caches/cuda/kernel_prefill.cuh>
+#include <kvpolicy/caches/cuda/kernel_sequences.cuh>
+#include <kvpolicy/caches/cuda/page_bounds.cuh>
+#include <kvpolicy/caches/cuda/paged/agent_admit.cuh>
+#include <kvpolicy/caches/dual.hpp>
+#include <kvpolicy/cuda/config.cuh>
+
+#include <cstdint>
+
+namespace kvpolicy {
+inline namespace KVPOLICY_CUDA_NAMESPACE KVPOLICY_HIDDEN {
+namespace cuda_backend {
+
+/// The rows of all heads of all layers of one slot, one head after another.
+template <class T>
+struct slot_rows {
+    const std::int64_t* first = nullptr;  // [layers * kv_heads + 1]
+    T* k = nullptr;                       // [rows, dim_k]
+    T* v = nullptr;                       // [rows, dim_v]
+    position_t* position = nullptr;       // [rows]
+    float* score = nullptr;               // [rows]
+};
+
+/// Copies them out of the cache, or into it. `pieces` blocks a head of a layer, a warp a row.
+template <class P, class T>
+__global__ void __launch_bounds__(slot_threads)
+    dual_slot_rows_kernel(const DualRef<P, T>* const refs, const std::int32_t slot, const slot_rows<T> rows,
+                          const std::int32_t pieces, const bool into_cache) {
+    const std::int32_t x = static_cast<std::int32_t>(blockIdx.x) / pieces;
+    const DualRef<P, T>& cache = refs[x / refs[0].kv_heads];
+    const auto of_head = cache.head_rows(slot, x % cache.kv_heads);
+    constexpr std::int32_t warps = slot_threads / 32;
+    const std::int64_t first = rows.first[x];
+    const auto used = static_cast<std::int32_t>(rows.first[x + 1] - first);
+    for (std::int32_t r = static_cast<std::int32_t>(blockIdx.x) % pieces * warps + warp_id(); r < used;
+         r += pieces * warps) {
+        T* const k = rows.k + (first + r) * cache.dim_k;
+        T* const v = rows.v + (first + r) * cache.dim_v;
+        copy_row<T>(into_cache ? k : of_head.k(r), into_cache ? of_head.k(r) : k, cache.dim_k);
+        copy_row<T>(into_cache ? v : of_head.v(r), into_cache ? of_head.v(r) : v, cache.dim_v);
+        if (lane_id() == 0) {
+            if (into_cache) {
+                of_head.position(r) = rows.position[first + r];
+                of_head.score(r) = rows.score[first + r];
+            } else {
+                rows.position[first + r] = of_head.position(r);
+                rows.score[first + r] = of_head.score(r);
+            }
+        }
+    }
+}
+
+/// Bounds of all pages of a selection in a slot whose rows have been written. `pieces` blocks a head of a layer, a warp a page.
+template <class P, class T>
+__global__ void __launch_bounds__(slot_threads)
+    dual_slot_bounds_kernel(const DualRef<P, T>* const refs, const std::int32_t slot,
+                            const std::int64_t* const first, const std::int32_t pieces) {
+    const std::int32_t x = static_cast<std::int32_t>(blockIdx.x) / pieces;
+    const DualRef<P, T>& cache = refs[x / refs[0].kv_heads];
+    constexpr std::int32_t warps = slot_threads / 32;
+    const auto used = static_cast<std::int32_t>(first[x + 1] - first[x]);
+    refresh_pages(cache.head_rows(slot, x % cache.kv_heads), 0, used, used,
+                  static_cast<std::int32_t>(blockIdx.x) % pieces * warps + warp_id(), pieces * warps);
+}
+
+/// Gives a slot pages for first[x + 1] - first[x] rows of each head in place of those that it had. `answer`: how many pages the pool
+/// lacks; then nothing changes. One block.
+template <class P, class T>
+__global__ void __launch_bounds__(admit_threads)
+    dual_refill_kernel(const DualRef<P, T>* const refs, const std::int32_t layers, const std::int32_t slot,
+                       const std::int64_t* const first, std::int64_t* const answer) {
+    __shared__ admit_memory memory;
+    const DualRef<P, T>& any = refs[0];
+    const std::int32_t heads = layers * any.kv_heads, before = *any.pool.free_count;
+    const auto pages_of = [&](std::int32_t x) {
+        return static_cast<std::int32_t>((first[x + 1] - first[x] + any.page_rows - 1) / any.page_rows);
+    };
+    const auto for_each_page = [&](const auto& visit) {
+        for (std::int32_t x = warp_id(); x < heads; x += admit_threads / 32) {
+            const DualRef<P, T>& cache = refs[x / any.kv_heads];
+            const std::int32_t held = cache.held[cache.head_index(slot, x % any.kv_heads)];
+            for (std::int32_t page = lane_id(); page < held; page += 32) {
+                visit(cache.pages(slot, x % any.kv_heads)[page]);
+            }
+        }
+    };
+    int mine = 0;
+    for (auto x = static_cast<std::int32_t>(threadIdx.x); x < heads; x += admit_threads) {
+        mine += pages_of(x);
+    }
+    const int needed = block_total(memory, mine);  // no more than a host cache held
+    for_each_page([&](std::int32_t id) {
+        if (atomicSub(any.pool.names + id, 1) == 1) {
+            any.pool.free_ids[atomicAdd(any.pool.free_count, 1)] = id;
+        }
+    });
+    __syncthreads();
+    const std::int32_t free = *static_cast<volatile std::int32_t*>(any.pool.free_count);
+    __syncthreads();
+    if (threadIdx.x == 0) {
+        *answer = needed > free ? std::int64_t{needed} - free : 0;
+    }
+    if (needed > free) {
+        // What lies above `before` on the stack was free for a moment only.
+        for_each_page([&](std::int32_t id) { atomicAdd(any.pool.names + id, 1); });
+        if (threadIdx.x == 0) {
+            *any.pool.free_count = before;
+        }
+        return;
+    }
+    running_sums(memory, heads, pages_of, [&](std::int32_t x, int taken) {
+        const DualRef<P, T>& cache = refs[x / any.kv_heads];
+        const std::int32_t head = x % any.kv_heads, pages = pages_of(x);
+        for (std::int32_t page = 0; page < pages; ++page) {
+            const std::int32_t id = any.pool.free_ids[free - 1 - taken - page];
+            any.pool.names[id] = 1;
+            cache.pages(slot, head)[page] = id;
+        }
+        cache.held[cache.head_index(slot, head)] = pages;
+    });
+    if (threadIdx.x == 0) {
+        *any.pool.free_count = free - needed;
+    }
+}
+
+}  // namespace cuda_backend
+}  // namespace KVPOLICY_HIDDEN
+}  // namespace kvpolicy

@@ -1,0 +1,407 @@
+// Scores of new tokens (on arrival), or of the keys that leave the window when they come (on leaving), by one block.
+#pragma once
+
+#include <kvpolicy/caches/cuda/contiguous/contiguous_view.cuh>
+#include <kvpolicy/caches/cuda/scoring/agent_score_row.cuh>
+#include <kvpolicy/cuda/config.cuh>
+#include <kvpolicy/scorers/mlstm.hpp>
+
+#include <cmath>
+#include <cstdint>
+#include <type_traits>
+
+namespace kvpolicy {
+inline namespace KVPOLICY_CUDA_NAMESPACE KVPOLICY_HIDDEN {
+namespace cuda_backend {
+
+inline constexpr int score_warps = 16;
+inline constexpr int score_threads = 32 * score_warps;
+inline constexpr int score_batch = 8;  // tokens that a block of a stateless scorer takes
+
+/// A launch that scores the tokens of a chunk (a step: of one token).
+template <class View, class Scorer>
+struct score_launch {
+    using T = typename View::value_type;
+
+    View cache;
+    Batch batch{};
+    chunk_tokens<T> tokens{};
+    // [count, Hkv, most]: of token j, or of the key that leaves when token j comes (0 where none does)
+    float* scores = nullptr;
+    float* state = nullptr;  // [count, Hkv, state_size]: where the advanced states go; null: the cache itself
+    Scorer scorer;
+    // An mLSTM's sizes, whose functions are the host's.
+    std::int32_t projection = 0;
+    std::int32_t features = 0;
+    std::int32_t width = 0;
+    std::int32_t together = 1;  // sequences that blocks take at once
+    std::int32_t slots = 0;     // for states in a block's memory: see agent_mlstm_batched.cuh
+    bool beside = false;        // of a launch whose blocks run meanwhile
+};
+
+__device__ inline float silu(float y) { return y / (1.0f + __expf(-y)); }
+__device__ inline float activate(Silu, float y) { return silu(y); }
+__device__ inline float activate(GeluErf, float y) { return 0.5f * y * (1.0f + erff(y * 0.70710678f)); }
+
+/// What a block is to score: entry, head, and where its chunk begins.
+template <class View>
+struct score_place {
+    std::int32_t pair, entry, head;
+    active_entry active;
+    typename View::head_type rows;
+    position_t base;
+
+    __device__ score_place(const View& cache, const Batch& batch, std::int32_t number, std::int32_t most)
+        : pair(number),
+          entry(number / cache.kv_heads),
+          head(number % cache.kv_heads),
+          active(active_entry(cache, batch, entry, most).once(cache)),
+          rows(cache, active.tokens != 0 ? active.slot : 0, head),
+          base(active.tokens != 0 ? cache.length[active.slot] : 0) {}
+};
+
+template <class T>
+__device__ void to_floats(const T* from, std::int32_t count, float* to) {
+    for (std::int32_t i = static_cast<std::int32_t>(threadIdx.x); i < count; i += score_threads) {
+        to[i] = static_cast<float>(from[i]);
+    }
+}
+
+/// A token a warp.
+template <class View, std::int32_t D>
+__device__ void score_block(const score_launch<View, LinearScorer<D>>& call, float* /*shared*/) {
+    const std::int32_t pieces = (call.tokens.most + score_batch - 1) / score_batch;
+    const auto number = static_cast<std::int32_t>(blockIdx.x);
+    const score_place<View> at(call.cache, call.batch, number / pieces, call.tokens.most);
+    const std::int32_t j = number % pieces * score_batch + warp_id();
+    static_assert(score_batch <= score_warps);
+    if (warp_id() < score_batch && j < at.active.tokens) {
+        const float score =
+            warp_score(call.scorer, at.head, call.tokens.key(at.rows, at.entry, at.head, j),
+                       call.tokens.value(at.rows, at.entry, at.head, j), call.cache.dim_k, call.cache.dim_v);
+        if (lane_id() == 0) {
+            call.scores[std::int64_t{at.pair} * call.tokens.most + j] = score;
+        }
+    }
+}
+
+/// A few tokens share every row of the first layer's weights; a warp takes a hidden number at a time.
+template <class View, class Act, std::int32_t D>
+__device__ void score_block(const score_launch<View, BasicMlpScorer<KeyValueInput, Act, D>>& call,
+                            float* const shared) {
+    const std::int32_t pieces = (call.tokens.most + score_batch - 1) / score_batch;
+    const auto number = static_cast<std::int32_t>(blockIdx.x);
+    const score_place<View> at(call.cache, call.batch, number / pieces, call.tokens.most);
+    const std::int32_t first = number % pieces * score_batch;
+    const std::int32_t left = at.active.tokens - first, count = left < score_batch ? left : score_batch;
+    if (count <= 0) {
+        return;
+    }
+    const std::int32_t inputs = call.cache.dim_k + call.cache.dim_v, hidden = call.scorer.hidden;
+    float* const x = shared;                       // [score_batch, inputs]
+    float* const sums = x + score_batch * inputs;  // [score_warps, score_batch]
+    for (std::int32_t t = 0; t < count; ++t) {
+        to_floats(call.tokens.key(at.rows, at.entry, at.head, first + t), call.cache.dim_k, x + t * inputs);
+        to_floats(call.tokens.value(at.rows, at.entry, at.head, first + t), call.cache.dim_v,
+                  x + t * inputs + call.cache.dim_k);
+    }
+    __syncthreads();
+    const auto& weights = call.scorer.weights;
+    float score[score_batch] = {};
+    for (std::int32_t unit = warp_id(); unit < hidden; unit += score_warps) {
+        const std::int64_t index = std::int64_t{at.head} * hidden + unit;
+        const float* const w = weights.w1 + index * inputs;
+        float sum[score_batch] = {};
+        for (std::int32_t i = lane_id(); i < inputs; i += 32) {
+            const float weight = w[i];
+#pragma unroll
+            for (int t = 0; t < score_batch; ++t) {
+                if (t < count) {
+                    sum[t] += weight * x[t * inputs + i];
+                }
+            }
+        }
+        const float bias = weights.b1 != nullptr ? weights.b1[index] : 0.0f, out = weights.w2[index];
+#pragma unroll
+        for (int t = 0; t < score_batch; ++t) {
+            if (t < count) {
+                score[t] += out * activate(Act{}, warp_total(sum[t]) + bias);
+            }
+        }
+    }
+    if (lane_id() == 0) {
+#pragma unroll
+        for (int t = 0; t < score_batch; ++t) {
+            sums[warp_id() * score_batch + t] = score[t];
+        }
+    }
+    __syncthreads();
+    const auto t = static_cast<std::int32_t>(threadIdx.x);
+    if (t < count) {
+        float all = weights.b2 != nullptr ? weights.b2[at.head] : 0.0f;
+        for (int w = 0; w < score_warps; ++w) {
+            all += sums[w * score_batch + t];
+        }
+        call.scores[std::int64_t{at.pair} * call.tokens.most + first + t] = all;
+    }
+}
+
+/// Four weights; a user's need not be aligned.
+__device__ inline float4 four_weights(const float* w, bool aligned) {
+    return aligned ? *reinterpret_cast<const float4*>(w) : make_float4(w[0], w[1], w[2], w[3]);
+}
+
+/// out[i] = w_i . x for rows [0, count) of weights, a warp a row; warp `leader` has the first. `inputs` is a multiple of 8, as
+/// head_dims are, and x is aligned to 16 bytes.
+__device__ inline void project_rows(const float* w, std::int32_t count, const float* x, std::int32_t inputs,
+                                    float* out, int leader = 0) {
+    constexpr int rows = 4, turns = 2;  // at once, so that their loads overlap: the weights come from afar
+    const bool aligned = reinterpret_cast<std::uintptr_t>(w) % sizeof(float4) == 0;
+    const int warp = (warp_id() + score_warps - leader) % score_warps;
+    for (std::int32_t first = warp * rows; first < count; first += score_warps * rows) {
+        float sum[rows] = {};
+        for (std::int32_t begin = 0; begin < inputs; begin += 128 * turns) {
+            float4 weight[rows][turns];
+#pragma unroll
+            for (int r = 0; r < rows; ++r) {
+#pragma unroll
+                for (int t = 0; t < turns; ++t) {
+                    const std::int32_t i = begin + 128 * t + 4 * lane_id();
+                    weight[r][t] = first + r < count && i < inputs
+                                       ? four_weights(w + std::int64_t{first + r} * inputs + i, aligned)
+                                       : float4{};
+                }
+            }
+#pragma unroll
+            for (int t = 0; t < turns; ++t) {
+                const std::int32_t i = begin + 128 * t + 4 * lane_id();
+                const float4 number = i < inputs ? *reinterpret_cast<const float4*>(x + i) : float4{};
+#pragma unroll
+                for (int r = 0; r < rows; ++r) {
+                    sum[r] += weight[r][t].x * number.x + weight[r][t].y * number.y +
+                              weight[r][t].z * number.z + weight[r][t].w * number.w;
+                }
+            }
+        }
+#pragma unroll
+        for (int r = 0; r < rows; ++r) {
+            const float total = warp_total(sum[r]);
+            if (lane_id() == 0 && first + r < count) {
+                out[first + r] = total;
+            }
+        }
+    }
+}
+
+/// softmax(sign y), by one warp.
+__device__ inline void warp_softmax(const float* y, std::int32_t count, float sign, float* out) {
+    float largest = -INFINITY;
+    for (std::int32_t i = lane_id(); i < count; i += 32) {
+        largest = fmaxf(largest, sign * y[i]);
+    }
+#pragma unroll
+    for (int step = 16; step != 0; step /= 2) {
+        largest = fmaxf(largest, __shfl_xor_sync(all_lanes, largest, step));
+    }
+    float sum = 0.0f;
+    for (std::int32_t i = lane_id(); i < count; i += 32) {
+        sum += expf(sign * y[i] - largest);
+    }
+    const float scale = 1.0f / warp_total(sum);
+    for (std::int32_t i = lane_id(); i < count; i += 32) {
+        out[i] = expf(sign * y[i] - largest) * scale;
+    }
+}
+__device__ inline void warp_features(Softmax, const float* y, std::int32_t d_qk, float* out) {
+    warp_softmax(y, d_qk, 1.0f, out);
+}
+__device__ inline void warp_features(Hedgehog, const float* y, std::int32_t d_qk, float* out) {
+    warp_softmax(y, d_qk / 2, 1.0f, out);
+    warp_softmax(y, d_qk / 2, -1.0f, out + d_qk / 2);
+}
+
+/// Shared memory of the mLSTM's block.
+struct mlstm_memory {
+    float *x, *of_leaving;  // [inputs]
+    float *y_k, *y_q;       // [projection]
+    float* v;               // [width]
+    float *k, *q;           // [features]
+    float* h;               // [width]
+    float* partial;         // [score_warps, width]
+    float* divisor;         // [score_warps]
+    float* numbers;         // a_i, a_f, skip; forget, write
+
+    __host__ __device__ static constexpr std::int64_t floats(std::int32_t inputs, std::int32_t projection,
+                                                             std::int32_t features, std::int32_t width) {
+        return 2 * (std::int64_t{inputs} + projection + features) + (2 + score_warps) * std::int64_t{width} +
+               score_warps + 8;
+    }
+    __device__ mlstm_memory(float* at, std::int32_t inputs, std::int32_t projection, std::int32_t features,
+                            std::int32_t width_)
+        : x(at),
+          of_leaving(x + inputs),
+          y_k(of_leaving + inputs),
+          y_q(y_k + projection),
+          v(y_q + projection),
+          k(v + width_),
+          q(k + features),
+          h(q + features),
+          partial(h + width_),
+          divisor(partial + score_warps * width_),
+          numbers(divisor + score_warps) {}
+};
+
+/// One head's tokens one after another, as a step absorbs them: the state is read and written once a token.
+template <class View, std::int32_t D, class Feature, class Values>
+__device__ void score_block(const score_launch<View, mLSTMScorer<D, Feature, Values>>& call,
+                            float* const shared) {
+    using T = typename View::value_type;
+    const score_place<View> at(call.cache, call.batch, static_cast<std::int32_t>(blockIdx.x),
+                               call.tokens.most);
+    if (at.active.tokens == 0) {
+        return;
+    }
+    const std::int32_t dim_k = call.cache.dim_k, dim_v = call.cache.dim_v, inputs = dim_k + dim_v;
+    const std::int32_t features = call.features, width = call.width, projection = call.projection;
+    const mlstm_memory memory(shared, inputs, projection, features, width);
+    const auto& weights = call.scorer.weights;
+    const std::int64_t head = at.head;
+    const auto thread = static_cast<std::int32_t>(threadIdx.x);
+    float* state = call.cache.state + at.rows.index * call.cache.state_size;
+    if (call.state != nullptr) {
+        float* const copy = call.state + std::int64_t{at.pair} * call.cache.state_size;
+        for (std::int64_t i = thread; i < call.cache.state_size; i += score_threads) {
+            copy[i] = state[i];
+        }
+        state = copy;
+        __syncthreads();
+    }
+    float* const z = state + std::int64_t{features} * width;
+    float* const stabiliser = z + features;
+    for (std::int32_t j = 0; j < at.active.tokens; ++j) {
+        const position_t u = at.base + j - at.rows.rule.window;
+        const bool leaves = u >= at.rows.rule.sinks;
+        const T* const value = call.tokens.value(at.rows, at.entry, at.head, j);
+        to_floats(call.tokens.key(at.rows, at.entry, at.head, j), dim_k, memory.x);
+        to_floats(value, dim_v, memory.x + dim_k);
+        if (leaves) {
+            const bool stored = u < at.base;
+            const std::int32_t row = stored ? at.rows.layout.recent(u) : 0;
+            const auto of_chunk = static_cast<std::int32_t>(stored ? 0 : u - at.base);
+            to_floats(stored ? at.rows.key(row) : call.tokens.key(at.rows, at.entry, at.head, of_chunk),
+                      dim_k, memory.of_leaving);
+            to_floats(stored ? at.rows.value(row) : call.tokens.value(at.rows, at.entry, at.head, of_chunk),
+                      dim_v, memory.of_leaving + dim_k);
+        }
+        __syncthreads();
+        project_rows(weights.w_k + head * projection * inputs, projection, memory.x, inputs, memory.y_k);
+        project_rows(weights.w_i + head * inputs, 1, memory.x, inputs, memory.numbers, 1);
+        project_rows(weights.w_f + head * inputs, 1, memory.x, inputs, memory.numbers + 1, 2);
+        if constexpr (Values::projected) {
+            project_rows(weights.w_v + head * width * inputs, width, memory.x, inputs, memory.v);
+        } else {
+            to_floats(value, width, memory.v);
+        }
+        if (leaves) {
+            project_rows(weights.w_q + head * projection * inputs, projection, memory.of_leaving, inputs,
+                         memory.y_q);
+            if (weights.skip != nullptr) {
+                project_rows(weights.skip + head * inputs, 1, memory.of_leaving, inputs, memory.numbers + 2,
+                             3);
+            }
+        }
+        __syncthreads();
+        if (warp_id() == 0) {
+            warp_features(Feature{}, memory.y_k, features, memory.k);
+        } else if (warp_id() == 1 && leaves) {
+            warp_features(Feature{}, memory.y_q, features, memory.q);
+        } else if (thread == 64) {
+            // Gates as logarithms in double: log f near 0 must survive being added to a large stabiliser.
+            double input = memory.numbers[0], forget = memory.numbers[1];
+            input += weights.b_i != nullptr ? weights.b_i[head] : 0.0f;
+            forget += weights.b_f != nullptr ? weights.b_f[head] : 0.0f;
+            const double cap = call.scorer.gate_softcap;
+            if (cap > 0.0) {
+                input = cap * tanh(input / cap);
+                forget = cap * tanh(forget / cap);
+            }
+            double log_forget = forget < 0.0 ? forget - log1p(exp(forget)) : -log1p(exp(-forget));
+            if (log_forget < mLSTMScorer<>::least_log_forget) {
+                log_forget = mLSTMScorer<>::least_log_forget;
+            }
+            const double kept =
+                log_forget + (static_cast<double>(stabiliser[0]) + static_cast<double>(stabiliser[1]));
+            const double m = kept > input ? kept : input;
+            memory.numbers[3] = static_cast<float>(exp(kept - m));
+            memory.numbers[4] = static_cast<float>(exp(input - m));
+            stabiliser[0] = static_cast<float>(m);
+            stabiliser[1] =
+                isfinite(m) ? static_cast<float>(m - static_cast<double>(static_cast<float>(m))) : 0.0f;
+        }
+        __syncthreads();
+        const float forget = memory.numbers[3], write = memory.numbers[4];
+        float of_z = 0.0f;
+        for (std::int32_t d = thread; d < features; d += score_threads) {
+            const float now = fmaf(forget, z[d], write * memory.k[d]);
+            z[d] = now;
+            of_z += leaves ? memory.q[d] * now : 0.0f;
+        }
+        of_z = warp_total(of_z);
+        if (lane_id() == 0) {
+            memory.divisor[warp_id()] = of_z;
+        }
+        for (std::int32_t e = lane_id(); e < width; e += 32) {
+            float sum = 0.0f;
+            const float v = memory.v[e];
+#pragma unroll 4
+            for (std::int32_t d = warp_id(); d < features; d += score_warps) {
+                float* const c = state + std::int64_t{d} * width + e;
+                const float now = fmaf(forget, *c, write * memory.k[d] * v);
+                *c = now;
+                sum += leaves ? memory.q[d] * now : 0.0f;
+            }
+            memory.partial[warp_id() * width + e] = sum;
+        }
+        __syncthreads();
+        if (warp_id() == 0) {
+            float score = 0.0f;
+            if (leaves) {
+                float divisor = 0.0f;
+                for (int w = 0; w < score_warps; ++w) {
+                    divisor += memory.divisor[w];
+                }
+                constexpr auto least = static_cast<float>(mLSTMScorer<D, Feature, Values>::clamp);
+                const float scale = 1.0f / (divisor < least ? least : divisor);
+                float squares = 0.0f;
+                for (std::int32_t e = lane_id(); e < width; e += 32) {
+                    float h = 0.0f;
+                    for (int w = 0; w < score_warps; ++w) {
+                        h += memory.partial[w * width + e];
+                    }
+                    h *= scale;
+                    memory.h[e] = h;
+                    squares += h * h;
+                }
+                squares = warp_total(squares) / static_cast<float>(width);
+                constexpr auto epsilon = static_cast<float>(mLSTMScorer<D, Feature, Values>::norm_epsilon);
+                const float norm = weights.norm_gain != nullptr ? 1.0f / sqrtf(squares + epsilon) : 1.0f;
+                for (std::int32_t e = lane_id(); e < width; e += 32) {
+                    const float gain =
+                        weights.norm_gain != nullptr ? weights.norm_gain[head * width + e] : 1.0f;
+                    score += weights.readout[head * width + e] * silu(memory.h[e] * norm * gain);
+                }
+                score = warp_total(score);
+                score += weights.readout_bias != nullptr ? weights.readout_bias[head] : 0.0f;
+                score += weights.skip != nullptr ? memory.numbers[2] : 0.0f;
+            }
+            if (lane_id() == 0) {
+                call.scores[std::int64_t{at.pair} * call.tokens.most + j] = score;
+            }
+        }
+        __syncthreads();  // the shared memory is free again
+    }
+}
+
+}  // namespace cuda_backend
+}  // namespace KVPOLICY_HIDDEN
+}  // namespace kvpolicy

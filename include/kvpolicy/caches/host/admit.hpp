@@ -1,0 +1,120 @@
+// Pages for what a call is about to write: all that a sequence needs, or the call leaves that sequence alone.
+#pragma once
+
+#include <kvpolicy/caches/host/entries.hpp>
+#include <kvpolicy/caches/layer_ref.hpp>
+#include <kvpolicy/core/check.hpp>
+#include <kvpolicy/core/status.hpp>
+
+#include <algorithm>
+#include <limits>
+
+namespace kvpolicy::host_backend {
+
+/// Workspace of admit: the tokens of the entries that go on.
+template <class Cache>
+std::size_t admission_bytes([[maybe_unused]] const Cache& cache, [[maybe_unused]] std::int32_t count) {
+    if constexpr (Cache::pooled) {
+        return aligned_size(static_cast<std::size_t>(count) * sizeof(std::int32_t));
+    }
+    return 0;
+}
+
+/// Refuses a slot that a call would make longer than it may get.
+inline void require_longest(std::int32_t slot, position_t after, position_t longest) {
+    if (after > longest) {
+        detail::refuse(detail::text("length of slot ", slot, " after the call").c_str(), after,
+                       detail::text("at most the cache's longest, ", longest));
+    }
+}
+
+/// Refuses tokens beyond what the page tables of unbounded heads can name.
+template <class Cache>
+void check_longest([[maybe_unused]] const Cache& cache, [[maybe_unused]] const Batch& batch) {
+    if constexpr (Cache::pooled) {
+        for (std::int32_t i = 0; cache.limited && i < batch.count; ++i) {
+            const std::int32_t slot = batch.slot(i);
+            const position_t after = cache.length[slot] + cache.pending(slot, 0) + batch.tokens(i);
+            if (batch.tokens(i) != 0) {
+                require_longest(slot, after, cache.longest);
+            }
+        }
+    }
+}
+
+/// Takes the pages that the batch's entries need for rows_after(entry, head) rows, entry by entry, and returns the batch of
+/// those that got theirs: the others have 0 tokens in it, and status_pool_exhausted in status[entry]. Without a status
+/// array exhaustion is refused, and nothing is taken.
+template <class Cache, class RowsAfter>
+Batch admit([[maybe_unused]] const Cache& cache, const Batch& batch, [[maybe_unused]] std::uint32_t* status,
+            [[maybe_unused]] std::byte* memory, [[maybe_unused]] RowsAfter&& rows_after) {
+    if constexpr (!Cache::pooled) {
+        return batch;
+    } else {
+        auto* const tokens = reinterpret_cast<std::int32_t*>(memory);
+        std::int64_t left = cache.pool.free_pages(), needed = 0;
+        for (std::int32_t i = 0; i < batch.count; ++i) {
+            tokens[i] = batch.tokens(i);
+            if (tokens[i] == 0) {
+                continue;
+            }
+            std::int64_t mine = 0;
+            for (std::int32_t h = 0; h < cache.kv_heads; ++h) {
+                mine += cache.pages_missing(batch.slot(i), h, rows_after(i, h));
+            }
+            needed += mine;
+            if (mine > left) {
+                tokens[i] = 0;
+            } else {
+                left -= mine;
+            }
+        }
+        for (std::int32_t i = 0; i < batch.count; ++i) {
+            if (tokens[i] == batch.tokens(i)) {
+                continue;
+            }
+            if (status == nullptr) {
+                detail::refuse(
+                    "free pages of the pool", cache.pool.free_pages(),
+                    detail::text(
+                        "at least the ", needed,
+                        " that the call needs (add_slab lends more), or the call takes a status array"));
+            }
+            status[i] |= status_pool_exhausted;
+        }
+        for (std::int32_t i = 0; i < batch.count; ++i) {
+            for (std::int32_t h = 0; tokens[i] != 0 && h < cache.kv_heads; ++h) {
+                cache.take_pages(batch.slot(i), h, rows_after(i, h));
+            }
+        }
+        return {.count = batch.count, .slots = batch.slots, .q_len = tokens, .length = batch.length};
+    }
+}
+
+/// What an entry gets that was left alone: out 0, lse -inf.
+template <class Cache, class T>
+void clear_refused([[maybe_unused]] const Cache& cache, [[maybe_unused]] const Batch& all,
+                   [[maybe_unused]] const Batch& admitted, [[maybe_unused]] rows_view<T> out,
+                   [[maybe_unused]] plane_view<float> lse,
+                   [[maybe_unused]] const std::int32_t* cu_seqlens = nullptr) {
+    if constexpr (Cache::pooled) {
+        for (std::int32_t i = 0; i < all.count; ++i) {
+            if (admitted.tokens(i) == all.tokens(i)) {
+                continue;
+            }
+            for (std::int32_t h = 0; h < cache.kv_heads * cache.group; ++h) {
+                for (std::int32_t j = 0; j < all.tokens(i); ++j) {
+                    // T{} would do, but the storage types are trivial on purpose.
+                    std::fill_n(entry_rows(out, cu_seqlens, i).row(i, h, j), cache.dim_v,
+                                static_cast<T>(0.0f));
+                    if (lse) {
+                        entry_plane(lse, cu_seqlens, i).head(i, h)[j] =
+                            -std::numeric_limits<float>::infinity();
+                    }
+                }
+            }
+        }
+    }
+}
+
+}  // namespace kvpolicy::host_backend

@@ -1,0 +1,252 @@
+// Attention of a cache's calls on the host: one query a sequence over the rows in use, or a chunk over two segments.
+#pragma once
+
+#include <kvpolicy/attention/host/kernel.hpp>
+#include <kvpolicy/caches/host/entries.hpp>
+#include <kvpolicy/caches/host/select.hpp>
+#include <kvpolicy/caches/layer_ref.hpp>
+#include <kvpolicy/core/check.hpp>
+
+#include <algorithm>
+#include <cmath>
+
+namespace kvpolicy::host_backend {
+
+template <class Cache>
+attention_shape shape_of(const Cache& cache) {
+    attention_shape shape;
+    shape.dim_k = cache.dim_k;
+    shape.dim_v = cache.dim_v;
+    shape.scale = cache.attention.scale != 0.0f ? cache.attention.scale
+                                                : 1.0f / std::sqrt(static_cast<float>(cache.dim_k));
+    shape.softcap = cache.attention.softcap;
+    return shape;
+}
+
+/// The query heads of one entry and KV head, and where their results go.
+template <class Cache, class T>
+query_block<T> block_of(const Cache& cache, std::int32_t entry, std::int32_t head, std::int32_t tokens,
+                        rows_view<const T> q, rows_view<T> out, plane_view<float> lse) {
+    query_block<T> block;
+    const std::int32_t first_head = head * cache.group;
+    block.q = q.row(entry, first_head, 0);
+    block.row_stride = q.row_stride;
+    block.head_stride = q.head_stride;
+    block.out = out.row(entry, first_head, 0);
+    block.out_row_stride = out.row_stride;
+    block.out_head_stride = out.head_stride;
+    if (lse) {
+        block.lse = lse.head(entry, first_head);
+        block.lse_row_stride = 1;
+        block.lse_head_stride = lse.head_stride;
+    }
+    block.count = tokens;
+    block.group = cache.group;
+    return block;
+}
+
+/// Memory of one part of a decode: a partial result, then scratch.
+template <class T>
+struct decode_part {
+    std::size_t out, lse, scratch;
+    decode_part(const attention_shape& shape, std::int32_t group)
+        : out(aligned_size(static_cast<std::size_t>(group) * static_cast<std::size_t>(shape.dim_v) *
+                           sizeof(compute_t<T>))),
+          lse(aligned_size(static_cast<std::size_t>(group) * sizeof(float))),
+          scratch(aligned_size(attend_scratch_bytes<T>(shape, group, 1))) {}
+};
+
+/// What a query of one head reads: the first `pages` of its chosen pages, `rows` rows in all.
+struct page_choice {
+    std::int32_t pages, rows;
+};
+
+inline constexpr std::int32_t most_decode_parts = 32;  // attend_splits never makes more than this many in all
+
+template <class Cache>
+std::size_t decode_bytes(const host& on, const Cache& cache, std::int32_t count) {
+    const decode_part<typename Cache::value_type> part(shape_of(cache), cache.group);
+    const std::size_t tasks = static_cast<std::size_t>(count) * static_cast<std::size_t>(cache.kv_heads);
+    return std::max<std::size_t>(tasks, most_decode_parts) * (part.out + part.lse) +
+           static_cast<std::size_t>(on.threads()) * part.scratch +
+           tasks * (selection_bytes(cache) + aligned_size(sizeof(page_choice)));
+}
+
+/// Hands rows [begin, end) of a head to visit(segment, first_row), a segment for each run of rows that lie together. Every
+/// row lies before the query at 0; the caller may say otherwise in the segment.
+template <class Rows, class Visit>
+void visit_rows(const Rows& rows, std::int32_t begin, std::int32_t end, std::int32_t dim_k,
+                std::int32_t dim_v, Visit&& visit) {
+    for (std::int32_t row = begin; row < end;) {
+        const std::int32_t stop = rows.run_end(row, end);
+        key_segment<std::remove_pointer_t<decltype(rows.k(0))>> segment;
+        segment.k = rows.k(row);
+        segment.k_stride = dim_k;
+        segment.v = rows.v(row);
+        segment.v_stride = dim_v;
+        segment.count = stop - row;
+        segment.first = -segment.count;
+        visit(segment, row);
+        row = stop;
+    }
+}
+
+/// One query a sequence over the rows in use. `added`: tokens of the present call whose rows are in already, but which the layer has
+/// not marked as taken yet.
+template <class Cache, class T>
+void attend_rows(const host& on, const Cache& cache, const Batch& batch, rows_view<const T> q,
+                 rows_view<T> out, plane_view<float> lse, std::int32_t added, std::byte* memory) {
+    const attention_shape shape = shape_of(cache);
+    const std::int64_t tasks = std::int64_t{batch.count} * cache.kv_heads;
+    const auto entry_of = [&](std::int64_t task) { return static_cast<std::int32_t>(task / cache.kv_heads); };
+    const auto head_of = [&](std::int64_t task) { return static_cast<std::int32_t>(task % cache.kv_heads); };
+    const auto held = [&](std::int64_t task) {
+        const std::int32_t slot = batch.slot(entry_of(task)), head = head_of(task);
+        return cache.layout(head).used(cache.length[slot] + cache.pending(slot, head) + added,
+                                       cache.kept[cache.head_index(slot, head)]);
+    };
+    using real = compute_t<T>;
+    const std::size_t chosen_bytes = selection_bytes(cache), choice_bytes = aligned_size(sizeof(page_choice));
+    std::byte* const choices = memory;
+    const auto choice_of = [&](std::int64_t task) -> page_choice& {
+        return *reinterpret_cast<page_choice*>(choices + static_cast<std::size_t>(task) *
+                                                             (chosen_bytes + choice_bytes));
+    };
+    const auto chosen_of = [&](std::int64_t task) {
+        return reinterpret_cast<page_bound<real>*>(reinterpret_cast<std::byte*>(&choice_of(task)) +
+                                                   choice_bytes);
+    };
+    memory += static_cast<std::size_t>(tasks) * (chosen_bytes + choice_bytes);
+    if constexpr (Cache::policy_type::has_selection) {
+        on.parallel_for(tasks, [&](std::int64_t task) {
+            const std::int32_t i = entry_of(task), h = head_of(task), rows = held(task);
+            page_choice& choice = choice_of(task) = {0, 0};
+            if (batch.tokens(i) == 0 || rows == 0) {
+                return;
+            }
+            const std::int32_t slot = batch.slot(i);
+            const std::int32_t newest =
+                cache.layout(h).recent(cache.length[slot] + cache.pending(slot, h) + added - 1);
+            choice.pages =
+                choose_pages(cache, cache.head_rows(slot, h), h, rows, newest, static_cast<real>(shape.scale),
+                             q.row(i, h * cache.group, 0), q.head_stride, chosen_of(task));
+            const std::int32_t size = cache.selection.page_rows();
+            const std::int32_t last = chosen_of(task)[choice.pages - 1].page;
+            choice.rows = (choice.pages - 1) * size + std::min(size, rows - last * size);
+        });
+    }
+    const auto used = [&](std::int64_t task) {
+        if constexpr (Cache::policy_type::has_selection) {
+            return choice_of(task).rows;
+        } else {
+            return held(task);
+        }
+    };
+    std::int64_t longest = 0;
+    for (std::int64_t task = 0; task < tasks; ++task) {
+        longest = std::max<std::int64_t>(longest, used(task));
+    }
+    const std::int64_t splits = attend_splits(tasks, longest);
+
+    const decode_part<T> part(shape, cache.group);
+    std::byte* scratch = memory + static_cast<std::size_t>(tasks * splits) * (part.out + part.lse);
+    const auto segments_of = [&](std::int64_t task) {
+        const page_bound<real>* const chosen = Cache::policy_type::has_selection ? chosen_of(task) : nullptr;
+        const std::int32_t pages = Cache::policy_type::has_selection ? choice_of(task).pages : 0;
+        return [&cache, rows = cache.head_rows(batch.slot(entry_of(task)), head_of(task)), count = held(task),
+                chosen, pages](auto&& visit) {
+            static_cast<void>(chosen), static_cast<void>(pages);  // without a selection
+            const auto pass = [&](std::int32_t begin, std::int32_t end) {
+                visit_rows(rows, begin, end, cache.dim_k, cache.dim_v,
+                           [&](const key_segment<T>& segment, std::int32_t) { visit(segment); });
+            };
+            if constexpr (Cache::policy_type::has_selection) {
+                // Pages that follow one another are read as one.
+                const std::int32_t size = cache.selection.page_rows();
+                for (std::int32_t i = 0; i < pages;) {
+                    std::int32_t next = i + 1;
+                    for (; next < pages && chosen[next].page == chosen[next - 1].page + 1; ++next) {
+                    }
+                    pass(chosen[i].page * size, std::min((chosen[next - 1].page + 1) * size, count));
+                    i = next;
+                }
+            } else {
+                pass(0, count);
+            }
+        };
+    };
+    const auto block = [&](std::int64_t task) {
+        return block_of(cache, entry_of(task), head_of(task), 1, q, out, lse);
+    };
+    // [tasks][splits] outputs, then [tasks][splits] sums, each part of its own cache lines.
+    const auto out_of = [&](std::int64_t task) {
+        return reinterpret_cast<compute_t<T>*>(memory + static_cast<std::size_t>(task * splits) * part.out);
+    };
+    const auto lse_of = [&](std::int64_t task) {
+        return reinterpret_cast<float*>(memory + static_cast<std::size_t>(tasks * splits) * part.out +
+                                        static_cast<std::size_t>(task * splits) * part.lse);
+    };
+    on.parallel_for(tasks * splits, [&](std::int64_t i, int thread) {
+        const std::int64_t task = i / splits, split = i % splits;
+        if (batch.tokens(entry_of(task)) == 0) {
+            return;
+        }
+        std::byte* mine = scratch + static_cast<std::size_t>(thread) * part.scratch;
+        if (splits == 1) {
+            attend_head<T>(on.instructions(), shape, segments_of(task), block(task), 0, 1, mine);
+            return;
+        }
+        const std::int64_t count = used(task);
+        const std::int64_t step = (count + splits - 1) / splits;
+        attend_head_split<T>(on.instructions(), shape, segments_of(task), block(task), 0, 1, split * step,
+                             std::min((split + 1) * step, count),
+                             out_of(task) + split * cache.group * cache.dim_v,
+                             lse_of(task) + split * cache.group, mine);
+    });
+    if (splits == 1) {
+        return;
+    }
+    for (std::int64_t task = 0; task < tasks; ++task) {
+        if (batch.tokens(entry_of(task)) == 0) {
+            continue;
+        }
+        merge_splits(shape, block(task), 0, 1, static_cast<std::int32_t>(splits), out_of(task), lse_of(task));
+    }
+}
+
+template <class Cache>
+std::size_t chunk_attention_bytes(const host& on, const Cache& cache) {
+    using T = typename Cache::value_type;
+    const attention_shape shape = shape_of(cache);
+    return static_cast<std::size_t>(on.threads()) *
+           aligned_size(attend_scratch_bytes<T>(shape, cache.group, attend_tile<T>(shape, cache.group)));
+}
+
+/// A chunk's queries over the segments that segments_of(entry, head, visit) hands to visit.
+template <class Cache, class T, class SegmentsOf>
+void attend_chunk(const host& on, const Cache& cache, const Batch& batch, rows_view<const T> q,
+                  rows_view<T> out, plane_view<float> lse, std::int32_t longest, std::byte* memory,
+                  SegmentsOf&& segments_of, const std::int32_t* cu_seqlens = nullptr) {
+    const attention_shape shape = shape_of(cache);
+    const std::int32_t tile = attend_tile<T>(shape, cache.group);
+    const std::int64_t tiles = (longest + tile - 1) / tile;
+    const std::int64_t heads = std::int64_t{batch.count} * cache.kv_heads;
+    const std::size_t scratch = aligned_size(attend_scratch_bytes<T>(shape, cache.group, tile));
+    on.parallel_for(tiles * heads, [&](std::int64_t task, int thread) {
+        // Late tiles see the most keys: they go first, so that no thread is left with a long one at the end.
+        const auto begin = static_cast<std::int32_t>((tiles - 1 - task / heads) * tile);
+        const auto i = static_cast<std::int32_t>(task % heads / cache.kv_heads);
+        const auto h = static_cast<std::int32_t>(task % cache.kv_heads);
+        const std::int32_t tokens = batch.tokens(i);
+        if (begin >= tokens) {
+            return;
+        }
+        attend_head<T>(
+            on.instructions(), shape, [&](auto&& visit) { segments_of(i, h, visit); },
+            block_of(cache, i, h, tokens, entry_rows(q, cu_seqlens, i), entry_rows(out, cu_seqlens, i),
+                     entry_plane(lse, cu_seqlens, i)),
+            begin, std::min(tokens, begin + tile), memory + static_cast<std::size_t>(thread) * scratch);
+    });
+}
+
+}  // namespace kvpolicy::host_backend

@@ -1,0 +1,306 @@
+// One head's rows in a cache, and how they change when a key leaves the window: what all calls share.
+#pragma once
+
+#include <kvpolicy/caches/host/select.hpp>
+#include <kvpolicy/caches/layer_ref.hpp>
+#include <kvpolicy/core/check.hpp>
+#include <kvpolicy/policies/ranking.hpp>
+#include <kvpolicy/policies/scorer_concept.hpp>
+#include <kvpolicy/scorers/host/host_hidden.hpp>
+
+#include <algorithm>
+#include <cstring>
+#include <type_traits>
+#include <utility>
+
+namespace kvpolicy::host_backend {
+
+/// Entry i's part of a call's tensor: of a packed one from its first token on, at batch index i either way.
+template <class T>
+rows_view<T> entry_rows(rows_view<T> all, const std::int32_t* cu_seqlens, std::int64_t i) {
+    if (cu_seqlens != nullptr) {
+        all.data += cu_seqlens[i] * all.row_stride;
+        all.batch_stride = 0;
+    }
+    return all;
+}
+template <class T>
+plane_view<T> entry_plane(plane_view<T> all, const std::int32_t* cu_seqlens, std::int64_t i) {
+    if (cu_seqlens != nullptr && all.data != nullptr) {
+        all.data += cu_seqlens[i];
+        all.batch_stride = 0;
+    }
+    return all;
+}
+
+/// Refuses a layer whose memory the host cannot read.
+template <class Cache>
+void check_on_host(const Cache& cache) {
+    detail::require(cache.device < 0, "cache", "bound to a device's memory",
+                    "one bound to host memory, or a call with a cuda context");
+}
+
+/// visit(entry, head) or visit(entry, head, thread) for every head of the entries that bring tokens, on all threads.
+template <class Visit>
+void for_each_head(const host& on, std::int32_t kv_heads, const Batch& batch, Visit&& visit) {
+    on.parallel_for(std::int64_t{batch.count} * kv_heads, [&](std::int64_t task, int thread) {
+        const auto i = static_cast<std::int32_t>(task / kv_heads);
+        const auto h = static_cast<std::int32_t>(task % kv_heads);
+        if (batch.tokens(i) != 0) {
+            if constexpr (std::is_invocable_v<Visit&, std::int32_t, std::int32_t, int>) {
+                visit(i, h, thread);
+            } else {
+                visit(i, h);
+            }
+        }
+    });
+}
+
+/// Refuses edges that do not say how the batch's entries are packed. Returns the tokens of all of them.
+inline std::int32_t check_packed(const Batch& batch, const std::int32_t* cu_seqlens) {
+    for (std::int32_t i = 0; i < batch.count; ++i) {
+        const std::int64_t tokens = std::int64_t{cu_seqlens[i + 1]} - cu_seqlens[i];
+        if (i == 0 && cu_seqlens[0] != 0) {
+            detail::refuse("extras.cu_seqlens[0]", cu_seqlens[0], "0");
+        }
+        if (tokens != batch.tokens(i)) {
+            detail::refuse(detail::text("extras.cu_seqlens[", i + 1, "]").c_str(), cu_seqlens[i + 1],
+                           detail::text("the edge before it, ", cu_seqlens[i], ", and the entry's ",
+                                        batch.tokens(i), " tokens (batch.q_len or batch.length)"));
+        }
+    }
+    return batch.count == 0 ? 0 : cu_seqlens[batch.count];
+}
+
+/// Scores that nobody would read.
+template <class P>
+void check_scores_wanted(const CacheExtras& extras) {
+    if constexpr (P::scorer_type::when != score_time::given) {
+        detail::require(!extras.scores, "extras.scores", "given",
+                        "nothing, since this policy has a scorer of its own");
+    }
+}
+
+/// Refuses tokens for a layer that has taken some which advance() has not counted.
+template <class Cache>
+void check_taken(const Cache& cache, const Batch& batch) {
+    for (std::int32_t i = 0; i < batch.count; ++i) {
+        if (batch.tokens(i) != 0 && cache.taken[batch.slot(i)] != 0) [[unlikely]] {
+            detail::refuse(detail::text("tokens of entry ", i).c_str(), batch.tokens(i),
+                           detail::text("0, since layer ", cache.layer, " has taken ",
+                                        cache.taken[batch.slot(i)], " of slot ", batch.slot(i),
+                                        " already: advance(batch) once, after the last layer"));
+        }
+    }
+}
+/// Remembers the tokens of a call that is done.
+template <class Cache>
+void mark_taken(const Cache& cache, const Batch& batch) {
+    for (std::int32_t i = 0; i < batch.count; ++i) {
+        if (batch.tokens(i) != 0) {
+            cache.taken[batch.slot(i)] = batch.tokens(i);
+        }
+    }
+}
+
+/// The arguments that step, prefill and propose share.
+template <class Cache, class T>
+void check_cache_call(const Cache& cache, const Batch& batch, std::int32_t longest, rows_view<const T> q,
+                      rows_view<const T> k, rows_view<const T> v, rows_view<T> out,
+                      const CacheExtras& extras) {
+    using P = typename Cache::policy_type;
+    const bool packed = extras.cu_seqlens != nullptr;
+    const std::int32_t rows = packed ? check_packed(batch, extras.cu_seqlens) : longest;
+    const std::int32_t count = packed ? 1 : batch.count;
+    detail::require(!packed || !P::observed, "extras.cu_seqlens", "given",
+                    "null, since this policy ranks keys by the attention that they receive");
+    check_rows("q", q, count, cache.kv_heads * cache.group, rows, cache.dim_k);
+    check_rows("k", k, count, cache.kv_heads, rows, cache.dim_k);
+    check_rows("v", v, count, cache.kv_heads, rows, cache.dim_v);
+    check_rows("out", out, count, cache.kv_heads * cache.group, rows, cache.dim_v);
+    check_lse(extras.lse, count, cache.kv_heads * cache.group, rows);
+    check_scores_wanted<P>(extras);
+    if constexpr (P::ranked && P::scorer_type::when == score_time::from_hidden) {
+        if (longest != 0) {
+            check_hidden("extras.hidden", extras.hidden, count, rows, cache.scorer.hidden_width());
+        }
+    }
+    if constexpr (P::ranked && P::scorer_type::when == score_time::given) {
+        const plane_view<const float> scores = extras.scores;
+        detail::require(static_cast<bool>(scores) || longest == 0, "extras.scores", "null",
+                        "fp32 scores, since this policy's scores are given");
+        const bool fits = scores.batch == count && scores.heads == cache.kv_heads && scores.length >= rows;
+        if (longest != 0 && !fits) {
+            detail::refuse("extras.scores",
+                           detail::text(scores.batch, " x ", scores.heads, " x ", scores.length),
+                           detail::text(count, " x ", cache.kv_heads, " x at least ", rows));
+        }
+        for (std::int32_t i = 0; i < batch.count; ++i) {
+            for (std::int32_t h = 0; h < cache.kv_heads; ++h) {
+                const float* score = entry_plane(scores, extras.cu_seqlens, i).head(i, h);
+                // The score of a sink, or of a key that is kept by position, is never read.
+                const position_t first = cache.length[batch.slot(i)], sinks = cache.rules[h].sinks - first;
+                for (std::int32_t j = 0; j < batch.tokens(i); ++j) {
+                    if (score[j] != score[j] && j >= sinks && !cache.keep.keeps(first + j)) [[unlikely]] {
+                        detail::refuse(detail::text("extras.scores[", i, "][", h, "][", j, "]").c_str(),
+                                       "NaN", "a number (-inf and +inf are allowed)");
+                    }
+                }
+            }
+        }
+    }
+}
+
+/// What is stored of a score that came with its token: the number, and 0 for a NaN, which only keys that nothing ranks may have.
+inline float stored_score(float given) { return given == given ? given : 0.0f; }
+
+/// A computed score that is NaN: the keys, values or weights that it was made from are not finite.
+[[noreturn]] inline void refuse_computed_score(std::int32_t entry, std::int32_t head, position_t position) {
+    detail::refuse(detail::text("score of entry ", entry, ", head ", head, ", position ", position).c_str(),
+                   "NaN", "a number; look for NaN or infinity in its key, its value or the scorer's weights");
+}
+
+template <class T>
+void copy_row(const T* from, std::int32_t dim, T* to) {
+    std::memcpy(to, from, static_cast<std::size_t>(dim) * sizeof(T));
+}
+
+/// Keeps the queries of tokens from position `first` on, all heads of KV head `head`, for an eviction part: q.row(entry, query
+/// head, j) are those of token first + j.
+template <class Cache, class T>
+void remember_queries([[maybe_unused]] const Cache& cache, [[maybe_unused]] std::int32_t slot,
+                      [[maybe_unused]] std::int32_t head, [[maybe_unused]] position_t first,
+                      [[maybe_unused]] std::int32_t tokens, [[maybe_unused]] const rows_view<const T>& q,
+                      [[maybe_unused]] std::int32_t entry) {
+    if constexpr (Cache::policy_type::has_eviction) {
+        for (std::int32_t j = std::max(0, tokens - cache.eviction.observing); j < tokens; ++j) {
+            T* const to = cache.query_row(slot, head, first + j);
+            for (std::int32_t g = 0; g < cache.group; ++g) {
+                copy_row(q.row(entry, head * cache.group + g, j), cache.dim_k,
+                         to + std::int64_t{g} * cache.dim_k);
+            }
+        }
+    }
+}
+
+/// Whether a key may live on after its window: without budget, gate and keep parts none does.
+template <class P>
+inline constexpr bool retains = P::ranked || P::has_keep;
+
+/// One head's rows in a cache, and how they change at a step.
+template <class Cache>
+struct head_state {
+    using P = typename Cache::policy_type;
+    using T = typename Cache::value_type;
+
+    const Cache& cache;
+    decltype(std::declval<const Cache&>().head_rows(0, 0)) rows;
+    std::int64_t index;  // slot * kv_heads + head
+    HeadRule rule;
+    HeadRows layout;
+
+    head_state(const Cache& ref, std::int32_t slot, std::int32_t head)
+        : cache(ref),
+          rows(ref.head_rows(slot, head)),
+          index(ref.head_index(slot, head)),
+          rule(ref.rules[head]),
+          layout(ref.layout(head)) {}
+
+    T* k(std::int32_t row) const { return rows.k(row); }
+    T* v(std::int32_t row) const { return rows.v(row); }
+    position_t& position(std::int32_t row) const { return rows.position(row); }
+    float& score(std::int32_t row) const { return rows.score(row); }
+
+    void put(std::int32_t row, const T* key, const T* value, position_t t, float s) const {
+        copy_row(key, cache.dim_k, k(row));
+        copy_row(value, cache.dim_v, v(row));
+        position(row) = t;
+        score(row) = s;
+    }
+
+    /// Whether a keep part holds position t: such a key gets a place of its own, outside gate and budget.
+    bool keeps([[maybe_unused]] position_t t) const {
+        if constexpr (P::has_keep) {
+            return cache.keep.keeps(t);
+        } else {
+            return false;
+        }
+    }
+    /// Long-range places whose keys compete.
+    std::int32_t competitors() const {
+        std::int32_t count = cache.kept[index];
+        if constexpr (P::has_keep) {
+            count -= cache.pinned[index];
+        }
+        return count;
+    }
+    /// Whether key t, leaving the window with score s, gets a place without taking it from another.
+    bool takes_new_place(position_t t, float s) const {
+        if (keeps(t)) {
+            return true;
+        }
+        return rule.budget != 0 && cache.gate.open(s, rule) &&
+               (rule.budget == unlimited || competitors() < rule.budget);
+    }
+
+    /// The worst long-range place at query q: the one found before, while ranks stand still.
+    std::int32_t worst_place(position_t q) const {
+        std::int32_t& known = cache.victim[index];
+        if (known >= 0 && rule.decay_step == 1) {
+            return known;
+        }
+        std::int32_t worst = -1;
+        double worst_value = 0.0;
+        for (std::int32_t p = 0; p < cache.kept[index]; ++p) {
+            if (keeps(position(layout.place(p)))) {
+                continue;
+            }
+            const double value = value_of(p, q);
+            if (worst < 0 ||
+                ranks_before(worst_value, position(layout.place(worst)), value, position(layout.place(p)))) {
+                worst = p;
+                worst_value = value;
+            }
+        }
+        return known = worst;
+    }
+
+    double value_of(std::int32_t place, position_t q) const {
+        const std::int32_t row = layout.place(place);
+        return rank_value(rule, score(row), position(row), q, cache.rebase_limit);
+    }
+
+    /// The key in ring row `row` leaves the window at query q with score s: it takes a free place, takes the worst place,
+    /// or goes. Returns the row that it has now, or -1.
+    std::int32_t leave(std::int32_t row, float s, position_t q) const {
+        if (priority_base(q, cache.rebase_limit) != priority_base(q - 1, cache.rebase_limit)) {
+            cache.victim[index] = -1;  // priorities are rounded anew, which may reorder near-equal keys
+        }
+        const position_t t = position(row);
+        if (takes_new_place(t, s)) {
+            const std::int32_t taken = layout.place(cache.kept[index]++);
+            put(taken, k(row), v(row), t, s);
+            if constexpr (P::has_keep) {
+                if (keeps(t)) {
+                    ++cache.pinned[index];
+                    return taken;
+                }
+            }
+            cache.victim[index] = -1;
+            return taken;
+        }
+        if (rule.budget == 0 || !cache.gate.open(s, rule)) {
+            return -1;
+        }
+        const std::int32_t worst = worst_place(q);
+        const double value = rank_value(rule, s, t, q, cache.rebase_limit);
+        if (!ranks_before(value, t, value_of(worst, q), position(layout.place(worst)))) {
+            return -1;
+        }
+        put(layout.place(worst), k(row), v(row), t, s);
+        cache.victim[index] = -1;
+        return layout.place(worst);
+    }
+};
+
+}  // namespace kvpolicy::host_backend

@@ -1,0 +1,77 @@
+// Scores of a cache's new tokens from their hidden states, for all heads at once, before anything else of a call.
+#pragma once
+
+#include <kvpolicy/caches/host/entries.hpp>
+#include <kvpolicy/caches/layer_ref.hpp>
+#include <kvpolicy/core/check.hpp>
+#include <kvpolicy/scorers/host/host_hidden.hpp>
+
+#include <algorithm>
+
+namespace kvpolicy::host_backend {
+
+/// Whether a policy's scores are computed from hidden states that come with the tokens.
+template <class P>
+inline constexpr bool reads_hidden = P::ranked&& P::scorer_type::when == score_time::from_hidden;
+
+/// Workspace: scores [count, Hkv, tokens], then each thread's block.
+template <class Cache>
+std::size_t hidden_bytes([[maybe_unused]] const host& on, [[maybe_unused]] const Cache& cache,
+                         [[maybe_unused]] std::int32_t count, [[maybe_unused]] std::int32_t tokens) {
+    if constexpr (reads_hidden<typename Cache::policy_type>) {
+        const std::size_t scores = static_cast<std::size_t>(count) *
+                                   static_cast<std::size_t>(cache.kv_heads) *
+                                   static_cast<std::size_t>(tokens) * sizeof(float);
+        return aligned_size(scores) + static_cast<std::size_t>(on.threads()) *
+                                          aligned_size(hidden_block_reals(cache.scorer) * sizeof(float));
+    }
+    return 0;
+}
+
+/// The call's extras, with the scores of its tokens where they come from hidden states.
+template <class Cache>
+CacheExtras with_scores([[maybe_unused]] const host& on, [[maybe_unused]] const Cache& cache,
+                        [[maybe_unused]] const Batch& batch, [[maybe_unused]] std::int32_t longest,
+                        const CacheExtras& extras, [[maybe_unused]] std::byte* memory) {
+    if constexpr (!reads_hidden<typename Cache::policy_type>) {
+        return extras;
+    } else {
+        auto* const scores = reinterpret_cast<float*>(memory);
+        CacheExtras scored = extras;
+        const plane_view<float> plane = view_bhs(scores, batch.count, cache.kv_heads, longest);
+        scored.scores = plane;
+        // The states of a packed batch lie one after another; their scores do not.
+        const std::int32_t* const edges = extras.cu_seqlens;
+        std::byte* const scratch = memory + aligned_size(static_cast<std::size_t>(batch.count) *
+                                                         static_cast<std::size_t>(cache.kv_heads) *
+                                                         static_cast<std::size_t>(longest) * sizeof(float));
+        const std::size_t stride = aligned_size(hidden_block_reals(cache.scorer) * sizeof(float));
+        const std::int64_t blocks = (std::int64_t{longest} + scorer_block - 1) / scorer_block;
+        on.parallel_for(blocks * batch.count, [&](std::int64_t task, int thread) {
+            const std::int64_t i = task / blocks, first = task % blocks * scorer_block;
+            const std::int64_t count = std::min<std::int64_t>(scorer_block, batch.tokens(i) - first);
+            if (count > 0) {
+                score_hidden_tokens(
+                    on.instructions(), cache.scorer, extras.hidden, edges != nullptr ? 0 : i,
+                    (edges != nullptr ? edges[i] : 0) + first, count, plane.head(i, 0) + first,
+                    plane.head_stride,
+                    reinterpret_cast<float*>(scratch + static_cast<std::size_t>(thread) * stride));
+            }
+        });
+        for (std::int32_t i = 0; i < batch.count; ++i) {
+            for (std::int32_t h = 0; h < cache.kv_heads; ++h) {
+                const float* mine = plane.head(i, h);
+                const position_t base = cache.length[batch.slot(i)];
+                for (std::int32_t j = 0; j < batch.tokens(i); ++j) {
+                    if (mine[j] != mine[j] && base + j >= cache.rules[h].sinks && !cache.keep.keeps(base + j))
+                        [[unlikely]] {
+                        refuse_computed_score(i, h, base + j);
+                    }
+                }
+            }
+        }
+        return scored;
+    }
+}
+
+}  // namespace kvpolicy::host_backend

@@ -1,0 +1,355 @@
+// The members of a DualCache on the host: planning, lending, reserving, clearing.
+#pragma once
+
+#include <kvpolicy/caches/dual.hpp>
+#include <kvpolicy/caches/host/admit.hpp>
+#include <kvpolicy/caches/host/host_cache.hpp>
+
+#include <algorithm>
+#include <cstring>
+#include <functional>
+#include <limits>
+
+namespace kvpolicy {
+
+template <AnyPolicy P, Storage T>
+DualCache<P, T>::DualCache(const CacheShape& shape, const PoolShape& pool, const P& policy,
+                           const scorer_type* scorers, const Attention& attention)
+    : base(shape, policy, scorers, attention), pool_(pool) {
+    constexpr std::int64_t most = std::numeric_limits<std::int32_t>::max();
+    detail::require(pool.slab_pages >= 1, "slab_pages", pool.slab_pages, "1 or more");
+    detail::require(pool.most_slabs >= 1, "most_slabs", pool.most_slabs, "1 or more");
+    detail::require(pool.longest >= 1 && pool.longest <= most - shape.page_rows, "longest", pool.longest,
+                    [&] { return detail::text("1 to ", most - shape.page_rows, ", 2^31 - 1 less a page"); });
+    detail::require(pool.spared_pages >= 0 && pool.spared_pages < pool.slab_pages, "spared_pages",
+                    pool.spared_pages,
+                    [&] { return detail::text("0 to ", pool.slab_pages - 1, ", less than a slab"); });
+    const std::int64_t pages = std::int64_t{pool.slab_pages} * pool.most_slabs;
+    detail::require(pages <= most, "slab_pages * most_slabs", pages, "below 2^31, as page ids are 32 bits");
+    PageStrides& strides = pool_.strides;
+    strides_given_ = strides.k_page != 0 || strides.v_page != 0 || strides.k_row != 0 || strides.v_row != 0;
+    if (!strides_given_) {
+        strides = {std::int64_t{shape.page_rows} * shape.dim_k, std::int64_t{shape.page_rows} * shape.dim_v,
+                   shape.dim_k, shape.dim_v};
+    }
+    detail::require(strides.k_row >= shape.dim_k, "strides.k_row", strides.k_row,
+                    [&] { return detail::text("dim_k = ", shape.dim_k, " or more, or all strides 0"); });
+    detail::require(strides.v_row >= shape.dim_v, "strides.v_row", strides.v_row,
+                    [&] { return detail::text("dim_v = ", shape.dim_v, " or more, or all strides 0"); });
+    detail::require(strides.k_page >= shape.dim_k, "strides.k_page", strides.k_page,
+                    [&] { return detail::text("dim_k = ", shape.dim_k, " or more, or all strides 0"); });
+    detail::require(strides.v_page >= shape.dim_v, "strides.v_page", strides.v_page,
+                    [&] { return detail::text("dim_v = ", shape.dim_v, " or more, or all strides 0"); });
+    detail::require(!P::has_selection || own_layout(), "strides", "given",
+                    "0 for a policy with a selection, whose pages are parts of the pool's");
+    for (std::int32_t layer = 0; layer < shape.layers; ++layer) {
+        std::int64_t table = 0, tiles = 0, most_rows = 0, most_contested = 0;
+        bool limited = false;
+        for (std::int32_t head = 0; head < shape.kv_heads; ++head) {
+            const HeadRule& rule = this->rule_of(layer, head);
+            const std::int64_t recent = std::int64_t{rule.sinks} + rule.window;
+            detail::require(
+                recent <= most - shape.page_rows,
+                [&] { return detail::text("sinks + window of layer ", layer, ", head ", head); }, recent,
+                [&] { return detail::text(most - shape.page_rows, " at most, 2^31 - 1 less a page"); });
+            const std::int64_t rows = ref_type::capacity_of(rule, pool.longest);
+            limited =
+                limited || P::has_keep || P::grows || rule.budget == unlimited || rows < recent + rule.budget;
+            table_offset_.push_back(table);
+            table += (rows + shape.page_rows - 1) / shape.page_rows;
+            tile_offset_.push_back(tiles);
+            // Keys that a keep part holds stand between those that compete.
+            const std::int64_t places = std::min<std::int64_t>(P::has_keep ? rows : rule.budget,
+                                                               std::max<std::int64_t>(rows - recent, 0));
+            tiles += rule.budget == unlimited || rule.budget == 0
+                         ? 0
+                         : detail::tiles_of_places(static_cast<std::int32_t>(places));
+            most_rows = std::max(most_rows, rows);
+            most_contested =
+                std::max(most_contested, rule.budget == unlimited || rule.budget == 0 ? 0 : rows);
+        }
+        table_offset_.push_back(table);
+        tile_offset_.push_back(tiles);
+        most_rows_.push_back(most_rows);
+        most_contested_.push_back(most_contested);
+        limited_.push_back(limited ? 1 : 0);
+    }
+    plan();
+}
+
+template <AnyPolicy P, Storage T>
+void DualCache<P, T>::plan() {
+    typename base::layout memory;
+    const CacheShape& shape = this->shape_;
+    this->plan_common(memory);
+    const auto slots = static_cast<std::size_t>(shape.slots);
+    const std::size_t heads = slots * static_cast<std::size_t>(shape.kv_heads);
+    const auto slabs = static_cast<std::size_t>(pool_.most_slabs);
+    const std::size_t pages = slabs * static_cast<std::size_t>(pool_.slab_pages);
+    const std::size_t k_row = static_cast<std::size_t>(shape.dim_k) * sizeof(T);
+    const std::size_t v_row = static_cast<std::size_t>(shape.dim_v) * sizeof(T);
+    offsets_at_ = memory.take(table_offset_.size() * sizeof(std::int64_t));
+    tiles_at_ = memory.take(tile_offset_.size() * sizeof(std::int64_t));
+    refs_at_ = memory.take(static_cast<std::size_t>(shape.layers) * sizeof(ref_type));
+    answer_at_ = memory.take(sizeof(std::int64_t));
+    claims_at_ = memory.take(slots * sizeof(PageClaim));
+    slabs_at_ = memory.take(slabs * sizeof(Slab<T>));
+    free_at_ = memory.take(pages * sizeof(std::int32_t));
+    count_at_ = memory.take(sizeof(std::int32_t));
+    names_at_ = memory.take(pages * sizeof(std::int32_t));
+    reserved_at_ = memory.take(slots * sizeof(position_t));
+    const std::size_t spare = host_backend::product_of(heads, shape.proposals);
+    for (std::int32_t layer = 0; layer < shape.layers; ++layer) {
+        const auto table = static_cast<std::size_t>(table_offset_[offset_index(layer, shape.kv_heads)]);
+        layer_plan plan{};
+        plan.table = memory.take(host_backend::product_of(slots, table, sizeof(std::int32_t)));
+        plan.held = memory.take(heads * sizeof(std::int32_t));
+        plan.arrivals = memory.take(heads * sizeof(std::uint32_t));
+        plan.tile_victims = memory.take(host_backend::product_of(
+            slots, tile_offset_[offset_index(layer, shape.kv_heads)], sizeof(std::int32_t)));
+        plan.spare_k = memory.take(host_backend::product_of(spare, k_row));
+        plan.spare_v = memory.take(host_backend::product_of(spare, v_row));
+        plan.spare_position = memory.take(host_backend::product_of(spare, sizeof(position_t)));
+        plan.spare_score = memory.take(host_backend::product_of(spare, sizeof(float)));
+        plan.common = this->plan_layer(memory, layer);
+        plan_.push_back(plan);
+        this->bytes_.keys_and_values += spare * (k_row + v_row);
+    }
+    this->bytes_.bookkeeping =
+        memory.at + host_backend::alignment - this->bytes_.keys_and_values - this->bytes_.scorer_state;
+
+    const std::size_t rows = host_backend::product_of(pool_.slab_pages, shape.page_rows);
+    typename base::layout slab{.name = "bytes of a slab"};
+    slab.take(host_backend::product_of(rows, k_row));
+    slab.take(host_backend::product_of(rows, v_row));
+    typename base::layout notes{.name = "bytes of a slab's notes"};
+    for (typename base::layout* const of : {&slab, &notes}) {
+        of->take(host_backend::product_of(rows, sizeof(position_t)));
+        of->take(host_backend::product_of(rows, sizeof(float)));
+        of->take(bounds_bytes(rows));
+    }
+    slab_bytes_ = slab.at + host_backend::alignment;
+    notes_bytes_ = notes.at + host_backend::alignment;
+}
+
+template <AnyPolicy P, Storage T>
+void DualCache<P, T>::bind(const host&, void* buffer, std::size_t buffer_bytes) {
+    this->bind_common(buffer, buffer_bytes);
+    std::memcpy(this->memory_ + offsets_at_, table_offset_.data(),
+                table_offset_.size() * sizeof(std::int64_t));
+    std::memcpy(this->memory_ + tiles_at_, tile_offset_.data(), tile_offset_.size() * sizeof(std::int64_t));
+    forget_slabs();
+    *this->template at<std::int32_t>(count_at_) = 0;
+    std::fill_n(this->template at<position_t>(reserved_at_), this->shape_.slots, position_t{0});
+    for (std::int32_t layer = 0; layer < this->shape_.layers; ++layer) {
+        const ref_type cache = ref(layer);
+        std::fill_n(cache.held, std::int64_t{cache.slots} * cache.kv_heads, 0);
+        for (std::int32_t slot = 0; slot < cache.slots; ++slot) {
+            this->reset(cache, slot);
+        }
+    }
+}
+
+template <AnyPolicy P, Storage T>
+void DualCache<P, T>::require_room() const {
+    detail::require(slabs() < pool_.most_slabs, "slabs", slabs() + 1,
+                    [&] { return detail::text("at most most_slabs = ", pool_.most_slabs); });
+}
+
+template <AnyPolicy P, Storage T>
+void DualCache<P, T>::place_notes(typename base::layout& layout, std::byte* memory, Slab<T>& slab) const {
+    const std::size_t rows =
+        static_cast<std::size_t>(pool_.slab_pages) * static_cast<std::size_t>(this->shape_.page_rows);
+    slab.position = reinterpret_cast<position_t*>(memory + layout.take(rows * sizeof(position_t)));
+    slab.score = reinterpret_cast<float*>(memory + layout.take(rows * sizeof(float)));
+    slab.bounds = P::has_selection ? reinterpret_cast<T*>(memory + layout.take(bounds_bytes(rows))) : nullptr;
+}
+
+template <AnyPolicy P, Storage T>
+Slab<T> DualCache<P, T>::slab_in(void* buffer, std::size_t buffer_bytes) const {
+    detail::require(own_layout(), "slab", "memory without strides",
+                    "pages by add_pages(), since the pool's strides are an engine's");
+    detail::require(buffer != nullptr, "slab", "null", "memory of slab_bytes()");
+    detail::require(buffer_bytes >= slab_bytes_, "bytes of the slab", buffer_bytes,
+                    [&] { return detail::text("at least slab_bytes() = ", slab_bytes_); });
+    require_room();
+    const std::size_t rows =
+        static_cast<std::size_t>(pool_.slab_pages) * static_cast<std::size_t>(this->shape_.page_rows);
+    std::byte* const memory = host_backend::aligned(buffer);
+    const std::size_t size = slab_bytes_ - host_backend::alignment;
+    for (std::size_t i = 0; i < lent_.size(); ++i) {
+        const auto* const other = reinterpret_cast<const std::byte*>(lent_[i].k);
+        if (std::less<>{}(memory, other + size) && std::less<>{}(other, memory + size)) {
+            detail::refuse("slab", detail::text("memory of slab ", i), "memory that no slab has yet");
+        }
+    }
+    typename base::layout slab;
+    Slab<T> lent;
+    lent.k = reinterpret_cast<T*>(memory +
+                                  slab.take(rows * static_cast<std::size_t>(this->shape_.dim_k) * sizeof(T)));
+    lent.v = reinterpret_cast<T*>(memory +
+                                  slab.take(rows * static_cast<std::size_t>(this->shape_.dim_v) * sizeof(T)));
+    place_notes(slab, memory, lent);
+    return lent;
+}
+
+template <AnyPolicy P, Storage T>
+Slab<T> DualCache<P, T>::slab_of(T* k, T* v, void* notes, std::size_t notes_bytes) const {
+    detail::require(k != nullptr, "k", "null", "an engine's pages of keys");
+    detail::require(v != nullptr, "v", "null", "an engine's pages of values");
+    detail::require(notes != nullptr, "notes", "null", "memory of notes_bytes()");
+    detail::require(notes_bytes >= notes_bytes_, "bytes of the notes", notes_bytes,
+                    [&] { return detail::text("at least notes_bytes() = ", notes_bytes_); });
+    require_room();
+    typename base::layout layout;
+    Slab<T> lent;
+    lent.k = k;
+    lent.v = v;
+    place_notes(layout, host_backend::aligned(notes), lent);
+    return lent;
+}
+
+template <AnyPolicy P, Storage T>
+void DualCache<P, T>::lend(const Slab<T>& slab) {
+    this->template at<Slab<T>>(slabs_at_)[slabs()] = slab;
+    // The stack hands out low ids first.
+    auto* ids = this->template at<std::int32_t>(free_at_);
+    std::int32_t& count = *this->template at<std::int32_t>(count_at_);
+    const std::int32_t first = slabs() * pool_.slab_pages;
+    for (std::int32_t page = pool_.slab_pages - 1; page >= spared_of(slabs()); --page) {
+        ids[count++] = first + page;
+    }
+    lent_.push_back(slab);
+}
+
+template <AnyPolicy P, Storage T>
+void DualCache<P, T>::add_slab(const host&, void* buffer, std::size_t buffer_bytes) {
+    this->require_bound();
+    lend(slab_in(buffer, buffer_bytes));
+}
+
+template <AnyPolicy P, Storage T>
+void DualCache<P, T>::add_pages(const host&, T* k, T* v, void* notes, std::size_t notes_bytes) {
+    this->require_bound();
+    lend(slab_of(k, v, notes, notes_bytes));
+}
+
+template <AnyPolicy P, Storage T>
+std::int64_t DualCache<P, T>::free_pages() const {
+    this->require_bound();
+    return *this->template at<const std::int32_t>(count_at_);
+}
+
+template <AnyPolicy P, Storage T>
+std::int64_t DualCache<P, T>::reserve(const host&, const Batch& batch) {
+    this->require_bound();
+    host_backend::check_batch(batch, this->shape_.slots, std::numeric_limits<std::int32_t>::max(), "any");
+    // Counted from the layer that is ahead: in the middle of a token the others take that one, too.
+    std::int32_t* const pending = this->scratch_.data();  // [count]
+    std::fill_n(pending, batch.count, 0);
+    for (std::int32_t layer = 0; layer < this->shape_.layers; ++layer) {
+        const ref_type cache = ref(layer);
+        for (std::int32_t i = 0; i < batch.count; ++i) {
+            pending[i] = std::max(pending[i], cache.pending(batch.slot(i), 0));
+        }
+    }
+    const auto until = [&](const ref_type& cache, std::int32_t i) {
+        return cache.length[batch.slot(i)] + pending[i] + batch.tokens(i);
+    };
+    for (std::int32_t i = 0; i < batch.count; ++i) {
+        if (batch.tokens(i) != 0) {
+            host_backend::require_longest(batch.slot(i), until(ref(0), i), longest_slot());
+        }
+    }
+    const auto rows_after = [&](const ref_type& cache, std::int32_t i, std::int32_t h) {
+        return cache.rows_until(batch.slot(i), h, until(cache, i));
+    };
+    const auto for_each_head = [&](auto&& visit) {
+        for (std::int32_t layer = 0; layer < this->shape_.layers; ++layer) {
+            const ref_type cache = ref(layer);
+            for (std::int32_t i = 0; i < batch.count; ++i) {
+                for (std::int32_t h = 0; batch.tokens(i) != 0 && h < cache.kv_heads; ++h) {
+                    visit(cache, i, h);
+                }
+            }
+        }
+    };
+    std::int64_t needed = 0;
+    for_each_head([&](const ref_type& cache, std::int32_t i, std::int32_t h) {
+        needed += cache.pages_missing(batch.slot(i), h, rows_after(cache, i, h));
+    });
+    const std::int64_t missing = needed - free_pages();
+    if (missing > 0) {
+        return slabs_of(missing);
+    }
+    for_each_head([&](const ref_type& cache, std::int32_t i, std::int32_t h) {
+        cache.take_pages(batch.slot(i), h, rows_after(cache, i, h));
+    });
+    const ref_type any = ref(0);
+    for (std::int32_t i = 0; i < batch.count; ++i) {
+        position_t& reserved = any.reserved[batch.slot(i)];
+        reserved = std::max(reserved, batch.tokens(i) != 0 ? until(any, i) : 0);
+    }
+    return 0;
+}
+
+template <AnyPolicy P, Storage T>
+DualRef<P, T> DualCache<P, T>::ref(std::int32_t layer) const {
+    this->require_layer(layer);
+    const layer_plan& plan = plan_[static_cast<std::size_t>(layer)];
+    ref_type ref;
+    this->fill(ref, layer, plan.common);
+    ref.pool.slabs = this->template at<const Slab<T>>(slabs_at_);
+    ref.pool.free_ids = this->template at<std::int32_t>(free_at_);
+    ref.pool.free_count = this->template at<std::int32_t>(count_at_);
+    ref.pool.names = this->template at<std::int32_t>(names_at_);
+    ref.pool.slab_pages = pool_.slab_pages;
+    ref.pool.page_rows = this->shape_.page_rows;
+    ref.pool.dim_k = this->shape_.dim_k;
+    ref.pool.dim_v = this->shape_.dim_v;
+    ref.pool.strides = pool_.strides;
+    ref.table = this->template at<std::int32_t>(plan.table);
+    ref.table_offset = this->template at<const std::int64_t>(offsets_at_) +
+                       static_cast<std::ptrdiff_t>(offset_index(layer, 0));
+    ref.held = this->template at<std::int32_t>(plan.held);
+    ref.reserved = this->template at<position_t>(reserved_at_);
+    ref.tile_offset = this->template at<const std::int64_t>(tiles_at_) +
+                      static_cast<std::ptrdiff_t>(offset_index(layer, 0));
+    ref.arrivals = this->template at<std::uint32_t>(plan.arrivals);
+    ref.tile_victims = this->template at<std::int32_t>(plan.tile_victims);
+    ref.most_rows = most_rows_[static_cast<std::size_t>(layer)];
+    ref.most_contested = most_contested_[static_cast<std::size_t>(layer)];
+    ref.spare = {this->template at<T>(plan.spare_k),
+                 this->template at<T>(plan.spare_v),
+                 this->template at<position_t>(plan.spare_position),
+                 this->template at<float>(plan.spare_score),
+                 this->shape_.dim_k,
+                 this->shape_.dim_v};
+    ref.most_slabs = pool_.most_slabs;
+    ref.limited = limited_[static_cast<std::size_t>(layer)] != 0;
+    ref.longest = pool_.longest;
+    return ref;
+}
+
+template <AnyPolicy P, Storage T>
+void DualCache<P, T>::give_pages(const ref_type& cache, std::int32_t slot) const {
+    for (std::int32_t head = 0; head < cache.kv_heads; ++head) {
+        std::int32_t& held = cache.held[cache.head_index(slot, head)];
+        while (held > 0) {
+            cache.pool.give(cache.pages(slot, head)[--held]);
+        }
+    }
+}
+
+template <AnyPolicy P, Storage T>
+void DualCache<P, T>::clear(const host&, std::int32_t slot) {
+    this->require_slot(slot);
+    for (std::int32_t layer = 0; layer < this->shape_.layers; ++layer) {
+        const ref_type cache = ref(layer);
+        give_pages(cache, slot);
+        this->reset(cache, slot);
+    }
+    this->template at<position_t>(reserved_at_)[slot] = 0;
+}
+
+}  // namespace kvpolicy

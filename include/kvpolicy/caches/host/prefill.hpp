@@ -1,0 +1,486 @@
+// A chunk of tokens into a cache on the host: decide, attend, write back.
+#pragma once
+
+#include <kvpolicy/caches/calls.hpp>
+#include <kvpolicy/caches/host/admit.hpp>
+#include <kvpolicy/caches/host/attend_entries.hpp>
+#include <kvpolicy/caches/host/entries.hpp>
+#include <kvpolicy/caches/host/hidden_scores.hpp>
+#include <kvpolicy/caches/host/observed_step.hpp>
+#include <kvpolicy/caches/host/score_step.hpp>
+#include <kvpolicy/masks/top_k_set.hpp>
+#include <kvpolicy/scorers/host/scorer_input.hpp>
+
+#include <algorithm>
+#include <type_traits>
+
+namespace kvpolicy {
+
+namespace host_backend {
+
+/// What a chunk will leave in one head.
+struct chunk_counts {
+    position_t bad;         // the first position whose score is NaN, or -1
+    std::int32_t keepers;   // keys that compete and hold a place
+    std::int32_t promoted;  // keys that got a place without a contest
+    std::int32_t pinned;    // of these, by a keep part
+    std::int32_t kept;      // long-range places in use
+    position_t
+        scored_from;  // plan.score has the scores of tokens from here on; the chunk's first token, or one in the window
+    position_t scored_end;  // and up to here
+};
+
+/// Arrays of one (entry, head) of a chunk of n tokens, in the caller's workspace. Only `mortal` rows of the cache can expire
+/// while the chunk runs (in a head without a limit: sinks and ring). Keys have names: such a row r is r, token j of the
+/// chunk is mortal + j. Expiries and positions are relative to the chunk's first token.
+struct chunk_plan {
+    std::int32_t mortal;
+    std::int32_t* position;        // [mortal]
+    expiry_t* expiry;              // [mortal + n]
+    float* score;                  // [n], or [late + n]: scores of tokens from counts->scored_from on
+    detail::contestant* keepers;   // [places]: survivors of the contests after the chunk
+    detail::contestant* promoted;  // [n], for heads without a limit and keep parts
+    chunk_counts* counts;
+    float* state;  // a copy of the scorer's state
+    std::size_t bytes;
+};
+
+template <class Cache>
+chunk_plan plan_of(const Cache& cache, std::int32_t head, std::int32_t tokens, std::byte* memory) {
+    const HeadRule& rule = cache.rules[head];
+    const auto mortal = static_cast<std::size_t>(cache.mortal_rows(head));
+    const auto recent = static_cast<std::size_t>(std::int64_t{rule.sinks} + rule.window);
+    const std::size_t places = mortal > recent ? mortal - recent : 0;
+    const auto n = static_cast<std::size_t>(tokens);
+    chunk_plan plan{};
+    std::size_t at = 0;
+    const auto take = [&]<class Element>(Element*& array, std::size_t count) {
+        array = memory == nullptr ? nullptr : reinterpret_cast<Element*>(memory + at);
+        at += aligned_size(count * sizeof(Element));
+    };
+    plan.mortal = static_cast<std::int32_t>(mortal);
+    take(plan.position, mortal);
+    take(plan.expiry, mortal + n);
+    take(plan.score, n + static_cast<std::size_t>(late_scores(cache, head)));
+    take(plan.keepers, places);
+    take(plan.promoted, Cache::pooled ? n : 0);
+    take(plan.counts, 1);
+    take(plan.state, static_cast<std::size_t>(cache.state_size));
+    plan.bytes = at;
+    return plan;
+}
+
+/// Bytes of the plans of one entry, all heads.
+template <class Cache>
+std::size_t chunk_bytes(const Cache& cache, std::int32_t tokens) {
+    std::size_t bytes = 0;
+    for (std::int32_t h = 0; h < cache.kv_heads; ++h) {
+        bytes += plan_of(cache, h, tokens, nullptr).bytes;
+    }
+    return bytes;
+}
+
+/// Relative to a chunk's first position; what lies further back than an int32 reaches is just as visible there.
+inline std::int32_t relative(position_t t, position_t base) {
+    return static_cast<std::int32_t>(std::max<position_t>(t - base, -(position_t{1} << 30)));
+}
+
+/// Runs the chunk's contests without touching the cache, and fills the plan.
+template <class Cache, class T>
+void decide_chunk([[maybe_unused]] isa set, const Cache& cache, std::int32_t slot, std::int32_t head,
+                  std::int32_t tokens, [[maybe_unused]] rows_view<const T> k,
+                  [[maybe_unused]] rows_view<const T> v, [[maybe_unused]] std::int32_t entry,
+                  [[maybe_unused]] const float* given, const chunk_plan& plan,
+                  [[maybe_unused]] std::byte* scratch) {
+    using P = typename Cache::policy_type;
+    using S = typename P::scorer_type;
+    const head_state<Cache> rows(cache, slot, head);
+    const HeadRule& rule = rows.rule;
+    const position_t base = cache.length[slot];
+    const std::int32_t used = std::min(cache.used(slot, head), plan.mortal);
+
+    detail::long_range_set places(plan.keepers, rule, cache.rebase_limit);
+    chunk_counts& counts = *plan.counts;
+    counts = {-1, 0, 0, 0, cache.kept[rows.index], base, base + tokens};
+    for (std::int32_t r = 0; r < used; ++r) {
+        const position_t t = rows.position(r);
+        const bool recent = r >= rule.sinks && r < rule.sinks + rule.window;
+        plan.position[r] = relative(t, base);
+        plan.expiry[r] =
+            recent ? static_cast<expiry_t>(std::min<position_t>(t + rule.window - base, never)) : never;
+        if (r >= rows.layout.place(0) && !rows.keeps(t)) {
+            places.restore(t, rows.score(r), r, r - rows.layout.place(0));
+        }
+    }
+    for (std::int32_t j = 0; j < tokens; ++j) {
+        const bool sink = base + j < rule.sinks;
+        plan.expiry[plan.mortal + j] =
+            sink ? never
+                 : static_cast<expiry_t>(std::min<std::int64_t>(std::int64_t{j} + rule.window, never));
+    }
+    if constexpr (retains<P>) {
+        if constexpr (S::when == score_time::on_leaving) {
+            std::copy_n(cache.state + rows.index * cache.state_size, cache.state_size, plan.state);
+        }
+        [[maybe_unused]] const auto key_at = [&](position_t u) {
+            return u < base ? rows.k(rows.layout.recent(u)) : k.row(entry, head, u - base);
+        };
+        [[maybe_unused]] const auto value_at = [&](position_t u) {
+            return u < base ? rows.v(rows.layout.recent(u)) : v.row(entry, head, u - base);
+        };
+        if constexpr (P::ranked && scores_come_along<S>) {
+            std::transform(given, given + tokens, plan.score, stored_score);
+        } else {
+            std::fill_n(plan.score, tokens, 0.0f);
+        }
+        if constexpr (P::ranked && S::when == score_time::on_arrival) {
+            // A sink is never scored, and neither is a key that is kept for its position.
+            const auto from = static_cast<std::int32_t>(std::clamp<position_t>(rule.sinks - base, 0, tokens));
+            scorer_input<S, T> input(set, cache.scorer, head, cache.dim_k, cache.dim_v, scratch);
+            input.score_all(k.row(entry, head, from), k.row_stride, v.row(entry, head, from), v.row_stride,
+                            tokens - from, base + from, plan.score + from);
+            for (std::int32_t j = from; j < tokens; ++j) {
+                if (rows.keeps(base + j)) {
+                    plan.score[j] = 0.0f;
+                } else if (plan.score[j] != plan.score[j]) {
+                    counts.bad = base + j;
+                    return;
+                }
+            }
+        }
+        if constexpr (scores_late<P>) {
+            counts.scored_from = scored_until(cache.scorer, rule.window, base);
+            counts.scored_end = scored_until(cache.scorer, rule.window, base + tokens);
+            counts.bad = score_late(set, cache, rows, head, counts.scored_from, counts.scored_end, key_at,
+                                    value_at, plan.score, scratch);
+            if (counts.bad >= 0) {
+                return;
+            }
+        }
+        for (std::int32_t j = 0; j < tokens; ++j) {
+            const position_t q = base + j;
+            if constexpr (P::ranked && S::when == score_time::on_leaving) {
+                scorer_input<S, T> input(set, cache.scorer, head, cache.dim_k, cache.dim_v, scratch);
+                input.absorb(plan.state, k.row(entry, head, j), v.row(entry, head, j));
+            }
+            const position_t u = q - rule.window;
+            if (u < rule.sinks) {
+                continue;
+            }
+            const std::int32_t name =
+                u < base ? rows.layout.recent(u) : plan.mortal + static_cast<std::int32_t>(u - base);
+            const bool pinned = rows.keeps(u);
+            float score = 0.0f;
+            if constexpr (P::ranked && S::when == score_time::on_leaving) {
+                if (!pinned) {
+                    scorer_input<S, T> input(set, cache.scorer, head, cache.dim_k, cache.dim_v, scratch);
+                    score = input.read(plan.state, key_at(u), value_at(u));
+                }
+                if (score != score) {
+                    counts.bad = u;
+                    return;
+                }
+            } else {
+                score = u < counts.scored_from ? rows.score(name) : plan.score[u - counts.scored_from];
+            }
+            if (!pinned && (rule.budget == 0 || !cache.gate.open(score, rule))) {
+                continue;
+            }
+            if constexpr (Cache::pooled) {
+                if (pinned || rule.budget == unlimited) {
+                    plan.promoted[counts.promoted++] = {0.0, u, score, name, counts.kept++};
+                    counts.pinned += pinned ? 1 : 0;
+                    plan.expiry[name] = never;
+                    continue;
+                }
+            }
+            const detail::contest_outcome outcome = places.contest(u, score, name, q, counts.kept);
+            if (outcome.kind != detail::contest_outcome::refused) {
+                plan.expiry[name] = never;
+            }
+            if (outcome.kind == detail::contest_outcome::replaced) {
+                plan.expiry[outcome.lost] = j;
+            }
+            if (outcome.kind == detail::contest_outcome::took_free_place) {
+                ++counts.kept;
+            }
+        }
+    }
+    counts.keepers = places.size();
+}
+
+/// Writes what the chunk leaves behind: new long-range rows first (they may come from ring rows), then sinks and ring.
+template <class Cache, class T>
+void commit_chunk(const Cache& cache, std::int32_t slot, std::int32_t head, std::int32_t tokens,
+                  rows_view<const T> k, rows_view<const T> v, std::int32_t entry, const chunk_plan& plan) {
+    using P = typename Cache::policy_type;
+    const head_state<Cache> rows(cache, slot, head);
+    const HeadRule& rule = rows.rule;
+    const position_t base = cache.length[slot];
+    [[maybe_unused]] const std::int32_t kept_before = cache.kept[rows.index];
+    const chunk_counts& counts = *plan.counts;
+    const auto put = [&](const detail::contestant& keeper) {
+        const std::int32_t row = rows.layout.place(keeper.place);
+        if (keeper.key < plan.mortal) {
+            if (keeper.key == row) {
+                return;
+            }  // held its place already
+            rows.put(row, rows.k(keeper.key), rows.v(keeper.key), keeper.position, keeper.score);
+        } else {
+            const std::int32_t j = keeper.key - plan.mortal;
+            rows.put(row, k.row(entry, head, j), v.row(entry, head, j), keeper.position, keeper.score);
+        }
+    };
+    std::for_each_n(plan.keepers, counts.keepers, put);
+    std::for_each_n(plan.promoted, counts.promoted, put);
+    for (std::int32_t j = 0; j < tokens; ++j) {
+        const position_t t = base + j;
+        if (t < rule.sinks || t > base + tokens - 1 - rule.window) {
+            const bool known = P::ranked && t < counts.scored_end;
+            rows.put(rows.layout.recent(t), k.row(entry, head, j), v.row(entry, head, j), t,
+                     known ? plan.score[t - counts.scored_from] : 0.0f);
+        }
+    }
+    if constexpr (scores_late<P>) {
+        // Keys that were in the window before the chunk, and still are.
+        const position_t from =
+            std::max({counts.scored_from, base + tokens - rule.window, position_t{rule.sinks}});
+        for (position_t t = from; t < std::min(base, counts.scored_end); ++t) {
+            rows.score(rows.layout.recent(t)) = plan.score[t - counts.scored_from];
+        }
+    }
+    cache.kept[rows.index] = counts.kept;
+    if constexpr (P::has_keep) {
+        cache.pinned[rows.index] += counts.pinned;
+    }
+    if constexpr (P::has_selection) {
+        const std::int32_t used = rows.layout.used(base + tokens, counts.kept);
+        refresh_bounds(cache, rows.rows, 0, plan.mortal, used);
+        refresh_bounds(cache, rows.rows, std::max(plan.mortal, rows.layout.place(kept_before)), used, used);
+    }
+    cache.victim[rows.index] = -1;
+    if constexpr (P::ranked && StatefulScorer<typename P::scorer_type>) {
+        std::copy_n(plan.state, cache.state_size, cache.state + rows.index * cache.state_size);
+    }
+}
+
+/// What a chunk's queries see: the rows of the cache, and the chunk itself.
+template <class Cache, class T, class Visit>
+void chunk_segments(const Cache& cache, std::int32_t slot, std::int32_t head, std::int32_t tokens,
+                    rows_view<const T> k, rows_view<const T> v, std::int32_t entry, const chunk_plan& plan,
+                    Visit&& visit) {
+    const auto rows = cache.head_rows(slot, head);
+    const std::int32_t used = cache.used(slot, head), mortal = std::min(used, plan.mortal);
+    visit_rows(rows, 0, mortal, cache.dim_k, cache.dim_v, [&](key_segment<T>& segment, std::int32_t row) {
+        segment.position = plan.position + row;
+        segment.expiry = plan.expiry + row;
+        visit(segment);
+    });
+    visit_rows(rows, mortal, used, cache.dim_k, cache.dim_v,
+               [&](const key_segment<T>& segment, std::int32_t) { visit(segment); });
+    key_segment<T> self;
+    self.k = k.row(entry, head, 0);
+    self.k_stride = k.row_stride;
+    self.v = v.row(entry, head, 0);
+    self.v_stride = v.row_stride;
+    self.count = tokens;
+    self.expiry = plan.expiry + plan.mortal;
+    visit(self);
+}
+
+/// Where the tokens of one (entry, head) of a chunk are: k.row(entry, head, j), and scores[j] where they are given.
+template <class T>
+struct chunk_source {
+    rows_view<const T> k;
+    rows_view<const T> v;
+    const float* scores;
+};
+
+/// A call's own tensors as a source.
+template <class T>
+auto tensor_source(rows_view<const T> k, rows_view<const T> v, const CacheExtras& extras,
+                   bool scores_packed) {
+    return [=, scores = extras.scores, edges = extras.cu_seqlens](std::int32_t i, std::int32_t h) {
+        const plane_view<const float> mine = entry_plane(scores, scores_packed ? edges : nullptr, i);
+        return chunk_source<T>{entry_rows(k, edges, i), entry_rows(v, edges, i),
+                               mine ? mine.head(i, h) : nullptr};
+    };
+}
+
+/// A chunk of a batch on its way through a cache: decide, then attend and write back. What prefill, propose and commit
+/// share. `memory` has bytes(): plans, then what attention needs.
+template <class Cache>
+class chunk_pass {
+    using P = typename Cache::policy_type;
+    using T = typename Cache::value_type;
+
+  public:
+    chunk_pass(const host& on, const Cache& cache, std::int32_t longest, std::byte* memory)
+        : on_(on),
+          cache_(cache),
+          longest_(longest),
+          entry_bytes_(chunk_bytes(cache, longest)),
+          thread_bytes_(scorer_thread_bytes(cache)),
+          scratch_(memory),
+          memory_(memory + static_cast<std::size_t>(on.threads()) * thread_bytes_) {}
+
+    static std::size_t bytes(const host& on, const Cache& cache, std::int32_t count, std::int32_t tokens) {
+        return static_cast<std::size_t>(on.threads()) * scorer_thread_bytes(cache) +
+               static_cast<std::size_t>(count) * chunk_bytes(cache, tokens) +
+               chunk_attention_bytes(on, cache);
+    }
+
+    chunk_plan plan(std::int32_t i, std::int32_t h) const {
+        std::byte* at = memory_ + static_cast<std::size_t>(i) * entry_bytes_;
+        for (std::int32_t before = 0; before < h; ++before) {
+            at += plan_of(cache_, before, longest_, nullptr).bytes;
+        }
+        return plan_of(cache_, h, longest_, at);
+    }
+
+    template <class Visit>
+    void for_each_head(const Batch& batch, Visit&& visit) const {
+        host_backend::for_each_head(on_, cache_.kv_heads, batch, visit);
+    }
+
+    /// Fills the plans of all heads; refuses a NaN score. source(i, h) says where the tokens of a head are.
+    template <class Source>
+    void decide(const Batch& batch, const Source& source) const {
+        for_each_head(batch, [&](std::int32_t i, std::int32_t h, int thread) {
+            const chunk_source<T> from = source(i, h);
+            decide_chunk(on_.instructions(), cache_, batch.slot(i), h, batch.tokens(i), from.k, from.v, i,
+                         from.scores, plan(i, h),
+                         scratch_ + static_cast<std::size_t>(thread) * thread_bytes_);
+        });
+        refuse_bad(batch);
+    }
+
+    /// Refused from here and not from a task: without exceptions a handler may jump out of the call.
+    void refuse_bad(const Batch& batch) const {
+        for (std::int32_t i = 0; i < batch.count; ++i) {
+            for (std::int32_t h = 0; batch.tokens(i) != 0 && h < cache_.kv_heads; ++h) {
+                const position_t bad = plan(i, h).counts->bad;
+                if (bad >= 0) {
+                    refuse_computed_score(i, h, bad);
+                }
+            }
+        }
+    }
+
+    /// Rows that a decided entry will have in use.
+    std::int32_t rows_after(const Batch& batch, std::int32_t i, std::int32_t h) const {
+        return cache_.layout(h).used(cache_.length[batch.slot(i)] + batch.tokens(i), plan(i, h).counts->kept);
+    }
+
+    template <class Source>
+    void attend(const Batch& batch, rows_view<const T> q, const Source& source, rows_view<T> out,
+                const CacheExtras& extras) const {
+        attend_chunk(
+            on_, cache_, batch, q, out, extras.lse, longest_,
+            memory_ + static_cast<std::size_t>(batch.count) * entry_bytes_,
+            [&](std::int32_t i, std::int32_t h, auto&& visit) {
+                const chunk_source<T> from = source(i, h);
+                chunk_segments(cache_, batch.slot(i), h, batch.tokens(i), from.k, from.v, i, plan(i, h),
+                               visit);
+            },
+            extras.cu_seqlens);
+    }
+
+    template <class Source>
+    void commit(const Batch& batch, const Source& source) const {
+        for_each_head(batch, [&](std::int32_t i, std::int32_t h) {
+            const chunk_source<T> from = source(i, h);
+            commit_chunk(cache_, batch.slot(i), h, batch.tokens(i), from.k, from.v, i, plan(i, h));
+            if (h == 0) {
+                cache_.proposed[batch.slot(i)] = 0;
+            }
+        });
+    }
+
+  private:
+    const host& on_;
+    const Cache& cache_;
+    std::int32_t longest_;
+    std::size_t entry_bytes_;
+    std::size_t thread_bytes_;
+    std::byte* scratch_;  // [threads]
+    std::byte* memory_;   // plans of all entries, then attention's
+};
+
+}  // namespace host_backend
+
+template <class P, Storage T, template <class, class> class Ref>
+requires CacheRef<Ref<P, T>> std::size_t cache_workspace_bytes(const host& on, const Ref<P, T>& cache,
+                                                               std::int32_t count, std::int32_t tokens) {
+    namespace hb = host_backend;
+    hb::check_on_host(cache);
+    detail::require(count >= 0, "count", count, "0 or more");
+    detail::require(tokens >= 0, "tokens", tokens, "0 or more");
+    if constexpr (P::observed) {
+        return hb::observed_workspace_bytes(on, cache, count, tokens);
+    } else {
+        const std::size_t heads = static_cast<std::size_t>(count) * static_cast<std::size_t>(cache.kv_heads);
+        const std::size_t step_bytes =
+            heads * hb::step_task_bytes(cache) +
+            std::max(static_cast<std::size_t>(on.threads()) * hb::scorer_thread_bytes(cache),
+                     hb::decode_bytes(on, cache, count));
+        const std::size_t chunk_bytes = hb::chunk_pass<Ref<P, T>>::bytes(on, cache, count, tokens);
+        return hb::hidden_bytes(on, cache, count, std::max(tokens, 1)) + hb::admission_bytes(cache, count) +
+               std::max(step_bytes, chunk_bytes) + hb::alignment;
+    }
+}
+
+namespace host_backend {
+
+/// The body of prefill for policies whose scores stand when a key competes.
+template <class Cache, class T>
+void prefill_scored(const host& on, const Cache& cache, const Batch& batch, std::int32_t longest,
+                    rows_view<const T> q, rows_view<const T> k, rows_view<const T> v, rows_view<T> out,
+                    std::byte* start, std::uint32_t* status, const CacheExtras& extras) {
+    const chunk_pass<Cache> pass(on, cache, longest, start + admission_bytes(cache, batch.count));
+    const auto source = tensor_source(k, v, extras, !reads_hidden<typename Cache::policy_type>);
+    pass.decide(batch, source);
+    const Batch admitted = admit(cache, batch, status, start, [&](std::int32_t i, std::int32_t h) {
+        return pass.rows_after(batch, i, h);
+    });
+    pass.attend(admitted, q, source, out, extras);
+    pass.commit(admitted, source);
+    if constexpr (Cache::policy_type::has_eviction) {
+        pass.for_each_head(admitted, [&](std::int32_t i, std::int32_t h) {
+            const std::int32_t slot = batch.slot(i);
+            remember_queries(cache, slot, h, cache.length[slot], batch.tokens(i),
+                             entry_rows(q, extras.cu_seqlens, i), i);
+        });
+    }
+    mark_taken(cache, admitted);
+    clear_refused(cache, batch, admitted, out, extras.lse, extras.cu_seqlens);
+}
+
+}  // namespace host_backend
+
+template <class P, Storage T, template <class, class> class Ref>
+requires CacheRef<Ref<P, T>>
+void prefill(const host& on, const Ref<P, T>& cache, const Batch& batch, input_rows<T> q, input_rows<T> k,
+             input_rows<T> v, output_rows<T> out, workspace_view workspace, std::uint32_t* status,
+             const CacheExtras& extras) {
+    namespace hb = host_backend;
+    hb::check_on_host(cache);
+    hb::check_chunk_length(batch, q.length);
+    const std::int32_t longest = hb::check_batch(batch, cache.slots, q.length, "the length of q");
+    hb::check_cache_call(cache, batch, longest, q, k, v, out, extras);
+    hb::check_taken(cache, batch);
+    hb::check_longest(cache, batch);
+    hb::check_workspace(workspace, cache_workspace_bytes<P, T>(on, cache, batch.count, longest));
+    std::byte* const begin = hb::aligned(workspace.data);
+    if constexpr (P::observed) {
+        hb::observed_tokens(on, cache, batch, longest, true, {q, k, v, out, extras.lse}, begin, status);
+    } else {
+        const CacheExtras scored = hb::with_scores(on, cache, batch, longest, extras, begin);
+        hb::prefill_scored(on, cache, batch, longest, q, k, v, out,
+                           begin + hb::hidden_bytes(on, cache, batch.count, longest), status, scored);
+    }
+}
+
+}  // namespace kvpolicy
+
+#include <kvpolicy/caches/host/speculate.hpp>

@@ -1,0 +1,298 @@
+// Slots of a cache copied, exchanged and dropped: fork and reorder.
+#pragma once
+
+#include <kvpolicy/caches/cache.hpp>
+#include <kvpolicy/caches/host/host_cache.hpp>
+#include <kvpolicy/caches/host/select.hpp>
+#include <kvpolicy/core/status.hpp>
+
+#include <algorithm>
+#include <utility>
+
+namespace kvpolicy {
+
+namespace host_backend {
+
+/// Pages of a head that another slot may name too: full, and of rows that are never written again.
+template <class Cache>
+bool shareable(const Cache& cache, std::int32_t slot, std::int32_t head, std::int64_t page) {
+    if (Cache::policy_type::has_eviction) {
+        return false;  // gaps are closed in place
+    }
+    const std::int64_t first = page * cache.page_rows;
+    return first >= cache.mortal_rows(head) && first + cache.page_rows <= cache.used(slot, head);
+}
+
+/// Pages that a copy of a slot of one layer takes from the pool.
+template <class Cache>
+std::int64_t pages_of_copy([[maybe_unused]] const Cache& cache, [[maybe_unused]] std::int32_t slot) {
+    std::int64_t pages = 0;
+    if constexpr (Cache::pooled) {
+        for (std::int32_t head = 0; head < cache.kv_heads; ++head) {
+            for (std::int64_t page = 0; page * cache.page_rows < cache.used(slot, head); ++page) {
+                pages += shareable(cache, slot, head, page) ? 0 : 1;
+            }
+        }
+    }
+    return pages;
+}
+
+/// Copies rows [begin, end) of a head, a run at a time.
+template <class From, class To>
+void copy_rows(const From& from, const To& to, std::int32_t begin, std::int32_t end, std::int32_t dim_k,
+               std::int32_t dim_v) {
+    for (std::int32_t row = begin; row < end;) {
+        const std::int32_t stop = std::min(from.run_end(row, end), to.run_end(row, end));
+        const std::int64_t count = stop - row;
+        std::copy_n(from.k(row), count * dim_k, to.k(row));
+        std::copy_n(from.v(row), count * dim_v, to.v(row));
+        std::copy_n(&from.position(row), count, &to.position(row));
+        std::copy_n(&from.score(row), count, &to.score(row));
+        row = stop;
+    }
+}
+
+/// Calls visit(array, per_head) for each of the arrays [slots, kv_heads, per_head] of a layer.
+template <class Cache, class Visit>
+void for_each_counter(const Cache& cache, Visit&& visit) {
+    visit(cache.kept, std::int64_t{1});
+    visit(cache.victim, std::int64_t{1});
+    if constexpr (Cache::policy_type::has_keep) {
+        visit(cache.pinned, std::int64_t{1});
+    }
+    visit(cache.state, cache.state_size);
+    if constexpr (Cache::policy_type::has_eviction) {
+        visit(cache.queries, std::int64_t{cache.eviction.observing} * cache.group * cache.dim_k);
+    }
+}
+
+/// One layer of a slot, copied to a slot that names no pages. The pool must have what it takes.
+template <class Cache>
+void copy_slot(const Cache& cache, std::int32_t from, std::int32_t to) {
+    for (std::int32_t head = 0; head < cache.kv_heads; ++head) {
+        const std::int32_t used = cache.used(from, head);
+        const auto rows = cache.head_rows(from, head), copy = cache.head_rows(to, head);
+        if constexpr (Cache::pooled) {
+            std::int32_t& held = cache.held[cache.head_index(to, head)];
+            for (std::int64_t page = 0; page * cache.page_rows < used; ++page) {
+                if (shareable(cache, from, head, page)) {
+                    const std::int32_t id = cache.pages(from, head)[page];
+                    cache.pool.share(id);
+                    cache.pages(to, head)[held++] = id;
+                    continue;
+                }
+                cache.pages(to, head)[held++] = cache.pool.take();
+                const auto first = static_cast<std::int32_t>(page * cache.page_rows);
+                const std::int32_t last = std::min(used, first + cache.page_rows);
+                copy_rows(rows, copy, first, last, cache.dim_k, cache.dim_v);
+                refresh_bounds(cache, copy, first, last, used);  // a shared page has its bounds
+            }
+        } else {
+            copy_rows(rows, copy, 0, used, cache.dim_k, cache.dim_v);
+            refresh_bounds(cache, copy, 0, used, used);
+        }
+    }
+    for_each_counter(cache, [&](auto* array, std::int64_t each) {
+        const std::int64_t count = cache.kv_heads * each;
+        std::copy_n(array + from * count, count, array + to * count);
+    });
+    cache.taken[to] = cache.taken[from];
+    if constexpr (Cache::pooled) {
+        cache.reserved[to] = 0;
+    }
+}
+
+/// One layer of two slots, exchanged. Lengths are the caller's.
+template <class Cache>
+void swap_slots(const Cache& cache, std::int32_t a, std::int32_t b) {
+    for (std::int32_t head = 0; head < cache.kv_heads; ++head) {
+        if constexpr (Cache::pooled) {
+            std::int32_t &held_a = cache.held[cache.head_index(a, head)],
+                         &held_b = cache.held[cache.head_index(b, head)];
+            std::swap_ranges(cache.pages(a, head), cache.pages(a, head) + std::max(held_a, held_b),
+                             cache.pages(b, head));
+            std::swap(held_a, held_b);
+        } else {
+            const std::int64_t count = std::max(cache.used(a, head), cache.used(b, head));
+            const auto x = cache.head_rows(a, head), y = cache.head_rows(b, head);
+            std::swap_ranges(x.k(0), x.k(count), y.k(0));
+            std::swap_ranges(x.v(0), x.v(count), y.v(0));
+            std::swap_ranges(x.position_data, x.position_data + count, y.position_data);
+            std::swap_ranges(x.score_data, x.score_data + count, y.score_data);
+            if constexpr (Cache::policy_type::has_selection) {
+                std::swap_ranges(x.bounds(0), x.bounds(pages_of_rows(cache, count)), y.bounds(0));
+            }
+        }
+    }
+    for_each_counter(cache, [&](auto* array, std::int64_t each) {
+        const std::int64_t count = cache.kv_heads * each;
+        std::swap_ranges(array + a * count, array + (a + 1) * count, array + b * count);
+    });
+    std::swap(cache.taken[a], cache.taken[b]);
+}
+
+}  // namespace host_backend
+
+/// Lets the named slots go of their pages, if the pool then has `needed()` of them. Otherwise nothing has changed, and it is
+/// refused, or returns false with *status set.
+template <class Derived, AnyPolicy P, Storage T>
+template <class PagesNeeded>
+bool CacheOwner<Derived, P, T>::drop([[maybe_unused]] const std::int32_t* slots,
+                                     [[maybe_unused]] std::int32_t count,
+                                     [[maybe_unused]] PagesNeeded&& needed,
+                                     [[maybe_unused]] std::uint32_t* status) const {
+    if constexpr (Derived::ref_type::pooled) {
+        const auto for_each_page = [&](auto&& visit) {
+            for (std::int32_t layer = 0; layer < shape_.layers; ++layer) {
+                const auto cache = self().ref(layer);
+                for (std::int32_t i = 0; i < count; ++i) {
+                    for (std::int32_t head = 0; head < cache.kv_heads; ++head) {
+                        const std::int32_t held = cache.held[cache.head_index(slots[i], head)];
+                        for (std::int32_t page = 0; page < held; ++page) {
+                            visit(cache.pages(slots[i], head)[page]);
+                        }
+                    }
+                }
+            }
+        };
+        const auto pool = self().ref(0).pool;
+        const std::int32_t before = pool.free_pages();
+        const std::int64_t wanted = needed();
+        for_each_page([&](std::int32_t id) { pool.give(id); });
+        if (pool.free_pages() < wanted) {
+            // Freed ids lie above what was free before; nobody has taken one.
+            const std::int32_t available = pool.free_pages();
+            for_each_page([&](std::int32_t id) { pool.share(id); });
+            *pool.free_count = before;
+            if (status == nullptr) {
+                detail::refuse(
+                    "free pages of the pool", available,
+                    detail::text("at least the ", wanted, " that the call needs (add_slab lends more)"));
+            }
+            *status |= status_pool_exhausted;
+            return false;
+        }
+        for (std::int32_t layer = 0; layer < shape_.layers; ++layer) {
+            const auto cache = self().ref(layer);
+            for (std::int32_t i = 0; i < count; ++i) {
+                std::fill_n(cache.held + cache.head_index(slots[i], 0), cache.kv_heads, 0);
+            }
+        }
+    }
+    return true;
+}
+
+template <class Derived, AnyPolicy P, Storage T>
+void CacheOwner<Derived, P, T>::fork(const host&, std::int32_t from, std::int32_t to, std::uint32_t* status) {
+    require_slot(from, "from");
+    require_slot(to, "to");
+    if (from == to) {
+        return;
+    }
+    const auto needed = [&] {
+        std::int64_t pages = 0;
+        for (std::int32_t layer = 0; layer < shape_.layers; ++layer) {
+            pages += host_backend::pages_of_copy(self().ref(layer), from);
+        }
+        return pages;
+    };
+    if (!drop(&to, 1, needed, status)) {
+        return;
+    }
+    for (std::int32_t layer = 0; layer < shape_.layers; ++layer) {
+        const auto cache = self().ref(layer);
+        host_backend::copy_slot(cache, from, to);
+        cache.proposed[to] = 0;
+    }
+    auto* length = at<position_t>(length_at_);
+    length[to] = length[from];
+}
+
+template <class Derived, AnyPolicy P, Storage T>
+void CacheOwner<Derived, P, T>::reorder(const host&, const std::int32_t* sources, std::int32_t count,
+                                        std::uint32_t* status) {
+    require_bound();
+    detail::require(count >= 0 && count <= shape_.slots, "count", count,
+                    [&] { return detail::text("0 to the cache's slots, ", shape_.slots); });
+    detail::require(sources != nullptr || count == 0, "sources", "null", "an array of count slots");
+    for (std::int32_t i = 0; i < count; ++i) {
+        detail::require(
+            sources[i] >= 0 && sources[i] < shape_.slots, [&] { return detail::text("sources[", i, "]"); },
+            sources[i], [&] { return detail::text("0 to ", shape_.slots - 1); });
+    }
+    // One slot inherits a source's rows themselves: the source, if it stays, or the first that wants it. The rest get copies.
+    std::int32_t* const heir = scratch_.data();  // of each slot; -1: nobody's, or a slot that does not move
+    std::int32_t* const where = heir + shape_.slots;  // the slot that holds now what each slot held
+    std::int32_t* const lost = where + shape_.slots;
+    std::fill_n(heir, shape_.slots, -1);
+    for (std::int32_t i = count - 1; i >= 0; --i) {
+        if (sources[i] < count && heir[sources[i]] != sources[i]) {
+            heir[sources[i]] = i;
+        }
+    }
+    for (std::int32_t i = 0; i < count; ++i) {
+        if (sources[i] == i) {
+            heir[i] = i;
+        }
+    }
+    std::int32_t lost_count = 0;
+    for (std::int32_t slot = 0; slot < shape_.slots; ++slot) {
+        where[slot] = slot;
+        if (slot < count && heir[slot] < 0) {
+            lost[lost_count++] = slot;
+        }
+    }
+    const auto inherits = [&](std::int32_t i) { return sources[i] < count && heir[sources[i]] == i; };
+    const auto needed = [&] {
+        std::int64_t pages = 0;
+        for (std::int32_t layer = 0; layer < shape_.layers; ++layer) {
+            const auto cache = self().ref(layer);
+            for (std::int32_t i = 0; i < count; ++i) {
+                pages += inherits(i) ? 0 : host_backend::pages_of_copy(cache, sources[i]);
+            }
+        }
+        return pages;
+    };
+    if (!drop(lost, lost_count, needed, status)) {
+        return;
+    }
+    auto* length = at<position_t>(length_at_);
+    for (std::int32_t i = 0; i < count; ++i) {
+        if (!inherits(i)) {
+            continue;
+        }
+        const std::int32_t at_present = where[sources[i]];
+        if (at_present == i) {
+            continue;
+        }
+        for (std::int32_t layer = 0; layer < shape_.layers; ++layer) {
+            host_backend::swap_slots(self().ref(layer), i, at_present);
+        }
+        std::swap(length[i], length[at_present]);
+        if constexpr (Derived::ref_type::pooled) {
+            auto* const reserved = self().ref(0).reserved;
+            std::swap(reserved[i], reserved[at_present]);
+        }
+        // Whatever was in slot i is where the inheritance was.
+        *std::find(where, where + shape_.slots, i) = at_present;
+        where[sources[i]] = i;
+    }
+    for (std::int32_t layer = 0; layer < shape_.layers; ++layer) {
+        const auto cache = self().ref(layer);
+        std::fill_n(cache.proposed, count, 0);
+    }
+    for (std::int32_t i = 0; i < count; ++i) {
+        if (inherits(i)) {
+            continue;
+        }
+        const std::int32_t from = where[sources[i]];
+        for (std::int32_t layer = 0; layer < shape_.layers; ++layer) {
+            host_backend::copy_slot(self().ref(layer), from, i);
+        }
+        length[i] = length[from];
+    }
+}
+
+}  // namespace kvpolicy
+
+#include <kvpolicy/caches/host/snapshot.hpp>

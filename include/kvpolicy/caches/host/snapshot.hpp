@@ -1,0 +1,372 @@
+// A slot as a blob of bytes, and back.
+#pragma once
+
+#include <kvpolicy/caches/cache.hpp>
+#include <kvpolicy/caches/host/host_cache.hpp>
+#include <kvpolicy/caches/host/sequences.hpp>
+
+#include <algorithm>
+#include <cmath>
+#include <cstring>
+#include <limits>
+
+namespace kvpolicy {
+
+namespace host_backend {
+
+/// FNV-1a, 64 bits.
+class hash {
+  public:
+    void bytes(const void* data, std::size_t count) {
+        const auto* byte = static_cast<const unsigned char*>(data);
+        for (std::size_t i = 0; i < count; ++i) {
+            value_ = (value_ ^ byte[i]) * 0x100000001b3u;
+        }
+    }
+    template <class Number>
+    void number(Number value) {
+        bytes(&value, sizeof value);
+    }
+    [[nodiscard]] std::uint64_t value() const { return value_; }
+
+  private:
+    std::uint64_t value_ = 0xcbf29ce484222325u;
+};
+
+inline constexpr std::uint32_t snapshot_version = 1;
+
+/// The first bytes of a snapshot. Numbers are as this machine has them; another byte order fails at `version`.
+struct snapshot_header {
+    char magic[8] = {'k', 'v', 'p', 'o', 'l', 'i', 'c', 'y'};
+    std::uint32_t version = snapshot_version;
+    std::uint32_t unused = 0;
+    std::uint64_t fingerprint = 0;
+    std::uint64_t bytes = 0;     // of the whole blob
+    std::uint64_t checksum = 0;  // of the blob with 0 in this place
+    position_t length = 0;
+};
+
+template <Storage T>
+inline constexpr std::uint32_t storage_code = std::is_same_v<T, bf16>    ? 1
+                                              : std::is_same_v<T, fp16>  ? 2
+                                              : std::is_same_v<T, float> ? 3
+                                                                         : 4;
+
+/// Writes one part of a blob after another, or only counts their bytes where there is no memory.
+class blob_writer {
+  public:
+    explicit blob_writer(std::byte* memory) : memory_(memory) {}
+    template <class Element>
+    void put(const Element* data, std::int64_t count) {
+        const std::size_t size = static_cast<std::size_t>(count) * sizeof(Element);
+        if (memory_ != nullptr && size != 0) {
+            std::memcpy(memory_ + at_, data, size);
+        }
+        at_ += size;
+    }
+    [[nodiscard]] std::size_t at() const { return at_; }
+
+  private:
+    std::byte* memory_;
+    std::size_t at_ = 0;
+};
+
+/// Reads them back; what is beyond the end fails and stays failed.
+class blob_reader {
+  public:
+    blob_reader(const std::byte* memory, std::size_t bytes) : memory_(memory), bytes_(bytes) {}
+    template <class Element>
+    bool get(Element* data, std::int64_t count) {
+        return skip<Element>(count) && copy(data, static_cast<std::size_t>(count) * sizeof(Element));
+    }
+    template <class Element>
+    bool skip(std::int64_t count) {
+        const std::size_t left = bytes_ - at_;
+        last_ = at_;
+        fine_ = fine_ && count >= 0 && static_cast<std::uint64_t>(count) <= left / sizeof(Element);
+        at_ += fine_ ? static_cast<std::size_t>(count) * sizeof(Element) : 0;
+        return fine_;
+    }
+    [[nodiscard]] bool at_end() const { return fine_ && at_ == bytes_; }
+
+  private:
+    bool copy(void* data, std::size_t size) {
+        if (size != 0) {
+            std::memcpy(data, memory_ + last_, size);
+        }
+        return true;
+    }
+    const std::byte* memory_;
+    std::size_t bytes_, at_ = 0, last_ = 0;
+    bool fine_ = true;
+};
+
+/// Calls visit(queries, count) for the queries that an eviction part has of each head after `length` tokens.
+template <class Cache, class Visit>
+void for_each_query_ring([[maybe_unused]] const Cache& cache, [[maybe_unused]] std::int32_t slot,
+                         [[maybe_unused]] position_t length, [[maybe_unused]] Visit&& visit) {
+    if constexpr (Cache::policy_type::has_eviction) {
+        const std::int64_t count =
+            std::min<position_t>(length, cache.eviction.observing) * cache.group * cache.dim_k;
+        for (std::int32_t head = 0; head < cache.kv_heads; ++head) {
+            visit(cache.query_row(slot, head, 0), count);
+        }
+    }
+}
+
+/// One layer of a slot: for each head the places in use, positions and scores, then keys and values; then states.
+template <class Cache>
+void write_layer(const Cache& cache, std::int32_t slot, blob_writer& blob) {
+    for (std::int32_t head = 0; head < cache.kv_heads; ++head) {
+        const std::int32_t used = cache.used(slot, head);
+        const auto rows = cache.head_rows(slot, head);
+        blob.put(cache.kept + cache.head_index(slot, head), 1);
+        for (std::int32_t r = 0; r < used; ++r) {
+            blob.put(&rows.position(r), 1);
+            blob.put(&rows.score(r), 1);
+        }
+        for (std::int32_t r = 0; r < used; ++r) {
+            blob.put(rows.k(r), cache.dim_k);
+            blob.put(rows.v(r), cache.dim_v);
+        }
+    }
+    blob.put(cache.state + slot * cache.kv_heads * cache.state_size, cache.kv_heads * cache.state_size);
+    for_each_query_ring(cache, slot, cache.length[slot],
+                        [&](auto* queries, std::int64_t count) { blob.put(queries, count); });
+}
+
+/// Whether row r of a head with `kept` long-range places may hold position t after `length` tokens.
+inline bool row_may_hold(const HeadRows& layout, std::int32_t r, position_t t, position_t length) {
+    const position_t window_begin = std::max<position_t>(layout.sinks, length - layout.window);
+    if (r >= layout.place(0)) {
+        return t >= layout.sinks && t < window_begin;
+    }
+    return t >= 0 && t < length && (t < layout.sinks || t >= window_begin) && layout.recent(t) == r;
+}
+
+/// Reads past a layer, and says whether a cache of this policy can be in that state; adds up the pages that it takes.
+template <class Cache>
+bool read_past_layer(const Cache& cache, position_t length, blob_reader& blob, std::int64_t& pages) {
+    for (std::int32_t head = 0; head < cache.kv_heads; ++head) {
+        const HeadRule& rule = cache.rules[head];
+        const HeadRows layout = cache.layout(head);
+        std::int32_t kept = 0, pinned = 0;
+        if (!blob.get(&kept, 1) || kept < 0) {
+            return false;
+        }
+        const position_t left = std::max<position_t>(0, length - rule.sinks - rule.window);
+        const position_t recent = std::min<position_t>(length, position_t{rule.sinks} + rule.window);
+        if (kept > left || recent + kept > cache.capacity(head)) {
+            return false;
+        }
+        const std::int32_t used = layout.used(length, kept);
+        for (std::int32_t r = 0; r < used; ++r) {
+            position_t t = 0;
+            float score = 0.0f;
+            // A NaN is as good as another: that of a sink or of a kept position is never read, and a device ranks others last.
+            if (!blob.get(&t, 1) || !blob.get(&score, 1) || !row_may_hold(layout, r, t, length)) {
+                return false;
+            }
+            pinned += r >= layout.place(0) && cache.keep.keeps(t) ? 1 : 0;
+        }
+        if (!Cache::policy_type::grows && rule.budget != unlimited && kept - pinned > rule.budget) {
+            return false;
+        }
+        using T = typename Cache::value_type;
+        if (!blob.template skip<T>(std::int64_t{used} * (std::int64_t{cache.dim_k} + cache.dim_v))) {
+            return false;
+        }
+        pages += (used + cache.page_rows - 1) / cache.page_rows;
+    }
+    bool there = blob.template skip<float>(cache.kv_heads * cache.state_size);
+    for_each_query_ring(cache, 0, length, [&](auto* queries, std::int64_t count) {
+        there = there && blob.template skip<std::remove_pointer_t<decltype(queries)>>(count);
+    });
+    return there;
+}
+
+/// Reads a layer into a slot that names no pages.
+template <class Cache>
+void read_layer(const Cache& cache, std::int32_t slot, position_t length, blob_reader& blob) {
+    for (std::int32_t head = 0; head < cache.kv_heads; ++head) {
+        const std::int64_t index = cache.head_index(slot, head);
+        const HeadRows layout = cache.layout(head);
+        blob.get(cache.kept + index, 1);
+        cache.victim[index] = -1;
+        const std::int32_t used = layout.used(length, cache.kept[index]);
+        if constexpr (Cache::pooled) {
+            cache.take_pages(slot, head, used);
+        }
+        const auto rows = cache.head_rows(slot, head);
+        std::int32_t pinned = 0;
+        for (std::int32_t r = 0; r < used; ++r) {
+            blob.get(&rows.position(r), 1);
+            blob.get(&rows.score(r), 1);
+            pinned += r >= layout.place(0) && cache.keep.keeps(rows.position(r)) ? 1 : 0;
+        }
+        for (std::int32_t r = 0; r < used; ++r) {
+            blob.get(rows.k(r), cache.dim_k);
+            blob.get(rows.v(r), cache.dim_v);
+        }
+        refresh_bounds(cache, rows, 0, used, used);
+        if constexpr (Cache::policy_type::has_keep) {
+            cache.pinned[index] = pinned;
+        }
+    }
+    blob.get(cache.state + slot * cache.kv_heads * cache.state_size, cache.kv_heads * cache.state_size);
+    for_each_query_ring(cache, slot, length,
+                        [&](auto* queries, std::int64_t count) { blob.get(queries, count); });
+    cache.proposed[slot] = 0;
+    cache.taken[slot] = 0;
+    if constexpr (Cache::pooled) {
+        cache.reserved[slot] = 0;
+    }
+}
+
+/// The checksum of a blob: of all its bytes, with 0 for the checksum itself.
+inline std::uint64_t checksum_of(snapshot_header header, const std::byte* blob, std::size_t bytes) {
+    header.checksum = 0;
+    hash sum;
+    sum.bytes(&header, sizeof header);
+    sum.bytes(blob + sizeof header, bytes - sizeof header);
+    return sum.value();
+}
+
+}  // namespace host_backend
+
+template <class Derived, AnyPolicy P, Storage T>
+std::uint64_t CacheOwner<Derived, P, T>::fingerprint() const {
+    host_backend::hash sum;
+    sum.number(host_backend::storage_code<T>);
+    for (const std::int32_t number : {shape_.layers, shape_.kv_heads, shape_.dim_k, shape_.dim_v}) {
+        sum.number(number);
+    }
+    sum.number(rebase_limit_);
+    constexpr float infinity = std::numeric_limits<float>::infinity();
+    const auto gate = policy_.gate();
+    for (const HeadRule& rule : rules_) {
+        for (const std::int32_t number : {rule.sinks, rule.window, rule.budget, rule.decay_step}) {
+            sum.number(number);
+        }
+        sum.number(rule.log_gamma + 0.0f);  // -0 is 0
+        sum.number(rule.threshold + 0.0f);
+        // Gates and keep parts have no names that two compilers agree on, but answers.
+        for (const float score : {-infinity, std::nextafter(rule.threshold, -infinity), rule.threshold,
+                                  std::nextafter(rule.threshold, infinity), infinity}) {
+            sum.number(gate.open(score, rule) ? 1 : 0);
+        }
+    }
+    if constexpr (P::has_eviction) {
+        const auto rule = policy_.eviction();
+        sum.number(static_cast<std::int64_t>(rule.average));
+        sum.number(static_cast<float>(rule.share));
+        for (const std::int32_t number :
+             {static_cast<std::int32_t>(rule.observing), static_cast<std::int32_t>(rule.pool),
+              static_cast<std::int32_t>(rule.aggregate), shape_.query_heads}) {
+            sum.number(number);
+        }
+    }
+    if constexpr (P::has_keep) {
+        for (position_t t = 0; t < 4096; ++t) {
+            sum.number(policy_.keeps(t) ? 1 : 0);
+        }
+    }
+    sum.number(P::ranked ? static_cast<std::int32_t>(scorer_type::when) : -1);
+    for (std::int32_t layer = 0; layer < shape_.layers; ++layer) {
+        const scorer_type scorer = scorer_of(layer);
+        sum.number(host_backend::state_floats<P>(scorer));
+        if constexpr (P::observed) {
+            const Observation seen = scorer.observation();
+            for (const std::int32_t number :
+                 {seen.queries, seen.accumulate ? 1 : 0, static_cast<int>(seen.aggregate),
+                  seen.whole_layer ? 1 : 0, seen.pool, seen.pool_largest ? 1 : 0}) {
+                sum.number(number);
+            }
+        }
+        if constexpr (requires { scorer.fingerprint(); }) {
+            sum.number(static_cast<std::uint64_t>(scorer.fingerprint()));
+        }
+    }
+    return sum.value();
+}
+
+template <class Derived, AnyPolicy P, Storage T>
+std::size_t CacheOwner<Derived, P, T>::snapshot_bytes(std::int32_t slot) const {
+    require_slot(slot);
+    require_between_tokens(slot, "slot");
+    host_backend::blob_writer blob(nullptr);
+    for (std::int32_t layer = 0; layer < shape_.layers; ++layer) {
+        host_backend::write_layer(self().ref(layer), slot, blob);
+    }
+    return sizeof(host_backend::snapshot_header) + blob.at();
+}
+
+template <class Derived, AnyPolicy P, Storage T>
+std::size_t CacheOwner<Derived, P, T>::snapshot(const host&, std::int32_t slot, void* buffer,
+                                                std::size_t buffer_bytes) const {
+    namespace hb = host_backend;
+    const std::size_t bytes = snapshot_bytes(slot);
+    detail::require(buffer != nullptr, "buffer", "null", "memory of snapshot_bytes(slot)");
+    detail::require(buffer_bytes >= bytes, "buffer_bytes", buffer_bytes,
+                    [&] { return detail::text("at least snapshot_bytes(slot) = ", bytes); });
+    auto* const memory = static_cast<std::byte*>(buffer);
+    hb::blob_writer blob(memory + sizeof(hb::snapshot_header));
+    for (std::int32_t layer = 0; layer < shape_.layers; ++layer) {
+        hb::write_layer(self().ref(layer), slot, blob);
+    }
+    hb::snapshot_header header;
+    header.fingerprint = fingerprint();
+    header.bytes = bytes;
+    header.length = length(slot);
+    header.checksum = hb::checksum_of(header, memory, bytes);
+    std::memcpy(memory, &header, sizeof header);
+    return bytes;
+}
+
+template <class Derived, AnyPolicy P, Storage T>
+void CacheOwner<Derived, P, T>::restore(const host&, std::int32_t slot, const void* blob,
+                                        std::size_t blob_bytes, std::uint32_t* status) {
+    namespace hb = host_backend;
+    require_slot(slot);
+    detail::require(blob != nullptr, "blob", "null", "a snapshot");
+    const hb::snapshot_header ours;
+    detail::require(blob_bytes >= sizeof ours, "blob_bytes", blob_bytes, "those of a snapshot");
+    const auto* const bytes = static_cast<const std::byte*>(blob);
+    hb::snapshot_header header;
+    std::memcpy(&header, bytes, sizeof header);
+    detail::require(std::memcmp(header.magic, ours.magic, sizeof ours.magic) == 0, "blob", "another format",
+                    "a snapshot of a kvpolicy cache");
+    detail::require(header.version == ours.version, "version of the snapshot", header.version,
+                    [&] { return detail::text(ours.version); });
+    detail::require(header.bytes == blob_bytes, "blob_bytes", blob_bytes,
+                    [&] { return detail::text("what the snapshot says, ", header.bytes); });
+    detail::require(header.checksum == hb::checksum_of(header, bytes, blob_bytes), "blob",
+                    "damaged (its checksum differs)", "as it was written");
+    detail::require(header.fingerprint == fingerprint(), "snapshot",
+                    "of another policy, shape or storage type", "of a cache like this one");
+    // A blob may be forged, and its checksum right: every number that decides where something is written is looked at.
+    bool sound = header.unused == 0 && header.length >= 0 && header.length <= (position_t{1} << 62);
+    std::int64_t pages = 0;
+    hb::blob_reader reader(bytes + sizeof header, blob_bytes - sizeof header);
+    for (std::int32_t layer = 0; sound && layer < shape_.layers; ++layer) {
+        const auto cache = self().ref(layer);
+        if constexpr (Derived::ref_type::pooled) {
+            detail::require(!cache.limited || header.length <= cache.longest, "length of the snapshot",
+                            header.length,
+                            [&] { return detail::text("at most the cache's longest, ", cache.longest); });
+        }
+        sound = hb::read_past_layer(cache, header.length, reader, pages);
+    }
+    detail::require(sound && reader.at_end(), "blob", "damaged", "as it was written");
+    if (!drop(
+            &slot, 1, [&] { return pages; }, status)) {
+        return;
+    }
+    hb::blob_reader rows(bytes + sizeof header, blob_bytes - sizeof header);
+    for (std::int32_t layer = 0; layer < shape_.layers; ++layer) {
+        hb::read_layer(self().ref(layer), slot, header.length, rows);
+    }
+    at<position_t>(length_at_)[slot] = header.length;
+}
+
+}  // namespace kvpolicy

@@ -1,0 +1,207 @@
+// One decode step of a cache on the host, and the calls that only look.
+#pragma once
+
+#include <kvpolicy/caches/calls.hpp>
+#include <kvpolicy/caches/host/admit.hpp>
+#include <kvpolicy/caches/host/attend_entries.hpp>
+#include <kvpolicy/caches/host/entries.hpp>
+#include <kvpolicy/caches/host/hidden_scores.hpp>
+#include <kvpolicy/caches/host/observed_step.hpp>
+#include <kvpolicy/caches/host/score_step.hpp>
+
+#include <algorithm>
+#include <limits>
+
+namespace kvpolicy {
+
+namespace host_backend {
+
+/// The body of step for policies whose scores stand when a key competes.
+template <class Cache, class T>
+void step_scored(const host& on, const Cache& cache, const Batch& batch, rows_view<const T> q,
+                 rows_view<const T> k, rows_view<const T> v, rows_view<T> out, std::byte* start,
+                 std::uint32_t* status, const CacheExtras& extras) {
+    using P = typename Cache::policy_type;
+    std::byte* const memory = start + admission_bytes(cache, batch.count);
+    const std::int64_t tasks = std::int64_t{batch.count} * cache.kv_heads;
+    const std::size_t score_bytes = step_task_bytes(cache);
+    const auto memory_of = [&](std::int64_t task) {
+        return step_task_at(cache, memory + static_cast<std::size_t>(task) * score_bytes);
+    };
+    const auto entry_of = [&](std::int64_t task) { return static_cast<std::int32_t>(task / cache.kv_heads); };
+    const auto head_of = [&](std::int64_t task) { return static_cast<std::int32_t>(task % cache.kv_heads); };
+    std::byte* const rest = memory + static_cast<std::size_t>(tasks) * score_bytes;
+
+    // Phase one only reads the cache, so that a NaN score is refused, and a step without pages given up, with nothing changed.
+    if constexpr (P::ranked) {
+        const std::size_t thread_bytes = scorer_thread_bytes(cache);
+        on.parallel_for(tasks, [&](std::int64_t task, int thread) {
+            const std::int32_t i = entry_of(task), h = head_of(task);
+            if (batch.tokens(i) == 0) {
+                return;
+            }
+            const float* given = extras.scores ? extras.scores.head(i, h) : nullptr;
+            score_step(on.instructions(), cache, batch.slot(i), h, k.row(i, h, 0), v.row(i, h, 0), given,
+                       memory_of(task), rest + static_cast<std::size_t>(thread) * thread_bytes);
+        });
+        // Refused from here and not from a task: without exceptions a handler may jump out of the call.
+        for (std::int64_t task = 0; task < tasks; ++task) {
+            const std::int32_t i = entry_of(task), h = head_of(task);
+            if (batch.tokens(i) == 0) {
+                continue;
+            }
+            if (const position_t bad = memory_of(task).found->bad; bad >= 0) {
+                refuse_computed_score(i, h, bad);
+            }
+        }
+    }
+    const Batch admitted = admit(cache, batch, status, start, [&](std::int32_t i, std::int32_t h) {
+        const std::int32_t slot = batch.slot(i);
+        const head_state<Cache> rows(cache, slot, h);
+        const position_t u = cache.length[slot] - rows.rule.window;
+        bool grows = false;
+        if constexpr (retains<P>) {
+            const float score =
+                P::ranked ? memory_of(std::int64_t{i} * cache.kv_heads + h).found->leaving : 0.0f;
+            grows = u >= rows.rule.sinks && rows.takes_new_place(u, score);
+        }
+        return rows.layout.used(cache.length[slot] + 1, cache.kept[rows.index] + (grows ? 1 : 0));
+    });
+
+    on.parallel_for(tasks, [&](std::int64_t task) {
+        const std::int32_t i = entry_of(task), h = head_of(task);
+        if (admitted.tokens(i) == 0) {
+            return;
+        }
+        const std::int32_t slot = admitted.slot(i);
+        const head_state<Cache> rows(cache, slot, h);
+        const position_t position = cache.length[slot];
+        step_scores scores{};
+        if constexpr (P::ranked) {
+            const step_task mine = memory_of(task);
+            scores = *mine.found;
+            if constexpr (StatefulScorer<typename P::scorer_type>) {
+                std::copy_n(mine.state, cache.state_size, cache.state + rows.index * cache.state_size);
+            }
+            for (position_t t = std::max<position_t>(scores.late_from, rows.rule.sinks); t < scores.late_end;
+                 ++t) {
+                rows.score(rows.layout.recent(t)) = mine.late[t - scores.late_from];
+            }
+        }
+        const position_t u = position - rows.rule.window;
+        std::int32_t promoted = -1;
+        if constexpr (retains<P>) {
+            if (u >= rows.rule.sinks) {
+                promoted = rows.leave(rows.layout.recent(u), scores.leaving, position);
+            }
+        }
+        const std::int32_t newest = rows.layout.recent(position);
+        rows.put(newest, k.row(i, h, 0), v.row(i, h, 0), position, scores.arriving);
+        const std::int32_t used = rows.layout.used(position + 1, cache.kept[rows.index]);
+        refresh_bounds(cache, rows.rows, newest, newest + 1, used);
+        if (promoted >= 0) {
+            refresh_bounds(cache, rows.rows, promoted, promoted + 1, used);
+        }
+        remember_queries(cache, slot, h, position, 1, q, i);
+        if (h == 0) {
+            cache.proposed[slot] = 0;
+        }
+    });
+    attend_rows(on, cache, admitted, q, out, extras.lse, 1, rest);
+    mark_taken(cache, admitted);
+    clear_refused(cache, batch, admitted, out, extras.lse);
+}
+
+}  // namespace host_backend
+
+template <class P, Storage T, template <class, class> class Ref>
+requires CacheRef<Ref<P, T>>
+void step(const host& on, const Ref<P, T>& cache, const Batch& batch, input_rows<T> q, input_rows<T> k,
+          input_rows<T> v, output_rows<T> out, workspace_view workspace, std::uint32_t* status,
+          const CacheExtras& extras) {
+    namespace hb = host_backend;
+    hb::check_on_host(cache);
+    const std::int32_t longest =
+        hb::check_batch(batch, cache.slots, 1, "a step takes one token; prefill takes chunks");
+    detail::require(extras.cu_seqlens == nullptr, "extras.cu_seqlens", "given",
+                    "null in a step, whose entries have one token");
+    hb::check_cache_call(cache, batch, longest, q, k, v, out, extras);
+    hb::check_taken(cache, batch);
+    hb::check_longest(cache, batch);
+    hb::check_workspace(workspace, cache_workspace_bytes<P, T>(on, cache, batch.count, 1));
+    std::byte* const begin = hb::aligned(workspace.data);
+    if constexpr (P::observed) {
+        hb::observed_tokens(on, cache, batch, longest, false, {q, k, v, out, extras.lse}, begin, status);
+    } else {
+        const CacheExtras scored = hb::with_scores(on, cache, batch, longest, extras, begin);
+        hb::step_scored(on, cache, batch, q, k, v, out,
+                        begin + hb::hidden_bytes(on, cache, batch.count, longest), status, scored);
+    }
+}
+
+template <class P, Storage T, template <class, class> class Ref>
+requires CacheRef<Ref<P, T>>
+void attend(const host& on, const Ref<P, T>& cache, const Batch& batch, input_rows<T> q, output_rows<T> out,
+            plane_view<float> lse, workspace_view workspace) {
+    namespace hb = host_backend;
+    hb::check_on_host(cache);
+    const std::int32_t longest = hb::check_batch(batch, cache.slots, 1, "one query a sequence");
+    hb::check_rows("q", q, batch.count, cache.kv_heads * cache.group, longest, cache.dim_k);
+    hb::check_rows("out", out, batch.count, cache.kv_heads * cache.group, longest, cache.dim_v);
+    hb::check_lse(lse, batch.count, cache.kv_heads * cache.group, longest);
+    hb::check_workspace(workspace, cache_workspace_bytes<P, T>(on, cache, batch.count, 1));
+    hb::attend_rows(on, cache, batch, q, out, lse, 0, hb::aligned(workspace.data));
+}
+
+namespace host_backend {
+
+/// The arrays of an export; reads no memory of the call, so that it serves every backend. `needed` pages, which are what `of` says.
+template <class Cache>
+void check_head_pages(const Cache& cache, const Batch& batch, const HeadPages& pages, std::int64_t needed,
+                      const char* of) {
+    detail::require(pages.indices_capacity >= needed, "pages.indices_capacity", pages.indices_capacity,
+                    [&] { return detail::text("at least ", of, ", ", needed); });
+    detail::require(pages.indptr != nullptr, "pages.indptr", "null", "an array of batch.count * Hkv + 1");
+    detail::require(pages.indices != nullptr || needed == 0, "pages.indices", "null",
+                    "an array of indices_capacity");
+    detail::require(pages.last_page_rows != nullptr || batch.count == 0, "pages.last_page_rows", "null",
+                    "an array of batch.count * Hkv");
+    detail::require(cache.page_count() <= std::numeric_limits<std::int32_t>::max(), "pages of the layer",
+                    cache.page_count(), "below 2^31, as indices are 32 bits");
+}
+
+}  // namespace host_backend
+
+template <class P, Storage T, template <class, class> class Ref>
+requires CacheRef<Ref<P, T>>
+void export_heads(const host&, const Ref<P, T>& cache, const Batch& batch, const HeadPages& pages) {
+    host_backend::check_on_host(cache);
+    host_backend::check_batch(batch, cache.slots, std::numeric_limits<std::int32_t>::max(), "any");
+    const std::int64_t page_rows = cache.page_rows;
+    std::int64_t needed = 0;
+    const auto for_each_head = [&](auto&& visit) {
+        for (std::int32_t i = 0; i < batch.count; ++i) {
+            for (std::int32_t h = 0; h < cache.kv_heads; ++h) {
+                visit(batch.slot(i), h);
+            }
+        }
+    };
+    for_each_head([&](std::int32_t slot, std::int32_t h) {
+        needed += (cache.used(slot, h) + page_rows - 1) / page_rows;
+    });
+    host_backend::check_head_pages(cache, batch, pages, needed, "the pages in use");
+    std::int64_t at = 0;
+    std::int64_t sequence = 0;
+    pages.indptr[0] = 0;
+    for_each_head([&](std::int32_t slot, std::int32_t h) {
+        const std::int64_t used = cache.used(slot, h);
+        for (std::int64_t page = 0; page * page_rows < used; ++page) {
+            pages.indices[at++] = static_cast<std::int32_t>(cache.page_id(slot, h, page));
+        }
+        pages.last_page_rows[sequence++] =
+            static_cast<std::int32_t>(used == 0 ? 0 : (used - 1) % page_rows + 1);
+        pages.indptr[sequence] = static_cast<std::int32_t>(at);
+    });
+}
+
+}  // namespace kvpolicy

@@ -1,0 +1,153 @@
+// Dispatch of the boundary loss: ranks and cutoffs of the target, then the kernels of losses/cuda/kernel_boundary.cuh.
+#pragma once
+
+#include <kvpolicy/cuda/check.cuh>
+#include <kvpolicy/cuda/config.cuh>
+#include <kvpolicy/cuda/launch.cuh>
+#include <kvpolicy/losses/cuda/kernel_boundary.cuh>
+#include <kvpolicy/losses/cuda_boundary.cuh>
+#include <kvpolicy/losses/host/host_boundary.hpp>
+#include <kvpolicy/masks/cuda/dispatch_build_mask.cuh>
+#include <kvpolicy/masks/cuda/mask_call.cuh>
+
+#include <cmath>
+#include <cstddef>
+#include <cstdint>
+#include <type_traits>
+
+namespace kvpolicy {
+inline namespace KVPOLICY_CUDA_NAMESPACE KVPOLICY_HIDDEN {
+namespace cuda_backend {
+
+/// The arrays of a call.
+struct boundary_memory {
+    std::int32_t *rank, *cutoff, *order, *drawn, *first, *last;
+    double *prefix, *slope;
+    boundary_plane* planes;
+    std::int32_t tiles;
+    boundary_tile* sums;
+    small_numbers small;
+    unsigned char* ranking;
+    std::size_t ranking_bytes;
+
+    template <class P>
+    boundary_memory(const cuda& on, const P& policy, const Sequences& sequences, std::int32_t heads,
+                    workspace_parts& parts) {
+        const std::int64_t count = std::int64_t{sequences.batch} * heads * sequences.length;
+        for (std::int32_t** row : {&rank, &cutoff, &order, &drawn, &first, &last}) {
+            *row = parts.take<std::int32_t>(count);
+        }
+        prefix = parts.take<double>(count);
+        slope = parts.take<double>(count);
+        planes = parts.take<boundary_plane>(std::int64_t{sequences.batch} * heads);
+        tiles = (sequences.length + boundary_threads - 1) / boundary_threads;
+        sums = parts.take<boundary_tile>(std::int64_t{sequences.batch} * heads * tiles);
+        small = small_numbers::take(parts, sequences, heads);
+        ranking_bytes = build_cutoffs_workspace_bytes(on, policy, sequences, heads);
+        ranking = parts.take<unsigned char>(static_cast<std::int64_t>(ranking_bytes));
+    }
+};
+
+}  // namespace cuda_backend
+
+template <AnyPolicy P>
+std::size_t boundary_loss_workspace_bytes(const cuda& on, const BoundaryLoss&, const P& policy,
+                                          const Sequences& sequences, std::int32_t heads) {
+    cuda_backend::check_shape(sequences, heads);
+    cuda_backend::workspace_parts parts(nullptr);
+    const cuda_backend::boundary_memory memory(on, policy, sequences, heads, parts);
+    return parts.bytes();
+}
+
+template <AnyPolicy P>
+void boundary_loss(const cuda& on, const BoundaryLoss& loss, const P& policy, plane_view<const float> scores,
+                   plane_view<const float> target, const Sequences& sequences, plane_view<float> d_scores,
+                   double* d_log_gamma, BoundaryValue* value, workspace_view workspace, std::uint32_t* status,
+                   const BoundaryOptions& options) {
+    namespace cb = cuda_backend;
+    static_assert(P::has_budget && !P::has_gate,
+                  "kvpolicy: BoundaryLoss needs a policy with a TopKBudget and without a gate");
+    const std::int32_t heads = d_scores.heads;
+    host_backend::check_boundary(loss);
+    policy.check_layer(loss.layer, heads);
+    detail::require(options.layers >= 1 && heads % options.layers == 0, "options.layers", options.layers,
+                    [&] { return detail::text("1 or more, and a divisor of the ", heads, " heads"); });
+    cb::check_whole_sequences(sequences, d_scores.batch, d_scores.length);
+    cb::check_plane("d_scores", d_scores, sequences.batch, heads, sequences.length);
+    cb::check_plane("scores", scores, sequences.batch, heads, sequences.length);
+    cb::check_plane("target", target, sequences.batch, heads, sequences.length);
+    cb::check_workspace(workspace, boundary_loss_workspace_bytes(on, loss, policy, sequences, heads));
+    const cb::device_scope device(on);
+    cb::workspace_parts parts(workspace.data);
+    const cb::boundary_memory memory(on, policy, sequences, heads, parts);
+    const auto plane = [&](std::int32_t* data) {
+        return view_bhs(data, sequences.batch, heads, sequences.length);
+    };
+    // Refuses packed segments and decay steps above 1.
+    cb::cutoffs_of<ParallelCutoff>(on, policy, options.log_gamma, target, sequences, plane(memory.rank),
+                                   plane(memory.cutoff), {memory.ranking, memory.ranking_bytes}, loss.layer,
+                                   status);
+    const auto wait_for_scores = [&] {
+        if (options.scores_ready != nullptr) {
+            cb::check(cudaStreamWaitEvent(on.stream, options.scores_ready, 0), "cudaStreamWaitEvent");
+        }
+    };
+    const std::int64_t planes = std::int64_t{sequences.batch} * heads;
+    if (planes > 0 && sequences.length > 0) {
+        auto mask = cb::make_problem(on, policy, target, sequences, heads, loss.layer, memory.small, status);
+        mask.rules.log_gamma = options.log_gamma;
+        using Gate = std::remove_cvref_t<decltype(mask.gate)>;
+        using Keep = std::remove_cvref_t<decltype(mask.keep)>;
+        cb::boundary_problem<Gate, Keep> problem{mask, scores, d_scores, {}};
+        cb::boundary_numbers& numbers = problem.numbers;
+        numbers.temperature = static_cast<double>(loss.temperature);
+        numbers.omega_min = static_cast<double>(loss.margin.omega_min);
+        numbers.margin_temperature = static_cast<double>(loss.margin.temperature);
+        numbers.least = static_cast<double>(loss.balance.least);
+        numbers.most = static_cast<double>(loss.balance.most);
+        numbers.scale = static_cast<double>(loss.scale);
+        numbers.balance = loss.balance.on;
+        numbers.count = loss.sampler.count;
+        numbers.late =
+            std::llround(static_cast<double>(loss.sampler.late) * static_cast<double>(loss.sampler.count));
+        numbers.seed = loss.sampler.seed;
+        numbers.layer = loss.layer;
+        numbers.heads = heads / options.layers;
+        problem.rank = memory.rank;
+        problem.cutoff = memory.cutoff;
+        problem.order = memory.order;
+        problem.drawn = memory.drawn;
+        problem.first = memory.first;
+        problem.last = memory.last;
+        problem.prefix = memory.prefix;
+        problem.slope = memory.slope;
+        problem.planes = memory.planes;
+        problem.tiles = memory.tiles;
+        problem.sums = memory.sums;
+        const std::int64_t blocks = planes * memory.tiles;
+        cb::launch("boundary_begin_kernel", cb::boundary_begin_kernel<Gate, Keep>, blocks,
+                   cb::boundary_threads, 0, on, problem);
+        if (numbers.count < sequences.length) {  // else all are drawn
+            const std::int32_t of_plane = (numbers.count + cb::boundary_threads - 1) / cb::boundary_threads;
+            cb::launch("boundary_draw_kernel", cb::boundary_draw_kernel<Gate, Keep>, planes * of_plane,
+                       cb::boundary_threads, 0, on, problem, of_plane);
+        }
+        cb::launch("boundary_examples_kernel", cb::boundary_examples_kernel<Gate, Keep>, blocks,
+                   cb::boundary_threads, 0, on, problem);
+        wait_for_scores();  // before this nobody reads them
+        cb::launch("boundary_gradient_kernel", cb::boundary_gradient_kernel<Gate, Keep>, blocks,
+                   cb::boundary_threads, 0, on, problem);
+        cb::launch("boundary_carry_kernel", cb::boundary_carry_kernel<cb::boundary_tile>, planes, 32, 0, on,
+                   memory.planes, memory.sums, memory.tiles);
+        cb::launch("boundary_finish_kernel", cb::boundary_finish_kernel<Gate, Keep>, blocks,
+                   cb::boundary_threads, 0, on, problem);
+    } else {
+        wait_for_scores();
+    }
+    cb::launch("boundary_value_kernel", cb::boundary_value_kernel<BoundaryValue>, 1, cb::boundary_threads, 0,
+               on, static_cast<const cb::boundary_plane*>(memory.planes), sequences.length > 0 ? planes : 0,
+               heads, d_log_gamma, value);
+}
+
+}  // namespace KVPOLICY_HIDDEN
+}  // namespace kvpolicy

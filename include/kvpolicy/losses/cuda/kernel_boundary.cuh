@@ -1,0 +1,406 @@
+// The boundary loss: draws and the boundary key of each query, sums over a head, then value and gradient. A block has a tile of a
+// plane (a head of a sequence); sums over tiles are made in one order, or of integers.
+//
+// As q grows the cutoff's rank only falls, so a key is the boundary of one run of queries, and its gradient a
+// difference of two prefix sums over them, in double: inside a tile, and over the tiles before it.
+#pragma once
+
+#include <kvpolicy/core/random.hpp>
+#include <kvpolicy/core/status.hpp>
+#include <kvpolicy/cuda/config.cuh>
+#include <kvpolicy/cuda/launch.cuh>
+#include <kvpolicy/cuda/primitives/block_reduce.cuh>
+#include <kvpolicy/cuda/primitives/warp.cuh>
+#include <kvpolicy/losses/boundary.hpp>
+#include <kvpolicy/masks/cuda/mask_params.cuh>
+#include <kvpolicy/policies/cutoff.hpp>
+#include <kvpolicy/policies/ranking.hpp>
+
+#include <cstdint>
+
+namespace kvpolicy {
+inline namespace KVPOLICY_CUDA_NAMESPACE KVPOLICY_HIDDEN {
+namespace cuda_backend {
+
+inline constexpr int boundary_threads = 512;  // a tile's tokens, too
+
+/// What a plane has of the examples.
+struct boundary_plane {
+    std::int64_t sampled, count, kept, agreed;
+    double value, log_gamma;
+    double slope;  // sum of d delta
+};
+
+/// A tile's part of that.
+struct boundary_tile {
+    double slope;   // sum of d delta
+    double before;  // of the tiles before it
+    double value, log_gamma;
+    std::int64_t agreed;
+};
+
+/// The numbers of the loss that kernels need, ready for them.
+struct boundary_numbers {
+    double temperature, omega_min, margin_temperature, least, most, scale;
+    bool balance;
+    std::int32_t count;  // of the sampler
+    std::int64_t late;   // draws that are the later of two, of `count`
+    std::uint64_t seed;
+    std::int32_t layer;  // the first
+    std::int32_t heads;  // of a layer
+};
+
+template <class Gate, class Keep>
+struct boundary_problem {
+    mask_problem<Gate, Keep> mask;  // its scores are the target
+    plane_view<const float> scores;
+    plane_view<float> d_scores;
+    boundary_numbers numbers;
+    // Workspace, rows of [planes, length].
+    const std::int32_t* rank = nullptr;
+    const std::int32_t* cutoff = nullptr;
+    std::int32_t* order = nullptr;  // token of a rank
+    std::int32_t* drawn = nullptr;
+    std::int32_t* first = nullptr;  // of the queries whose boundary a key is; -1
+    std::int32_t* last = nullptr;   // one behind them
+    double* prefix = nullptr;       // sum of d delta before a query, of its tile's
+    double* slope = nullptr;        // d delta
+    boundary_plane* planes = nullptr;
+    std::int32_t tiles = 1;         // of a plane
+    boundary_tile* sums = nullptr;  // [planes, tiles]
+};
+
+/// One query of a plane.
+struct boundary_example {
+    std::int32_t old = -1;   // the boundary key; -1 where the budget is not full
+    std::int32_t fresh = 0;  // the key that leaves the window
+    bool counts = false;     // drawn, and fresh contests and is not the boundary
+    bool keeps = false;
+};
+
+/// A plane, and one of its tiles, as a block sees them.
+template <class Gate, class Keep>
+struct boundary_row {
+    const boundary_problem<Gate, Keep>& p;
+    std::int64_t plane;
+    std::int32_t tile;
+    std::int64_t row;
+    std::int32_t b, h, length;
+    HeadRule rule;
+
+    /// Of `blocks` blocks a plane.
+    __device__ explicit boundary_row(const boundary_problem<Gate, Keep>& problem, std::int32_t blocks)
+        : p(problem),
+          plane(blockIdx.x / static_cast<std::uint32_t>(blocks)),
+          tile(static_cast<std::int32_t>(blockIdx.x % static_cast<std::uint32_t>(blocks))),
+          row(plane * problem.mask.length),
+          b(problem.mask.sequence_of(plane)),
+          h(problem.mask.head_of(plane)),
+          length(problem.mask.length_of(b)),
+          rule(problem.mask.rules.of(h)) {}
+
+    /// This thread's token of the tile; it may be beyond the length.
+    __device__ std::int32_t token() const {
+        return tile * boundary_threads + static_cast<std::int32_t>(threadIdx.x);
+    }
+    __device__ std::int64_t saturated() const { return std::int64_t{rule.sinks} + rule.window + rule.budget; }
+    /// Queries that may be drawn.
+    __device__ std::int64_t valid() const { return length > saturated() ? length - saturated() : 0; }
+    __device__ bool draws_all() const { return p.numbers.count >= valid(); }
+    /// Sum of d delta over the queries before q.
+    __device__ double prefix(std::int32_t q) const {
+        return q >= length ? p.planes[plane].slope
+                           : p.sums[plane * p.tiles + q / boundary_threads].before + p.prefix[row + q];
+    }
+    /// The boundary key at q: the worst of the k that are held, once they were k before q's contest.
+    __device__ std::int32_t boundary(std::int32_t q) const {
+        if (q < saturated() || q >= length || q < 1 || rule.budget == 0) {
+            return -1;
+        }
+        const std::int32_t now = p.cutoff[row + q];
+        return now == open_cutoff || p.cutoff[row + q - 1] == open_cutoff ? -1 : p.order[row + now];
+    }
+    __device__ boundary_example example(std::int32_t q) const {
+        boundary_example e;
+        e.old = boundary(q);
+        if (e.old < 0) {
+            return e;
+        }
+        e.fresh = q - rule.window;
+        e.counts = p.drawn[row + q] > 0 && e.fresh != e.old && p.mask.leaves(rule, e.fresh, length);
+        e.keeps = e.counts && p.rank[row + e.fresh] <= p.cutoff[row + q];
+        return e;
+    }
+};
+
+/// The token of each rank, and everything else blank; a block a tile.
+template <class Gate, class Keep>
+__global__ void __launch_bounds__(boundary_threads)
+    boundary_begin_kernel(const boundary_problem<Gate, Keep> problem) {
+    const boundary_row<Gate, Keep> of(problem, problem.tiles);
+    const std::int32_t t = of.token();
+    if (t == 0) {
+        problem.planes[of.plane] = {
+            of.draws_all() ? of.valid() : problem.numbers.count, 0, 0, 0, 0.0, 0.0, 0.0};
+    }
+    if (t < of.length) {
+        problem.drawn[of.row + t] = of.draws_all() && t >= of.saturated() ? 1 : 0;
+        problem.first[of.row + t] = -1;
+        problem.last[of.row + t] = -1;
+        if (problem.mask.leaves(of.rule, t, of.length)) {
+            problem.order[of.row + problem.rank[of.row + t]] = t;
+        }
+    }
+}
+
+/// Draws, where not all queries are; `blocks` blocks a plane, and a draw a thread.
+template <class Gate, class Keep>
+__global__ void __launch_bounds__(boundary_threads)
+    boundary_draw_kernel(const boundary_problem<Gate, Keep> problem, const std::int32_t blocks) {
+    const boundary_row<Gate, Keep> of(problem, blocks);
+    const boundary_numbers& numbers = problem.numbers;
+    const std::int32_t i = of.token();
+    if (of.draws_all() || i >= numbers.count) {
+        return;
+    }
+    // As the host numbers them: the layer, then the plane in it.
+    const std::uint64_t stream =
+        (static_cast<std::uint64_t>(numbers.layer + of.h / numbers.heads) << 40) +
+        static_cast<std::uint64_t>(std::int64_t{of.b} * numbers.heads + of.h % numbers.heads);
+    const auto places = static_cast<std::uint32_t>(of.valid());
+    const std::uint64_t index = 2 * static_cast<std::uint64_t>(i);
+    std::uint32_t place = random_below(places, numbers.seed, stream, index);
+    if (i < numbers.late) {
+        const std::uint32_t other = random_below(places, numbers.seed, stream, index + 1);
+        place = other > place ? other : place;
+    }
+    atomicAdd(problem.drawn + of.row + of.saturated() + place, 1);
+}
+
+/// Counts of a plane's examples; a block a tile.
+template <class Gate, class Keep>
+__global__ void __launch_bounds__(boundary_threads)
+    boundary_examples_kernel(const boundary_problem<Gate, Keep> problem) {
+    __shared__ long long shared[boundary_threads / 32];
+    const boundary_row<Gate, Keep> of(problem, problem.tiles);
+    const std::int32_t q = of.token();
+    long long count = 0, kept = 0;
+    if (q < of.length) {
+        const boundary_example e = of.example(q);
+        count = e.counts ? problem.drawn[of.row + q] : 0;
+        kept = e.keeps ? problem.drawn[of.row + q] : 0;
+    }
+    count = sum_over_block<boundary_threads>(count, shared);
+    kept = sum_over_block<boundary_threads>(kept, shared);
+    if (threadIdx.x == 0 && count > 0) {
+        boundary_plane& mine = problem.planes[of.plane];
+        atomicAdd(reinterpret_cast<unsigned long long*>(&mine.count), static_cast<unsigned long long>(count));
+        atomicAdd(reinterpret_cast<unsigned long long*>(&mine.kept), static_cast<unsigned long long>(kept));
+    }
+}
+
+__device__ inline double boundary_sigmoid(double x) {
+    const double e = exp(-fabs(x));
+    return (x < 0.0 ? e : 1.0) / (1.0 + e);
+}
+
+/// d delta of a tile's queries, their prefix sums and the tile's sums.
+template <class Gate, class Keep>
+__global__ void __launch_bounds__(boundary_threads)
+    boundary_gradient_kernel(const boundary_problem<Gate, Keep> problem) {
+    constexpr int warps = boundary_threads / 32;
+    __shared__ double shared[warps];
+    __shared__ long long shared_counts[warps];
+    const boundary_row<Gate, Keep> of(problem, problem.tiles);
+    const boundary_numbers& numbers = problem.numbers;
+    const auto thread = static_cast<std::int32_t>(threadIdx.x);
+    const std::int32_t heads = problem.mask.heads;
+    long long all = 0, count = 0, kept = 0;
+    for (std::int64_t plane = thread; plane < problem.mask.planes(); plane += boundary_threads) {
+        const boundary_plane& one = problem.planes[plane];
+        const auto h = static_cast<std::int32_t>(plane % heads);
+        all += h / numbers.heads == of.h / numbers.heads ? one.count : 0;
+        count += h == of.h ? one.count : 0;
+        kept += h == of.h ? one.kept : 0;
+    }
+    all = sum_over_block<boundary_threads>(all, shared_counts);
+    count = sum_over_block<boundary_threads>(count, shared_counts);
+    kept = sum_over_block<boundary_threads>(kept, shared_counts);
+    const double mean = all > 0 ? numbers.scale / static_cast<double>(all) : 0.0;
+    double of_drops = 1.0, of_keeps = 1.0;
+    if (numbers.balance && kept > 0 && kept < count) {
+        const double rho = static_cast<double>(kept) / static_cast<double>(count);
+        of_drops = fmin(fmax(0.5 / (1.0 - rho), numbers.least), numbers.most);
+        of_keeps = fmin(fmax(0.5 / rho, numbers.least), numbers.most);
+        const double over = (1.0 - rho) * of_drops + rho * of_keeps;
+        of_drops /= over;
+        of_keeps /= over;
+    }
+    const float* const goal = problem.mask.scores.head(of.b, of.h);
+    const float* const score = problem.scores.head(of.b, of.h);
+    double value = 0.0, of_gamma = 0.0;
+    long long agreed = 0;
+    const std::int32_t q = of.token();
+    double d_delta = 0.0;
+    if (q < of.length) {
+        const boundary_example e = of.example(q);
+        if (e.old >= 0) {
+            if (of.boundary(q - 1) != e.old) {
+                problem.first[of.row + e.old] = q;
+            }
+            if (of.boundary(q + 1) != e.old) {
+                problem.last[of.row + e.old] = q + 1;
+            }
+        }
+        if (e.counts) {
+            const double gamma = static_cast<double>(of.rule.log_gamma);
+            const double y = e.keeps ? 1.0 : -1.0;
+            const std::int32_t age = e.old - e.fresh;
+            double margin = effective_score(goal[e.fresh], of.rule.log_gamma, 1, e.fresh, q) -
+                            effective_score(goal[e.old], of.rule.log_gamma, 1, e.old, q);
+            margin = margin == margin ? margin : 0.0;  // two infinite targets of one sign are a tie
+            const float fresh = score[e.fresh], old = score[e.old];
+            if (!(fabsf(fresh) <= 3.402823466e38f && fabsf(old) <= 3.402823466e38f)) {
+                problem.mask.report(of.b, status_not_finite);
+            }
+            const double delta =
+                static_cast<double>(fresh) - static_cast<double>(old) + static_cast<double>(age) * gamma;
+            const double omega =
+                numbers.omega_min +
+                (1.0 - numbers.omega_min) * boundary_sigmoid(fabs(margin) / numbers.margin_temperature);
+            const std::int32_t times = problem.drawn[of.row + q];
+            const double weight = mean * omega * (e.keeps ? of_keeps : of_drops) * times;
+            const double x = -y * delta / numbers.temperature;
+            value += weight * (fmax(x, 0.0) + log1p(exp(-fabs(x))));
+            d_delta = -weight * y / numbers.temperature * boundary_sigmoid(x);
+            of_gamma += d_delta * age;
+            agreed += (delta > 0.0) == e.keeps ? times : 0;
+        }
+    }
+    double sum = d_delta;
+#pragma unroll
+    for (int step = 1; step < 32; step *= 2) {
+        const double other = __shfl_up_sync(all_lanes, sum, static_cast<unsigned>(step));
+        sum += lane_id() >= step ? other : 0.0;
+    }
+    if (lane_id() == 31) {
+        shared[warp_id()] = sum;
+    }
+    __syncthreads();
+    double before = 0.0, tile = 0.0;
+    for (int w = 0; w < warps; ++w) {
+        before += w < warp_id() ? shared[w] : 0.0;
+        tile += shared[w];
+    }
+    if (q < of.length) {
+        problem.slope[of.row + q] = d_delta;
+        problem.prefix[of.row + q] = before + (sum - d_delta);
+    }
+    value = sum_over_block<boundary_threads>(value, shared);
+    of_gamma = sum_over_block<boundary_threads>(of_gamma, shared);
+    agreed = sum_over_block<boundary_threads>(agreed, shared_counts);
+    if (thread == 0) {
+        problem.sums[of.plane * problem.tiles + of.tile] = {tile, 0.0, value, of_gamma, agreed};
+    }
+}
+
+/// From sums of tiles to those before each and of the plane; one warp a plane, a tile a lane.
+template <class Tile>
+__global__ void __launch_bounds__(32)
+    boundary_carry_kernel(boundary_plane* const planes, Tile* const all, const std::int32_t tiles) {
+    Tile* const sums = all + std::int64_t{blockIdx.x} * tiles;
+    double carried = 0.0, value = 0.0, of_gamma = 0.0;
+    long long agreed = 0;
+    for (std::int32_t first = 0; first < tiles; first += 32) {
+        const std::int32_t i = first + lane_id();
+        Tile one{};
+        if (i < tiles) {
+            one = sums[i];
+        }
+        double sum = one.slope;
+#pragma unroll
+        for (int step = 1; step < 32; step *= 2) {
+            const double other = __shfl_up_sync(all_lanes, sum, static_cast<unsigned>(step));
+            sum += lane_id() >= step ? other : 0.0;
+        }
+        if (i < tiles) {
+            sums[i].before = carried + (sum - one.slope);
+        }
+        carried += __shfl_sync(all_lanes, sum, 31);
+        value += one.value;
+        of_gamma += one.log_gamma;
+        agreed += one.agreed;
+    }
+#pragma unroll
+    for (int step = 16; step > 0; step /= 2) {
+        value += __shfl_xor_sync(all_lanes, value, step);
+        of_gamma += __shfl_xor_sync(all_lanes, of_gamma, step);
+        agreed += __shfl_xor_sync(all_lanes, agreed, step);
+    }
+    if (lane_id() == 0) {
+        boundary_plane& mine = planes[blockIdx.x];
+        mine.slope = carried;
+        mine.value = value;
+        mine.log_gamma = of_gamma;
+        mine.agreed = agreed;
+    }
+}
+
+/// Gradients of a tile's scores.
+template <class Gate, class Keep>
+__global__ void __launch_bounds__(boundary_threads)
+    boundary_finish_kernel(const boundary_problem<Gate, Keep> problem) {
+    const boundary_row<Gate, Keep> of(problem, problem.tiles);
+    const std::int32_t t = of.token();
+    if (t < of.length) {
+        const std::int64_t leaves = std::int64_t{t} + of.rule.window;
+        double gradient = leaves < of.length ? problem.slope[of.row + leaves] : 0.0;
+        const std::int32_t first = problem.first[of.row + t], last = problem.last[of.row + t];
+        if (first >= 0) {
+            gradient -= of.prefix(last) - of.prefix(first);
+        }
+        problem.d_scores.head(of.b, of.h)[t] = static_cast<float>(gradient);
+    }
+}
+
+/// Sums over planes. One block.
+template <class Value>
+__global__ void __launch_bounds__(boundary_threads)
+    boundary_value_kernel(const boundary_plane* const planes, const std::int64_t count,
+                          const std::int32_t heads, double* const d_log_gamma, Value* const out) {
+    __shared__ double shared[boundary_threads / 32];
+    __shared__ long long shared_counts[boundary_threads / 32];
+    const auto thread = static_cast<std::int32_t>(threadIdx.x);
+    double value = 0.0;
+    long long sampled = 0, examples = 0, kept = 0, agreed = 0;
+    for (std::int64_t plane = thread; plane < count; plane += boundary_threads) {
+        value += planes[plane].value;
+        sampled += planes[plane].sampled;
+        examples += planes[plane].count;
+        kept += planes[plane].kept;
+        agreed += planes[plane].agreed;
+    }
+    value = sum_over_block<boundary_threads>(value, shared);
+    sampled = sum_over_block<boundary_threads>(sampled, shared_counts);
+    examples = sum_over_block<boundary_threads>(examples, shared_counts);
+    kept = sum_over_block<boundary_threads>(kept, shared_counts);
+    agreed = sum_over_block<boundary_threads>(agreed, shared_counts);
+    if (thread == 0 && out != nullptr) {
+        out->value = value;
+        out->count = examples;
+        out->sampled = sampled;
+        out->kept = kept;
+        out->agreed = agreed;
+    }
+    for (std::int32_t h = thread; d_log_gamma != nullptr && h < heads; h += boundary_threads) {
+        double sum = 0.0;
+        for (std::int64_t plane = h; plane < count; plane += heads) {
+            sum += planes[plane].log_gamma;
+        }
+        d_log_gamma[h] += sum;
+    }
+}
+
+}  // namespace cuda_backend
+}  // namespace KVPOLICY_HIDDEN
+}  // namespace kvpolicy

@@ -1,0 +1,265 @@
+// Losses of gates: a thread a key, as in log_bias.cuh, and each block's share of a sum in workspace, added up in one order.
+#pragma once
+
+#include <kvpolicy/core/status.hpp>
+#include <kvpolicy/cuda/config.cuh>
+#include <kvpolicy/cuda/primitives/block_reduce.cuh>
+#include <kvpolicy/losses/dms.hpp>
+#include <kvpolicy/losses/gates.hpp>
+#include <kvpolicy/masks/cuda/kernel_log_bias.cuh>
+#include <kvpolicy/masks/cuda/mask_params.cuh>
+
+#include <cstdint>
+
+namespace kvpolicy {
+inline namespace KVPOLICY_CUDA_NAMESPACE KVPOLICY_HIDDEN {
+namespace cuda_backend {
+
+inline constexpr int gate_sum_threads = 512;
+
+/// shares[block] = keys of the block that the loss is about, and with `above` only those of them whose score is above 0.
+template <class Gate, class Keep>
+__global__ void __launch_bounds__(mask_chunk)
+    gate_count_kernel(const mask_problem<Gate, Keep> problem, const bool all, const bool above,
+                      long long* const shares) {
+    __shared__ long long shared[mask_chunk / 32];
+    const gated_key key = key_of_thread(problem);
+    if (blockIdx.x < static_cast<unsigned>(problem.planes()) && threadIdx.x == 0 && key.h == 0) {
+        problem.check_length(key.b);
+    }
+    bool counts = key.inside && (all || key.decided);
+    if (counts) {
+        const float score = problem.scores.head(key.b, key.h)[key.t];
+        if (score != score) {
+            problem.report(key.b, status_nan_score);
+        }
+        counts = !above || score > 0.0f;
+    }
+    const long long sum = sum_over_block<mask_chunk>(counts ? 1ll : 0ll, shared);
+    if (threadIdx.x == 0) {
+        shares[blockIdx.x] = sum;
+    }
+}
+
+/// *total = the sum of shares. One block.
+template <class Number>
+__global__ void __launch_bounds__(gate_sum_threads)
+    gate_total_kernel(const Number* const shares, const std::int64_t count, Number* const total) {
+    __shared__ Number shared[gate_sum_threads / 32];
+    Number sum = 0;
+    for (std::int64_t i = threadIdx.x; i < count; i += gate_sum_threads) {
+        sum += shares[i];
+    }
+    sum = sum_over_block<gate_sum_threads>(sum, shared);
+    if (threadIdx.x == 0) {
+        *total = sum;
+    }
+}
+
+/// Gradients, and values[block] = the block's part of the sum over keys.
+template <class L, class Gate, class Keep>
+__global__ void __launch_bounds__(mask_chunk)
+    gate_loss_kernel(const mask_problem<Gate, Keep> problem, const L loss, const long long* const count,
+                     const plane_view<float> d_scores, double* const values) {
+    __shared__ double shared[mask_chunk / 32];
+    const gated_key key = key_of_thread(problem);
+    GateTerm one{0.0, 0.0};
+    if (key.inside) {
+        const float score = problem.scores.head(key.b, key.h)[key.t];
+        if ((loss.scope == gate_scope::all || key.decided) && score == score) {
+            one = loss.term(key.h, static_cast<double>(score));
+        }
+        const double over = L::mean_over_keys ? static_cast<double>(*count) : problem.batch;
+        d_scores.head(key.b, key.h)[key.t] = *count == 0 ? 0.0f : static_cast<float>(one.slope / over);
+    }
+    const double sum = sum_over_block<mask_chunk>(one.value, shared);
+    if (threadIdx.x == 0) {
+        values[blockIdx.x] = sum;
+    }
+}
+
+/// *value from the blocks' parts. One block.
+template <class Value>
+__global__ void __launch_bounds__(gate_sum_threads)
+    gate_value_kernel(const double* const values, const std::int64_t blocks, const long long* const count,
+                      const double over, Value* const value) {
+    __shared__ double shared[gate_sum_threads / 32];
+    double sum = 0.0;
+    for (std::int64_t i = threadIdx.x; i < blocks; i += gate_sum_threads) {
+        sum += values[i];
+    }
+    sum = sum_over_block<gate_sum_threads>(sum, shared);
+    if (threadIdx.x == 0) {
+        const auto keys = static_cast<double>(*count);
+        value->value = *count == 0 ? 0.0 : sum / (over > 0.0 ? over : keys);
+        value->count = *count;
+    }
+}
+
+/// evicted[block] = the sum of the block's decisions to evict; their number comes from gate_count_kernel.
+template <class Gate, class Keep>
+__global__ void __launch_bounds__(mask_chunk)
+    decisions_kernel(const mask_problem<Gate, Keep> problem, const CompressionLoss loss,
+                     double* const evicted) {
+    __shared__ double shared[mask_chunk / 32];
+    const gated_key key = key_of_thread(problem);
+    double alpha = 0.0;
+    if (key.inside && (loss.scope == gate_scope::all || key.decided)) {
+        const float score = problem.scores.head(key.b, key.h)[key.t];
+        if (score == score) {
+            const double x = loss.gate.relaxed(static_cast<double>(score), key.place);
+            alpha = !loss.straight_through ? host_backend::sigmoid(x) : x > 0.0 ? 1.0 : 0.0;
+        }
+    }
+    const double sum = sum_over_block<mask_chunk>(alpha, shared);
+    if (threadIdx.x == 0) {
+        evicted[blockIdx.x] = sum;
+    }
+}
+
+/// *sums += the blocks' sums, or = where `add` is not set. One block.
+template <class Sums>
+__global__ void __launch_bounds__(gate_sum_threads)
+    decisions_total_kernel(const double* const evicted, const std::int64_t blocks,
+                           const long long* const count, const bool add, Sums* const sums) {
+    __shared__ double shared[gate_sum_threads / 32];
+    double sum = 0.0;
+    for (std::int64_t i = threadIdx.x; i < blocks; i += gate_sum_threads) {
+        sum += evicted[i];
+    }
+    sum = sum_over_block<gate_sum_threads>(sum, shared);
+    if (threadIdx.x == 0) {
+        sums->evicted = sum + (add ? sums->evicted : 0.0);
+        sums->keys = *count + (add ? sums->keys : 0);
+    }
+}
+
+/// What the decisions of a model lack, of the share that should be evicted; 0 and below: nothing.
+__device__ inline double missing_decisions(const CompressionLoss& loss, const EvictionSums& all) {
+    return all.keys == 0 ? 0.0
+                         : static_cast<double>(loss.target) - all.evicted / static_cast<double>(all.keys);
+}
+
+template <class Gate, class Keep>
+__global__ void __launch_bounds__(mask_chunk)
+    compression_kernel(const mask_problem<Gate, Keep> problem, const CompressionLoss loss,
+                       const EvictionSums* const total, const plane_view<float> d_scores) {
+    const gated_key key = key_of_thread(problem);
+    if (!key.inside) {
+        return;
+    }
+    const EvictionSums all = total == nullptr ? loss.total : *total;
+    float slope = 0.0f;
+    if ((loss.scope == gate_scope::all || key.decided) && missing_decisions(loss, all) > 0.0) {
+        const float score = problem.scores.head(key.b, key.h)[key.t];
+        if (score == score) {
+            const double x = loss.gate.relaxed(static_cast<double>(score), key.place);
+            const double over = static_cast<double>(all.keys) * static_cast<double>(loss.gate.temperature);
+            slope = static_cast<float>(-static_cast<double>(loss.scale) / over * host_backend::sigmoid(x) *
+                                       host_backend::sigmoid(-x));
+        }
+    }
+    d_scores.head(key.b, key.h)[key.t] = slope;
+}
+
+/// One warp.
+template <class Value>
+__global__ void __launch_bounds__(32)
+    compression_value_kernel(const CompressionLoss loss, const EvictionSums* const total,
+                             const long long* const count, Value* const value) {
+    if (threadIdx.x == 0) {
+        const double missing = missing_decisions(loss, total == nullptr ? loss.total : *total);
+        value->value = missing > 0.0 ? static_cast<double>(loss.scale) * missing : 0.0;
+        value->count = *count;
+    }
+}
+
+/// A warp a key, eight keys a block.
+template <class T, class Gate, class Keep>
+__global__ void __launch_bounds__(256)
+    straight_through_kernel(const mask_problem<Gate, Keep> problem, const rows_view<const T> v,
+                            const rows_view<const T> d_v, const plane_view<float> d_scores) {
+    const std::int64_t task = std::int64_t{blockIdx.x} * 8 + warp_id();
+    const std::int64_t plane = task / problem.length;
+    if (plane >= problem.planes()) {
+        return;
+    }
+    const auto at = static_cast<std::int32_t>(task % problem.length);
+    const std::int32_t b = problem.sequence_of(plane), h = problem.head_of(plane);
+    if (at == 0 && h == 0 && lane_id() == 0) {
+        problem.check_length(b);
+    }
+    if (at >= problem.length_of(b)) {
+        return;
+    }
+    const segment_range segment = problem.segment(b, problem.segment_of_token(at));
+    float slope = 0.0f;
+    if (problem.leaves(problem.rules.of(h), at - segment.begin, segment.length())) {
+        double sum = 0.0;
+        const T* const x = v.row(b, h, at);
+        const T* const y = d_v.row(b, h, at);
+        for (std::int32_t i = lane_id(); i < v.dim; i += 32) {
+            sum +=
+                static_cast<double>(static_cast<float>(x[i])) * static_cast<double>(static_cast<float>(y[i]));
+        }
+#pragma unroll
+        for (int step = 16; step > 0; step /= 2) {
+            sum += __shfl_xor_sync(all_lanes, sum, step);
+        }
+        const float score = problem.scores.head(b, h)[at];
+        const auto z = static_cast<double>(score);
+        slope = static_cast<float>(sum * host_backend::sigmoid(z) * host_backend::sigmoid(-z));
+        if (lane_id() == 0 && !(fabs(sum) <= 1.7976931348623157e308)) {
+            problem.report(b, status_not_finite);
+        }
+        if (score != score) {
+            slope = 0.0f;
+            if (lane_id() == 0) {
+                problem.report(b, status_nan_score);
+            }
+        }
+    }
+    if (lane_id() == 0) {
+        d_scores.head(b, h)[at] = slope;
+    }
+}
+
+/// counts[h] = the mean over sequences of what gate_count_kernel counted, a block a head. Shares are [slots, batch, heads].
+template <class Number>
+__global__ void __launch_bounds__(gate_sum_threads)
+    retention_counts_kernel(const long long* const shares, const std::int64_t count, const std::int32_t batch,
+                            Number* const counts) {
+    __shared__ long long shared[gate_sum_threads / 32];
+    long long sum = 0;
+    for (std::int64_t i = std::int64_t{threadIdx.x} * gridDim.x + blockIdx.x; i < count;
+         i += std::int64_t{gate_sum_threads} * gridDim.x) {
+        sum += shares[i];
+    }
+    sum = sum_over_block<gate_sum_threads>(sum, shared);
+    if (threadIdx.x == 0) {
+        counts[blockIdx.x] = batch > 0 ? static_cast<Number>(sum) / static_cast<Number>(batch) : Number(0);
+    }
+}
+
+enum class controller_call : std::uint8_t { start, observe, update };
+
+/// A thread a head.
+template <class Controller>
+__global__ void __launch_bounds__(128)
+    controller_kernel(const Controller controller, const controller_call call, const double* const counts) {
+    const auto h = static_cast<std::int32_t>(blockIdx.x * 128 + threadIdx.x);
+    if (h >= controller.heads) {
+        return;
+    }
+    if (call == controller_call::start) {
+        controller.start_head(h);
+    } else if (call == controller_call::observe) {
+        controller.observe_head(h, counts[h]);
+    } else {
+        controller.update_head(h);
+    }
+}
+
+}  // namespace cuda_backend
+}  // namespace KVPOLICY_HIDDEN
+}  // namespace kvpolicy

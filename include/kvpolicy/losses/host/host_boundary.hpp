@@ -1,0 +1,297 @@
+// Bodies of losses/boundary.hpp on the host: one sweep of the teacher's contest collects the examples, a second pass over
+// them gives value and gradient.
+#pragma once
+
+#include <kvpolicy/core/check.hpp>
+#include <kvpolicy/core/random.hpp>
+#include <kvpolicy/losses/boundary.hpp>
+#include <kvpolicy/masks/host/host_build.hpp>
+#include <kvpolicy/masks/host/host_log_bias.hpp>
+#include <kvpolicy/masks/top_k_set.hpp>
+
+#include <algorithm>
+#include <cmath>
+
+namespace kvpolicy {
+
+namespace host_backend {
+
+/// What a (sequence, head) has of the examples, beside its rows.
+struct boundary_sums {
+    std::int64_t sampled, count, kept, agreed;
+    double value, log_gamma;
+};
+
+/// The memory of one (sequence, head), rows of S.
+struct boundary_rows {
+    std::int32_t* drawn;     // how often position q was drawn
+    std::int32_t* boundary;  // t_bnd at q; -1: no example
+    double* margin;          // Delta at q, with the sign of y
+    double* gradient;        // d r_t
+    detail::contestant* contestants;
+    static std::size_t bytes(std::int32_t length, std::int64_t capacity) {
+        const auto count = static_cast<std::size_t>(length);
+        return 2 * aligned_size(count * sizeof(std::int32_t)) + 2 * aligned_size(count * sizeof(double)) +
+               aligned_size(static_cast<std::size_t>(capacity) * sizeof(detail::contestant));
+    }
+    boundary_rows(std::byte* at, std::int32_t length) {
+        const auto count = static_cast<std::size_t>(length);
+        drawn = reinterpret_cast<std::int32_t*>(at);
+        at += aligned_size(count * sizeof(std::int32_t));
+        boundary = reinterpret_cast<std::int32_t*>(at);
+        at += aligned_size(count * sizeof(std::int32_t));
+        margin = reinterpret_cast<double*>(at);
+        at += aligned_size(count * sizeof(double));
+        gradient = reinterpret_cast<double*>(at);
+        at += aligned_size(count * sizeof(double));
+        contestants = reinterpret_cast<detail::contestant*>(at);
+    }
+};
+
+/// log(1 + exp(x)) without overflow.
+inline double softplus(double x) { return std::max(x, 0.0) + std::log1p(std::exp(-std::abs(x))); }
+
+/// The first query of a segment with a saturated budget, relative to it.
+inline std::int64_t first_saturated(const HeadRule& rule) {
+    return std::int64_t{rule.sinks} + rule.window + rule.budget;
+}
+
+inline void check_boundary(const BoundaryLoss& loss) {
+    using detail::require;
+    require(loss.temperature > 0.0f && std::isfinite(loss.temperature), "temperature", loss.temperature,
+            "above 0 and finite");
+    require(loss.margin.omega_min >= 0.0f && loss.margin.omega_min <= 1.0f, "margin.omega_min",
+            loss.margin.omega_min, "0 to 1");
+    require(loss.margin.temperature > 0.0f && std::isfinite(loss.margin.temperature), "margin.temperature",
+            loss.margin.temperature, "above 0 and finite");
+    require(loss.balance.least > 0.0f && std::isfinite(loss.balance.least), "balance.least",
+            loss.balance.least, "above 0 and finite");
+    require(loss.balance.most >= loss.balance.least, "balance.most", loss.balance.most,
+            "balance.least or more");
+    require(loss.sampler.count >= 0, "sampler.count", loss.sampler.count, "0 or more");
+    require(loss.sampler.late >= 0.0f && loss.sampler.late <= 1.0f, "sampler.late", loss.sampler.late,
+            "0 to 1");
+    require(std::isfinite(loss.scale), "scale", loss.scale, "finite");
+}
+
+/// Draws the query positions of one (sequence, head).
+template <class P>
+std::int64_t draw_positions(const BoundarySampler& sampler, const HeadRule& rule, const Sequences& sequences,
+                            std::int32_t b, std::uint64_t stream, std::int32_t* drawn) {
+    std::int64_t valid = 0;
+    const std::int64_t from = first_saturated(rule);
+    for_each_segment<P>(sequences, b, [&](std::int32_t begin, std::int32_t end) {
+        valid += std::max<std::int64_t>(0, end - begin - from);
+    });
+    std::fill_n(drawn, sequences.length_of(b), 0);
+    std::int64_t total = 0;
+    std::uint64_t index = 0;
+    for_each_segment<P>(sequences, b, [&](std::int32_t begin, std::int32_t end) {
+        const std::int64_t here = end - begin - from;
+        if (here <= 0) {
+            return;
+        }
+        std::int32_t* first = drawn + begin + from;
+        if (sampler.count >= valid) {
+            std::fill_n(first, here, 1);
+            total += here;
+            return;
+        }
+        // Shares are rounded up, so that no segment goes without.
+        const std::int64_t count = (std::int64_t{sampler.count} * here + valid - 1) / valid;
+        const auto late = std::llround(static_cast<double>(sampler.late) * static_cast<double>(count));
+        const auto places = static_cast<std::uint32_t>(here);
+        for (std::int64_t i = 0; i < count; ++i, index += 2) {
+            std::uint32_t place = random_below(places, sampler.seed, stream, index);
+            if (i < late) {
+                place = std::max(place, random_below(places, sampler.seed, stream, index + 1));
+            }
+            ++first[place];
+        }
+        total += count;
+    });
+    return total;
+}
+
+}  // namespace host_backend
+
+template <AnyPolicy P>
+std::size_t BoundaryLoss::workspace_bytes(const host&, const P& policy, const Sequences& sequences,
+                                          std::int32_t heads) const {
+    namespace hb = host_backend;
+    hb::check_shape(sequences, heads);
+    policy.check_layer(layer, heads);
+    const std::int64_t capacity = hb::contest_capacity(policy, sequences, heads, layer);
+    const auto tasks = static_cast<std::size_t>(sequences.batch) * static_cast<std::size_t>(heads);
+    return tasks * hb::boundary_rows::bytes(sequences.length, capacity) +
+           hb::aligned_size(tasks * sizeof(hb::boundary_sums)) + hb::alignment;
+}
+
+template <AnyPolicy P, class Real>
+BoundaryValue BoundaryLoss::operator()(const host& on, const P& policy,
+                                       std::type_identity_t<plane_view<const Real>> scores,
+                                       plane_view<const float> target, const Sequences& sequences,
+                                       plane_view<Real> d_scores, double* d_log_gamma,
+                                       workspace_view workspace) const {
+    namespace hb = host_backend;
+    static_assert(P::has_budget && !P::has_gate,
+                  "kvpolicy: BoundaryLoss needs a policy with a TopKBudget and without a gate");
+    const std::int32_t heads = d_scores.heads;
+    const std::int32_t batch = d_scores.batch;
+    hb::check_boundary(*this);
+    policy.check_layer(layer, heads);
+    hb::check_whole_sequences(sequences, batch, d_scores.length);
+    hb::check_plane("d_scores", d_scores, batch, heads, sequences.length);
+    hb::check_plane("scores", scores, batch, heads, sequences.length);
+    hb::check_plane("target", target, batch, heads, sequences.length);
+    for (std::int32_t b = 0; b < batch; ++b) {
+        for (std::int32_t h = 0; h < heads; ++h) {
+            const float* of_teacher = target.head(b, h);
+            const Real* of_student = scores.head(b, h);
+            hb::for_each_segment<P>(sequences, b, [&](std::int32_t begin, std::int32_t end) {
+                hb::for_each_leaver(
+                    policy, policy.rule(layer, h), end - begin, [&](std::int32_t at, std::int32_t) {
+                        const std::int32_t t = begin + at;
+                        hb::refuse_nan("target", b, h, t, of_teacher[t]);
+                        if (std::isfinite(of_student[t])) [[likely]] {
+                            return;
+                        }
+                        detail::refuse(detail::text("scores[", b, "][", h, "][", t, "]").c_str(),
+                                       of_student[t], "a finite number");
+                    });
+            });
+        }
+    }
+    hb::check_workspace(workspace, workspace_bytes(on, policy, sequences, heads));
+
+    const std::int64_t tasks = std::int64_t{batch} * heads;
+    const std::size_t row =
+        hb::boundary_rows::bytes(sequences.length, hb::contest_capacity(policy, sequences, heads, layer));
+    std::byte* memory = hb::aligned(workspace.data);
+    auto* sums = reinterpret_cast<hb::boundary_sums*>(memory + static_cast<std::size_t>(tasks) * row);
+    const auto rows_of = [&](std::int64_t task) {
+        return hb::boundary_rows(memory + static_cast<std::size_t>(task) * row, sequences.length);
+    };
+
+    // The examples.
+    on.parallel_for(tasks, [&](std::int64_t task) {
+        const auto b = static_cast<std::int32_t>(task / heads);
+        const auto h = static_cast<std::int32_t>(task % heads);
+        const HeadRule rule = policy.rule(layer, h);
+        const hb::boundary_rows rows = rows_of(task);
+        const float* goal = target.head(b, h);
+        const auto stream = (static_cast<std::uint64_t>(layer) << 40) + static_cast<std::uint64_t>(task);
+        hb::boundary_sums mine{};
+        mine.sampled = hb::draw_positions<P>(sampler, rule, sequences, b, stream, rows.drawn);
+        std::fill_n(rows.boundary, sequences.length_of(b), -1);
+        hb::for_each_segment<P>(sequences, b, [&](std::int32_t begin, std::int32_t end) {
+            if (end - begin <= hb::first_saturated(rule) || rule.budget == 0) {
+                return;
+            }
+            detail::long_range_set places(rows.contestants, rule, rebase_limit);
+            hb::for_each_leaver(policy, rule, end - begin, [&](std::int32_t t, std::int32_t at) {
+                const auto outcome = places.contest(t, goal[begin + t], t, at);
+                const std::int32_t q = begin + at;
+                if (rows.drawn[q] == 0 || outcome.kind == detail::contest_outcome::took_free_place) {
+                    return;
+                }
+                const detail::contestant& worst = places.worst();
+                if (worst.key == t) {
+                    return;
+                }
+                const bool keeps = outcome.kind == detail::contest_outcome::replaced;
+                const double margin =
+                    effective_score(goal[begin + t], rule.log_gamma, rule.decay_step, t, at) -
+                    effective_score(worst.score, rule.log_gamma, rule.decay_step, worst.key, at);
+                rows.boundary[q] = begin + worst.key;
+                // Two infinite targets of one sign are a tie. The sign bit carries the label, so -0 is a drop.
+                rows.margin[q] = std::copysign(margin == margin ? margin : 0.0, keeps ? 1.0 : -1.0);
+                mine.count += rows.drawn[q];
+                mine.kept += keeps ? rows.drawn[q] : 0;
+            });
+        });
+        sums[task] = mine;
+    });
+    BoundaryValue result;
+    for (std::int64_t task = 0; task < tasks; ++task) {
+        result.sampled += sums[task].sampled;
+        result.count += sums[task].count;
+        result.kept += sums[task].kept;
+    }
+
+    // Value and gradient.
+    const double mean =
+        result.count > 0 ? static_cast<double>(scale) / static_cast<double>(result.count) : 0.0;
+    const double tau = static_cast<double>(temperature);
+    on.parallel_for(tasks, [&](std::int64_t task) {
+        const auto b = static_cast<std::int32_t>(task / heads);
+        const auto h = static_cast<std::int32_t>(task % heads);
+        const HeadRule rule = policy.rule(layer, h);
+        const hb::boundary_rows rows = rows_of(task);
+        const Real* score = scores.head(b, h);
+        const std::int32_t length = sequences.length_of(b);
+        double weights[2] = {1.0, 1.0};  // of drops, of keeps
+        std::int64_t count = 0, kept = 0;
+        for (std::int32_t other = 0; other < batch; ++other) {
+            count += sums[std::int64_t{other} * heads + h].count;
+            kept += sums[std::int64_t{other} * heads + h].kept;
+        }
+        if (balance.on && kept > 0 && kept < count) {
+            const double rho = static_cast<double>(kept) / static_cast<double>(count);
+            const auto clip = [&](double w) {
+                return std::clamp(w, static_cast<double>(balance.least), static_cast<double>(balance.most));
+            };
+            weights[0] = clip(0.5 / (1.0 - rho));
+            weights[1] = clip(0.5 / rho);
+            const double over = (1.0 - rho) * weights[0] + rho * weights[1];
+            weights[0] /= over;
+            weights[1] /= over;
+        }
+        std::fill_n(rows.gradient, length, 0.0);
+        hb::boundary_sums mine{};
+        hb::for_each_segment<P>(sequences, b, [&](std::int32_t begin, std::int32_t end) {
+            for (std::int32_t q = begin; q < end; ++q) {
+                const std::int32_t old = rows.boundary[q];
+                if (old < 0) {
+                    continue;
+                }
+                const std::int32_t fresh = q - rule.window;
+                const bool keeps = !std::signbit(rows.margin[q]);
+                const double y = keeps ? 1.0 : -1.0;
+                const std::int32_t age = (q - fresh) / rule.decay_step - (q - old) / rule.decay_step;
+                const double delta = static_cast<double>(score[fresh]) - static_cast<double>(score[old]) +
+                                     static_cast<double>(age) * static_cast<double>(rule.log_gamma);
+                const double omega =
+                    static_cast<double>(margin.omega_min) +
+                    (1.0 - static_cast<double>(margin.omega_min)) *
+                        hb::sigmoid(y * rows.margin[q] / static_cast<double>(margin.temperature));
+                const double weight = mean * omega * weights[keeps ? 1 : 0] * rows.drawn[q];
+                mine.value += weight * hb::softplus(-y * delta / tau);
+                const double d_delta = -weight * y / tau * hb::sigmoid(-y * delta / tau);
+                rows.gradient[fresh] += d_delta;
+                rows.gradient[old] -= d_delta;
+                mine.log_gamma += d_delta * age;
+                // The boundary key is the older one, so it wins a tie.
+                mine.agreed += (delta > 0.0) == keeps ? rows.drawn[q] : 0;
+            }
+        });
+        // Not the whole struct: the other sequences of this head read its counts meanwhile.
+        sums[task].value = mine.value;
+        sums[task].agreed = mine.agreed;
+        sums[task].log_gamma = mine.log_gamma;
+        Real* to = d_scores.head(b, h);
+        for (std::int32_t t = 0; t < length; ++t) {
+            to[t] = static_cast<Real>(rows.gradient[t]);
+        }
+    });
+    for (std::int64_t task = 0; task < tasks; ++task) {
+        result.value += sums[task].value;
+        result.agreed += sums[task].agreed;
+        if (d_log_gamma != nullptr) {
+            d_log_gamma[task % heads] += sums[task].log_gamma;
+        }
+    }
+    return result;
+}
+
+}  // namespace kvpolicy

@@ -1,0 +1,387 @@
+// Bodies of losses/distill.hpp on the host. One task a token; values are added up in the order of the tokens.
+#pragma once
+
+#include <kvpolicy/core/check.hpp>
+#include <kvpolicy/core/error.hpp>
+#include <kvpolicy/losses/distill.hpp>
+
+#include <algorithm>
+#include <cmath>
+#include <limits>
+
+namespace kvpolicy {
+
+namespace host_backend {
+
+inline void check_temperature(float temperature, float scale) {
+    detail::require(temperature > 0.0f && std::isfinite(temperature), "temperature", temperature,
+                    "above 0 and finite");
+    detail::require(std::isfinite(scale), "scale", scale, "finite");
+}
+
+/// Whether a row has no NaN; refuses it by name where `refuse` says so.
+template <class Real>
+bool row_of_numbers(bool refuse, const char* name, std::int64_t b, std::int64_t h, std::int64_t t,
+                    const Real* row, std::int32_t count) {
+    bool bad = false;
+    for (std::int32_t i = 0; i < count; ++i) {
+        bad |= std::isnan(row[i]);
+    }
+    if (!bad) [[likely]] {
+        return true;
+    }
+    std::int32_t at = 0;
+    while (!std::isnan(row[at])) {
+        ++at;
+    }
+    if (refuse) {
+        detail::refuse(detail::text(name, "[", b, "][", h, "][", t, "][", at, "]").c_str(), "NaN",
+                       "a number");
+    }
+    return false;
+}
+
+/// Checks all tokens: good(b, h, t, refuse).
+template <class Good>
+void check_tokens(const host& on, const Sequences& sequences, std::int32_t heads, Good&& good) {
+    const std::int64_t length = sequences.length;
+    check_in_parallel(on, length * sequences.batch * heads, [&](std::int64_t task, bool refuse) {
+        const std::int64_t b = task / length / heads, h = task / length % heads, t = task % length;
+        return t >= sequences.length_of(b) || good(b, h, t, refuse);
+    });
+}
+
+/// Calls body(b, h, t) for every token of every row plane, blocks of tokens in parallel.
+template <class Body>
+void for_each_token(const host& on, const Sequences& sequences, std::int32_t heads, Body&& body) {
+    constexpr std::int64_t block = 16;
+    const std::int64_t blocks = (sequences.length + block - 1) / block;
+    on.parallel_for(blocks * sequences.batch * heads, [&](std::int64_t task, int thread) {
+        const std::int64_t b = task / blocks / heads;
+        const std::int64_t h = task / blocks % heads;
+        const std::int64_t end = std::min<std::int64_t>(sequences.length_of(b), (task % blocks + 1) * block);
+        for (std::int64_t t = task % blocks * block; t < end; ++t) {
+            body(b, h, t, thread);
+        }
+    });
+}
+
+/// The sum over tokens of body(b, h, t), each computed by whichever thread, added up in one order: every block of tokens is
+/// one term.
+template <class Body>
+double sum_over_tokens(const host& on, const Sequences& sequences, std::int32_t heads, Body&& body) {
+    constexpr std::int64_t block = 16;
+    constexpr std::int64_t round = 256;  // blocks whose sums are held at once
+    const std::int64_t blocks = (sequences.length + block - 1) / block;
+    const std::int64_t all = blocks * sequences.batch * heads;
+    double total = 0.0;
+    for (std::int64_t first = 0; first < all; first += round) {
+        double sums[round];
+        const std::int64_t count = std::min(round, all - first);
+        on.parallel_for(count, [&](std::int64_t i) {
+            const std::int64_t task = first + i;
+            const std::int64_t b = task / blocks / heads;
+            const std::int64_t h = task / blocks % heads;
+            const std::int64_t end =
+                std::min<std::int64_t>(sequences.length_of(b), (task % blocks + 1) * block);
+            double sum = 0.0;
+            for (std::int64_t t = task % blocks * block; t < end; ++t) {
+                sum += body(b, h, t);
+            }
+            sums[i] = sum;
+        });
+        for (std::int64_t i = 0; i < count; ++i) {
+            total += sums[i];
+        }
+    }
+    return total;
+}
+
+inline std::int64_t tokens_of(const Sequences& sequences) {
+    std::int64_t count = 0;
+    for (std::int32_t b = 0; b < sequences.batch; ++b) {
+        count += sequences.length_of(b);
+    }
+    return count;
+}
+
+/// exp(z[i] - largest) sums in double: log sum exp of count numbers picked by `at`.
+template <class Pick>
+double log_sum_exp(std::int32_t count, Pick&& at) {
+    double most = -std::numeric_limits<double>::infinity();
+    for (std::int32_t i = 0; i < count; ++i) {
+        most = std::max(most, at(i));
+    }
+    if (std::isinf(most)) {
+        return most;
+    }
+    double sum = 0.0;
+    for (std::int32_t i = 0; i < count; ++i) {
+        sum += std::exp(at(i) - most);
+    }
+    return most + std::log(sum);
+}
+
+/// One token of TopDistillation. Overwrites d[0, vocabulary).
+template <class Real>
+double distill_token(const TopDistillation& loss, const Real* values, const std::int32_t* indices,
+                     std::int32_t count, const Real* student, std::int32_t vocabulary, double mean, Real* d) {
+    const double inverse = 1.0 / static_cast<double>(loss.temperature);
+    const auto of_teacher = [&](std::int32_t i) { return static_cast<double>(values[i]) * inverse; };
+    const auto of_student = [&](std::int32_t i) {
+        return static_cast<double>(student[indices[i]]) * inverse;
+    };
+    const double teacher_lse = log_sum_exp(count, of_teacher);
+    const double student_lse = log_sum_exp(count, of_student);
+    double value = 0.0;
+    for (std::int32_t i = 0; i < count; ++i) {
+        const double log_p = of_teacher(i) - teacher_lse;
+        const double log_s = of_student(i) - student_lse;
+        const double weight = std::exp(loss.reverse ? log_s : log_p);
+        // A logit of -infinity has weight 0, and 0 log 0 is 0.
+        if (weight > 0.0) {
+            value += weight * (loss.reverse ? log_s - log_p : log_p - log_s);
+        }
+    }
+    std::fill_n(d, vocabulary, Real(0));
+    for (std::int32_t i = 0; i < count; ++i) {
+        const double log_p = of_teacher(i) - teacher_lse;
+        const double log_s = of_student(i) - student_lse;
+        const double s = std::exp(log_s);
+        const double slope = !loss.reverse ? s - std::exp(log_p)
+                             : s > 0.0     ? s * (log_s - log_p - value)
+                                           : 0.0;
+        d[indices[i]] = static_cast<Real>(mean * inverse * slope);
+    }
+    return mean * value;
+}
+
+/// indices[0, count) of the largest logits, in order. `all` has room for every index.
+template <class Real>
+void select_top(const Real* logits, std::int32_t vocabulary, std::int32_t count, std::int32_t* all) {
+    for (std::int32_t i = 0; i < vocabulary; ++i) {
+        all[i] = i;
+    }
+    const auto before = [&](std::int32_t a, std::int32_t b) {
+        return logits[a] > logits[b] || (logits[a] == logits[b] && a < b);
+    };
+    if (count < vocabulary) {
+        std::nth_element(all, all + count, all + vocabulary, before);
+    }
+    std::sort(all, all + count, before);
+}
+
+inline std::size_t index_row_bytes(std::int32_t vocabulary) {
+    return aligned_size(static_cast<std::size_t>(vocabulary) * sizeof(std::int32_t));
+}
+
+}  // namespace host_backend
+
+inline std::size_t top_logits_workspace_bytes(const host& on, std::int32_t vocabulary) {
+    detail::require(vocabulary >= 0, "vocabulary", vocabulary, "0 or more");
+    return static_cast<std::size_t>(on.threads()) * host_backend::index_row_bytes(vocabulary) +
+           host_backend::alignment;
+}
+
+template <class Real>
+void top_logits(const host& on, std::type_identity_t<rows_view<const Real>> logits,
+                const Sequences& sequences, rows_view<Real> values, rows_view<std::int32_t> indices,
+                workspace_view workspace) {
+    namespace hb = host_backend;
+    hb::check_sequences(sequences, logits.batch, logits.length);
+    detail::require(values.dim >= 1 && values.dim <= logits.dim, "values.dim", values.dim,
+                    [&] { return detail::text("1 to the logits of a token, ", logits.dim); });
+    hb::check_rows("logits", logits, values.batch, values.heads, sequences.length, logits.dim);
+    hb::check_rows("values", values, values.batch, values.heads, sequences.length, values.dim);
+    hb::check_rows("indices", indices, values.batch, values.heads, sequences.length, values.dim);
+    hb::check_tokens(
+        on, sequences, logits.heads, [&](std::int64_t b, std::int64_t h, std::int64_t t, bool refuse) {
+            return hb::row_of_numbers(refuse, "logits", b, h, t, logits.row(b, h, t), logits.dim);
+        });
+    hb::check_workspace(workspace, top_logits_workspace_bytes(on, logits.dim));
+    std::byte* memory = hb::aligned(workspace.data);
+    const std::size_t stride = hb::index_row_bytes(logits.dim);
+    hb::for_each_token(
+        on, sequences, logits.heads, [&](std::int64_t b, std::int64_t h, std::int64_t t, int thread) {
+            auto* all = reinterpret_cast<std::int32_t*>(memory + static_cast<std::size_t>(thread) * stride);
+            hb::select_top(logits.row(b, h, t), logits.dim, values.dim, all);
+            std::copy_n(all, values.dim, indices.row(b, h, t));
+            for (std::int32_t i = 0; i < values.dim; ++i) {
+                values.row(b, h, t)[i] = logits.row(b, h, t)[all[i]];
+            }
+        });
+}
+
+template <class Real>
+std::size_t TopDistillation::workspace_bytes(const host& on, rows_view<Real> teacher) const {
+    detail::require(top >= 1, "top", top, "1 or more");
+    host_backend::check_extents("teacher", teacher);
+    const auto count = static_cast<std::size_t>(std::clamp(top, 1, std::max(teacher.dim, 1)));
+    const auto rows = static_cast<std::size_t>(teacher.batch) * static_cast<std::size_t>(teacher.heads) *
+                      static_cast<std::size_t>(teacher.length);
+    return top_logits_workspace_bytes(on, teacher.dim) + host_backend::alignment +
+           rows * count * (sizeof(Real) + sizeof(std::int32_t));
+}
+
+template <class Real>
+LossValue TopDistillation::operator()(const host& on, std::type_identity_t<rows_view<const Real>> teacher,
+                                      std::type_identity_t<rows_view<const Real>> student,
+                                      const Sequences& sequences, rows_view<Real> d_student,
+                                      workspace_view workspace) const {
+    namespace hb = host_backend;
+    detail::require(top >= 1, "top", top, "1 or more");
+    hb::check_temperature(temperature, scale);
+    hb::check_sequences(sequences, d_student.batch, d_student.length);
+    hb::check_rows("teacher", teacher, d_student.batch, d_student.heads, sequences.length, d_student.dim);
+    hb::check_workspace(workspace, workspace_bytes(on, teacher));
+    hb::check_tokens(
+        on, sequences, teacher.heads, [&](std::int64_t b, std::int64_t h, std::int64_t t, bool refuse) {
+            return hb::row_of_numbers(refuse, "teacher", b, h, t, teacher.row(b, h, t), teacher.dim);
+        });
+    const std::int32_t count = std::min(top, teacher.dim);
+    if (count == 0) {
+        return {};
+    }
+    const std::size_t select = top_logits_workspace_bytes(on, teacher.dim);
+    const auto rows = static_cast<std::size_t>(teacher.batch) * static_cast<std::size_t>(teacher.heads) *
+                      static_cast<std::size_t>(teacher.length) * static_cast<std::size_t>(count);
+    auto* values = reinterpret_cast<Real*>(hb::aligned(static_cast<std::byte*>(workspace.data) + select));
+    auto* indices = reinterpret_cast<std::int32_t*>(values + rows);
+    const auto values_view = view_bhsd(values, teacher.batch, teacher.heads, teacher.length, count);
+    const auto indices_view = view_bhsd(indices, teacher.batch, teacher.heads, teacher.length, count);
+    top_logits<Real>(on, teacher, sequences, values_view, indices_view, {workspace.data, select});
+    return (*this)(on, values_view, rows_view<const std::int32_t>(indices_view), student, sequences,
+                   d_student);
+}
+
+template <class Real>
+LossValue TopDistillation::operator()(const host& on, std::type_identity_t<rows_view<const Real>> values,
+                                      rows_view<const std::int32_t> indices,
+                                      std::type_identity_t<rows_view<const Real>> student,
+                                      const Sequences& sequences, rows_view<Real> d_student) const {
+    namespace hb = host_backend;
+    hb::check_temperature(temperature, scale);
+    hb::check_sequences(sequences, d_student.batch, d_student.length);
+    const std::int32_t heads = d_student.heads, vocabulary = d_student.dim;
+    hb::check_rows("d_student", d_student, d_student.batch, heads, sequences.length, vocabulary);
+    hb::check_rows("student", student, d_student.batch, heads, sequences.length, vocabulary);
+    hb::check_rows("values", values, d_student.batch, heads, sequences.length, values.dim);
+    hb::check_rows("indices", indices, d_student.batch, heads, sequences.length, values.dim);
+    hb::check_tokens(on, sequences, heads, [&](std::int64_t b, std::int64_t h, std::int64_t t, bool refuse) {
+        bool good = hb::row_of_numbers(refuse, "values", b, h, t, values.row(b, h, t), values.dim);
+        for (std::int32_t i = 0; good && i < values.dim; ++i) {
+            const std::int32_t at = indices.row(b, h, t)[i];
+            if (at < 0 || at >= vocabulary) {
+                if (!refuse) {
+                    return false;
+                }
+                detail::refuse(detail::text("indices[", b, "][", h, "][", t, "][", i, "]").c_str(), at,
+                               detail::text("0 to ", vocabulary - 1));
+            }
+            const Real z = student.row(b, h, t)[at];
+            good = !std::isnan(z) ||
+                   hb::row_of_numbers(refuse, "student", b, h, t, student.row(b, h, t), vocabulary);
+        }
+        return good;
+    });
+    LossValue result;
+    result.count = hb::tokens_of(sequences) * heads;
+    if (result.count == 0) {
+        return result;
+    }
+    const double mean = static_cast<double>(scale) / static_cast<double>(result.count);
+    result.value =
+        hb::sum_over_tokens(on, sequences, heads, [&](std::int64_t b, std::int64_t h, std::int64_t t) {
+            return hb::distill_token(*this, values.row(b, h, t), indices.row(b, h, t), values.dim,
+                                     student.row(b, h, t), vocabulary, mean, d_student.row(b, h, t));
+        });
+    return result;
+}
+
+template <class Real>
+LossValue CrossEntropy::operator()(const host& on, plane_view<const std::int32_t> labels,
+                                   std::type_identity_t<rows_view<const Real>> student,
+                                   const Sequences& sequences, rows_view<Real> d_student) const {
+    namespace hb = host_backend;
+    hb::check_temperature(1.0f, scale);
+    hb::check_sequences(sequences, d_student.batch, d_student.length);
+    const std::int32_t heads = d_student.heads, vocabulary = d_student.dim;
+    hb::check_rows("d_student", d_student, d_student.batch, heads, sequences.length, vocabulary);
+    hb::check_rows("student", student, d_student.batch, heads, sequences.length, vocabulary);
+    hb::check_plane("labels", labels, d_student.batch, heads, sequences.length);
+    LossValue result;
+    for (std::int32_t b = 0; b < labels.batch; ++b) {
+        for (std::int32_t h = 0; h < heads; ++h) {
+            for (std::int32_t t = 0; t < sequences.length_of(b); ++t) {
+                const std::int32_t label = labels.head(b, h)[t];
+                if (label < -1 || label >= vocabulary) [[unlikely]] {
+                    detail::refuse(detail::text("labels[", b, "][", h, "][", t, "]").c_str(), label,
+                                   detail::text("-1 (none) to ", vocabulary - 1));
+                }
+                result.count += label >= 0 ? 1 : 0;
+            }
+        }
+    }
+    hb::check_tokens(on, sequences, heads, [&](std::int64_t b, std::int64_t h, std::int64_t t, bool refuse) {
+        return labels.head(b, h)[t] < 0 ||
+               hb::row_of_numbers(refuse, "student", b, h, t, student.row(b, h, t), vocabulary);
+    });
+    const double mean =
+        result.count > 0 ? static_cast<double>(scale) / static_cast<double>(result.count) : 0.0;
+    result.value =
+        hb::sum_over_tokens(on, sequences, heads, [&](std::int64_t b, std::int64_t h, std::int64_t t) {
+            const std::int32_t label = labels.head(b, h)[t];
+            const Real* z = student.row(b, h, t);
+            Real* d = d_student.row(b, h, t);
+            if (label < 0) {
+                std::fill_n(d, vocabulary, Real(0));
+                return 0.0;
+            }
+            const auto at = [&](std::int32_t i) { return static_cast<double>(z[i]); };
+            const double lse = hb::log_sum_exp(vocabulary, at);
+            for (std::int32_t i = 0; i < vocabulary; ++i) {
+                d[i] = static_cast<Real>(mean * (std::exp(at(i) - lse) - (i == label ? 1.0 : 0.0)));
+            }
+            return mean * (lse - at(label));
+        });
+    return result;
+}
+
+template <class Real>
+LossValue L2Distillation::operator()(const host& on, std::type_identity_t<rows_view<const Real>> teacher,
+                                     std::type_identity_t<rows_view<const Real>> student,
+                                     const Sequences& sequences, rows_view<Real> d_student,
+                                     workspace_view) const {
+    namespace hb = host_backend;
+    hb::check_temperature(1.0f, scale);
+    hb::check_sequences(sequences, d_student.batch, d_student.length);
+    const std::int32_t heads = d_student.heads, dim = d_student.dim;
+    hb::check_rows("d_student", d_student, d_student.batch, heads, sequences.length, dim);
+    hb::check_rows("student", student, d_student.batch, heads, sequences.length, dim);
+    hb::check_rows("teacher", teacher, d_student.batch, heads, sequences.length, dim);
+    hb::check_tokens(on, sequences, heads, [&](std::int64_t b, std::int64_t h, std::int64_t t, bool refuse) {
+        return hb::row_of_numbers(refuse, "teacher", b, h, t, teacher.row(b, h, t), dim) &&
+               hb::row_of_numbers(refuse, "student", b, h, t, student.row(b, h, t), dim);
+    });
+    LossValue result;
+    result.count = hb::tokens_of(sequences) * heads;
+    if (result.count == 0) {
+        return result;
+    }
+    const double mean =
+        static_cast<double>(scale) / (static_cast<double>(result.count) * static_cast<double>(dim));
+    result.value =
+        hb::sum_over_tokens(on, sequences, heads, [&](std::int64_t b, std::int64_t h, std::int64_t t) {
+            double sum = 0.0;
+            for (std::int32_t i = 0; i < dim; ++i) {
+                const double off = static_cast<double>(student.row(b, h, t)[i]) -
+                                   static_cast<double>(teacher.row(b, h, t)[i]);
+                sum += off * off;
+                d_student.row(b, h, t)[i] = static_cast<Real>(2.0 * mean * off);
+            }
+            return mean * sum;
+        });
+    return result;
+}
+
+}  // namespace kvpolicy

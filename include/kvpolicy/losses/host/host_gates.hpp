@@ -1,0 +1,256 @@
+// Bodies of losses/gates.hpp on the host.
+#pragma once
+
+#include <kvpolicy/losses/gates.hpp>
+#include <kvpolicy/masks/host/host_build.hpp>
+#include <kvpolicy/masks/host/host_log_bias.hpp>
+
+#include <algorithm>
+#include <cmath>
+
+namespace kvpolicy {
+
+namespace host_backend {
+
+/// Calls visit(t) for the keys of one (sequence, head) that a gate loss is about.
+template <class P, class Visit>
+void for_each_in_scope(const P& policy, gate_scope scope, const HeadRule& rule, const Sequences& sequences,
+                       std::int32_t b, Visit&& visit) {
+    for_each_segment<P>(sequences, b, [&](std::int32_t begin, std::int32_t end) {
+        if (scope == gate_scope::all) {
+            for (std::int32_t t = begin; t < end; ++t) {
+                visit(t);
+            }
+        } else {
+            for_each_leaver(policy, rule, end - begin,
+                            [&](std::int32_t t, std::int32_t) { visit(begin + t); });
+        }
+    });
+}
+
+/// Names the first number of a row that is not finite.
+template <class T>
+void refuse_not_finite(const char* name, std::int64_t b, std::int64_t h, std::int64_t t,
+                       const rows_view<const T>& rows) {
+    for (std::int32_t i = 0; i < rows.dim; ++i) {
+        const auto x = static_cast<compute_t<T>>(rows.row(b, h, t)[i]);
+        if (std::isfinite(x)) {
+            continue;
+        }
+        detail::refuse(detail::text(name, "[", b, "][", h, "][", t, "]").c_str(), x, "finite numbers");
+    }
+}
+
+/// A loss that is the sum over keys of its terms, divided by the number of keys or of sequences.
+template <class L, class P, class Real>
+LossValue gate_loss(const L& loss, const P& policy, const plane_view<const Real>& scores,
+                    const Sequences& sequences, const plane_view<Real>& d_scores) {
+    const std::int32_t heads = d_scores.heads, batch = d_scores.batch;
+    policy.check_layer(loss.layer, heads);
+    check_whole_sequences(sequences, batch, d_scores.length);
+    check_plane("d_scores", d_scores, batch, heads, sequences.length);
+    check_plane("scores", scores, batch, heads, sequences.length);
+    LossValue result;
+    for (std::int32_t b = 0; b < batch; ++b) {
+        for (std::int32_t h = 0; h < heads; ++h) {
+            for_each_in_scope(policy, loss.scope, policy.rule(loss.layer, h), sequences, b,
+                              [&](std::int32_t t) {
+                                  refuse_nan("scores", b, h, t, scores.head(b, h)[t]);
+                                  ++result.count;
+                              });
+        }
+    }
+    const double mean =
+        result.count == 0 ? 0.0 : 1.0 / static_cast<double>(L::mean_over_keys ? result.count : batch);
+    for (std::int32_t b = 0; b < batch; ++b) {
+        for (std::int32_t h = 0; h < heads; ++h) {
+            const Real* z = scores.head(b, h);
+            Real* d = d_scores.head(b, h);
+            std::fill_n(d, sequences.length_of(b), Real(0));
+            double sum = 0.0;
+            for_each_in_scope(policy, loss.scope, policy.rule(loss.layer, h), sequences, b,
+                              [&](std::int32_t t) {
+                                  const GateTerm one = loss.term(h, static_cast<double>(z[t]));
+                                  sum += one.value;
+                                  d[t] = static_cast<Real>(mean * one.slope);
+                              });
+            result.value += mean * sum;
+        }
+    }
+    return result;
+}
+
+inline void check_gate_scale(float scale) { detail::require(std::isfinite(scale), "scale", scale, "finite"); }
+
+}  // namespace host_backend
+
+KVPOLICY_HOST_DEVICE inline GateTerm GateSparsity::term(std::int32_t, double z) const {
+    const double g = host_backend::sigmoid(z), closed = host_backend::sigmoid(-z);
+    const auto factor = static_cast<double>(scale);
+    return {factor * (g + g * closed), factor * 2.0 * closed * closed * g};
+}
+KVPOLICY_HOST_DEVICE inline GateTerm GateDensity::term(std::int32_t, double z) const {
+    const double u = host_backend::sigmoid(z), factor = -static_cast<double>(scale);
+    return {factor * u, factor * u * host_backend::sigmoid(-z)};
+}
+KVPOLICY_HOST_DEVICE inline GateTerm RetentionPenalty::term(std::int32_t head, double z) const {
+    if (!(z > 0.0)) {
+        return {0.0, 0.0};
+    }
+    const double r = host_backend::sigmoid(z);
+    const double factor = static_cast<double>(scale) * static_cast<double>(lambda[head]);
+    return {factor * (r - 0.5), factor * r * host_backend::sigmoid(-z)};
+}
+
+template <AnyPolicy P, class Real>
+LossValue GateSparsity::operator()(const host&, const P& policy,
+                                   std::type_identity_t<plane_view<const Real>> scores,
+                                   const Sequences& sequences, plane_view<Real> d_scores) const {
+    host_backend::check_gate_scale(scale);
+    return host_backend::gate_loss(*this, policy, scores, sequences, d_scores);
+}
+
+template <AnyPolicy P, class Real>
+LossValue GateDensity::operator()(const host&, const P& policy,
+                                  std::type_identity_t<plane_view<const Real>> scores,
+                                  const Sequences& sequences, plane_view<Real> d_scores) const {
+    host_backend::check_gate_scale(scale);
+    return host_backend::gate_loss(*this, policy, scores, sequences, d_scores);
+}
+
+template <AnyPolicy P, class Real>
+LossValue RetentionPenalty::operator()(const host&, const P& policy,
+                                       std::type_identity_t<plane_view<const Real>> scores,
+                                       const Sequences& sequences, plane_view<Real> d_scores) const {
+    host_backend::check_gate_scale(scale);
+    detail::require(lambda != nullptr || d_scores.heads == 0, "lambda", "null", "an array by head");
+    return host_backend::gate_loss(*this, policy, scores, sequences, d_scores);
+}
+
+template <AnyPolicy P, Storage T>
+void straight_through_values(const host& on, const P& policy,
+                             std::type_identity_t<plane_view<const compute_t<T>>> scores,
+                             rows_view<const T> v, input_rows<T> d_v, const Sequences& sequences,
+                             plane_view<compute_t<T>> d_scores, std::int32_t layer) {
+    namespace hb = host_backend;
+    using Real = compute_t<T>;
+    const std::int32_t heads = d_scores.heads, batch = d_scores.batch;
+    policy.check_layer(layer, heads);
+    hb::check_whole_sequences(sequences, batch, d_scores.length);
+    hb::check_plane("d_scores", d_scores, batch, heads, sequences.length);
+    hb::check_plane("scores", scores, batch, heads, sequences.length);
+    hb::check_rows("v", v, batch, heads, sequences.length, v.dim);
+    hb::check_rows("d_v", d_v, batch, heads, sequences.length, v.dim);
+    const auto dot = [&](std::int64_t b, std::int64_t h, std::int64_t t) {
+        double sum = 0.0;
+        for (std::int32_t i = 0; i < v.dim; ++i) {
+            sum += static_cast<double>(static_cast<Real>(v.row(b, h, t)[i])) *
+                   static_cast<double>(static_cast<Real>(d_v.row(b, h, t)[i]));
+        }
+        return sum;
+    };
+    for (std::int32_t b = 0; b < batch; ++b) {
+        for (std::int32_t h = 0; h < heads; ++h) {
+            hb::for_each_in_scope(policy, gate_scope::decided, policy.rule(layer, h), sequences, b,
+                                  [&](std::int32_t t) {
+                                      hb::refuse_nan("scores", b, h, t, scores.head(b, h)[t]);
+                                      if (std::isfinite(dot(b, h, t))) [[likely]] {
+                                          return;
+                                      }
+                                      hb::refuse_not_finite("v", b, h, t, v);
+                                      hb::refuse_not_finite("d_v", b, h, t, d_v);
+                                  });
+        }
+    }
+    on.parallel_for(std::int64_t{batch} * heads, [&](std::int64_t task) {
+        const auto b = static_cast<std::int32_t>(task / heads);
+        const auto h = static_cast<std::int32_t>(task % heads);
+        Real* d = d_scores.head(b, h);
+        std::fill_n(d, sequences.length_of(b), Real(0));
+        hb::for_each_in_scope(policy, gate_scope::decided, policy.rule(layer, h), sequences, b,
+                              [&](std::int32_t t) {
+                                  const double z = static_cast<double>(scores.head(b, h)[t]);
+                                  d[t] = static_cast<Real>(dot(b, h, t) * hb::sigmoid(z) * hb::sigmoid(-z));
+                              });
+    });
+}
+
+template <AnyPolicy P, class Real>
+void retention_counts(const host&, const P& policy, plane_view<const Real> scores, const Sequences& sequences,
+                      double* counts, std::int32_t layer) {
+    namespace hb = host_backend;
+    policy.check_layer(layer, scores.heads);
+    hb::check_whole_sequences(sequences, scores.batch, scores.length);
+    hb::check_plane("scores", scores, scores.batch, scores.heads, sequences.length);
+    hb::check_metric("counts", counts, 1, scores.heads);
+    for (std::int32_t h = 0; h < scores.heads; ++h) {
+        std::int64_t count = 0;
+        for (std::int32_t b = 0; b < scores.batch; ++b) {
+            hb::for_each_in_scope(policy, gate_scope::decided, policy.rule(layer, h), sequences, b,
+                                  [&](std::int32_t t) { count += scores.head(b, h)[t] > Real(0) ? 1 : 0; });
+        }
+        counts[h] = scores.batch > 0 ? static_cast<double>(count) / static_cast<double>(scores.batch) : 0.0;
+    }
+}
+
+inline void LambdaController::check() const {
+    detail::require(heads >= 0, "heads", heads, "0 or more");
+    detail::require(lambda != nullptr || heads == 0, "lambda", "null", "an array by head");
+    detail::require(average != nullptr || heads == 0, "average", "null", "an array by head");
+    detail::require(cap > 0.0, "cap", cap, "above 0");
+    detail::require(slack > 0.0 && slack <= 1.0, "slack", slack, "above 0 and at most 1");
+    detail::require(factor > 1.0f && std::isfinite(factor), "factor", factor, "above 1 and finite");
+    detail::require(least > 0.0f && least <= 1.0f, "least", least, "above 0 and at most 1");
+    detail::require(every >= 1, "every", every, "1 or more");
+}
+KVPOLICY_HOST_DEVICE inline void LambdaController::start_head(std::int32_t head) const {
+    lambda[head] = least;
+    average[head] = -1.0;
+}
+KVPOLICY_HOST_DEVICE inline void LambdaController::observe_head(std::int32_t head, double count) const {
+    // With every = 1 or 2 the paper's coefficient reaches 1: the average is the last count.
+    const double a = every < 2 ? 1.0 : 2.0 / (1.0 + 0.5 * every);
+    average[head] = average[head] < 0.0 ? count : (1.0 - a) * average[head] + a * count;
+}
+KVPOLICY_HOST_DEVICE inline void LambdaController::update_head(std::int32_t head) const {
+    const double c = average[head];
+    float weight = lambda[head];
+    if (c > cap) {
+        weight *= factor;
+    }
+    if (c < slack * cap) {
+        weight /= factor;
+    }
+    weight = weight < 1.0f ? weight : 1.0f;
+    if (weight < least) {
+        weight = c > cap ? least : 0.0f;
+    }
+    lambda[head] = weight;
+}
+inline bool LambdaController::due(std::int64_t step) const {
+    detail::require(every >= 1, "every", every, "1 or more");
+    return step % every == 0;
+}
+inline void LambdaController::start() const {
+    check();
+    for (std::int32_t h = 0; h < heads; ++h) {
+        start_head(h);
+    }
+}
+inline void LambdaController::observe(const double* counts) const {
+    check();
+    detail::require(counts != nullptr || heads == 0, "counts", "null", "an array by head");
+    for (std::int32_t h = 0; h < heads; ++h) {
+        detail::require(
+            counts[h] >= 0.0, [&] { return detail::text("counts[", h, "]"); }, counts[h], "0 or more");
+        observe_head(h, counts[h]);
+    }
+}
+inline void LambdaController::update() const {
+    check();
+    for (std::int32_t h = 0; h < heads; ++h) {
+        update_head(h);
+    }
+}
+
+}  // namespace kvpolicy

@@ -1,0 +1,273 @@
+// Ranks of one head by one block: a radix sort in shared memory, and the cutoffs at the edges of chunks.
+#pragma once
+
+#include <kvpolicy/cuda/config.cuh>
+#include <kvpolicy/cuda/primitives/warp.cuh>
+#include <kvpolicy/masks/cuda/mask_params.cuh>
+
+#include <cub/block/block_radix_sort.cuh>
+
+#include <cstdint>
+
+namespace kvpolicy {
+inline namespace KVPOLICY_CUDA_NAMESPACE KVPOLICY_HIDDEN {
+namespace cuda_backend {
+
+/// Sorts up to Threads * Items tokens, `Bits` of the key a pass. Items must be even.
+template <int Threads, int Items, int Bits>
+struct rank_block {
+    static constexpr int capacity = Threads * Items;
+    static constexpr int warps = Threads / 32;
+    static constexpr int chunks = (capacity + mask_chunk - 1) / mask_chunk;
+    static_assert(capacity <= 65535 && Items % 2 == 0 && mask_chunk % 32 == 0);
+
+    using index = std::uint16_t;
+    // Without memoised partial sums: they cost more in spilled registers than they save.
+    using sorter = cub::BlockRadixSort<std::uint32_t, Threads, Items, index, Bits, false>;
+    // A scan for a cutoff reads 256 ranks at a time.
+    static constexpr int padded = (capacity + 255) / 256 * 256;
+    static constexpr index none = ranking<index>::idle;
+
+    struct shared {
+        union {
+            typename sorter::TempStorage sort;
+            std::uint32_t staged[capacity + capacity / 32];  // keys on their way from striped to blocked
+            std::uint32_t keys[capacity];                    // sorted
+        };
+        alignas(16) index order[padded];
+        index rank[capacity];
+        int count[chunks];
+        HeadRule rule;  // here and not in registers, which the sort needs
+    };
+
+    /// Item i of a thread is staged where neither order of access meets bank conflicts.
+    __device__ static int staged_at(int t) { return t + t / 32; }
+
+    template <class Gate, class Keep>
+    __device__ static void run(const mask_problem<Gate, Keep>& problem, const ranking<index>& out,
+                               std::int64_t plane, const segment_range& segment, bool wants_ranks,
+                               shared& memory) {
+        const auto b = problem.sequence_of(plane);
+        const auto h = problem.head_of(plane);
+        const std::int32_t n = segment.length();
+        const int thread = static_cast<int>(threadIdx.x);
+        const HeadRule& rule = memory.rule;
+        const auto score_of = [&](int t) { return problem.scores.head(b, h)[segment.begin + t]; };
+
+        if (thread < chunks) {
+            memory.count[thread] = 0;
+        }
+        if (thread == 0) {
+            memory.rule = problem.rules.of(h);
+        }
+        __syncthreads();
+
+        // Who competes, and by which key. One warp reads 32 neighbours.
+        bool nan = false;
+#pragma unroll
+        for (int i = 0; i < Items; ++i) {
+            const int t = i * Threads + thread;
+            std::uint32_t key = idle_key;
+            if (problem.leaves(rule, t, n)) {
+                const float score = score_of(t);
+                nan = nan || score != score;
+                if (problem.gate.open(score, rule)) {
+                    key = priority_key(rule, score, t);
+                }
+            }
+            memory.staged[staged_at(t)] = key;
+            const unsigned competing = __ballot_sync(all_lanes, key != idle_key);
+            if (lane_id() == 0 && competing != 0u) {
+                atomicAdd(&memory.count[t / mask_chunk], __popc(competing));
+            }
+        }
+        if (nan) {
+            problem.report(b, status_nan_score);
+        }
+        __syncthreads();
+        int competitors = 0;
+        for (int c = 0; c < chunks; ++c) {
+            competitors += memory.count[c];
+        }
+
+        index* const rank_out = out.rank + plane * problem.length + segment.begin;
+        if (thread == 0) {
+            out.competitors[plane * problem.segments + segment.index] = competitors;
+        }
+        if (!wants_ranks && (rule.budget == 0 || rule.budget >= competitors)) {
+            // Nobody is evicted from the long-range places, or there are none: who competes is enough.
+            for (int t = thread; t < n; t += Threads) {
+                rank_out[t] = memory.staged[staged_at(t)] == idle_key ? none : index{0};
+            }
+            return;
+        }
+
+        const auto code_of = [&](int t) {
+            if (!problem.leaves(rule, t, n)) {
+                return idle_code;
+            }
+            const float score = score_of(t);
+            return problem.gate.open(score, rule) ? priority_code(rule, score, t) : idle_code;
+        };
+
+        std::uint32_t keys[Items];
+        index tokens[Items];
+        // Pass 0 sorts by the 32-bit key. Where that leaves long runs of equal keys whose 64-bit codes differ, passes 1
+        // and 2 sort by the code, its lower half first.
+#pragma unroll 1
+        for (int pass = 0; pass < 3; ++pass) {
+#pragma unroll
+            for (int i = 0; i < Items; ++i) {
+                const int slot = thread * Items + i;
+                if (pass == 0) {
+                    keys[i] = memory.staged[staged_at(slot)];
+                    tokens[i] = static_cast<index>(slot);
+                } else if (pass == 1) {
+                    keys[i] = static_cast<std::uint32_t>(code_of(slot));
+                    tokens[i] = static_cast<index>(slot);
+                } else {
+                    keys[i] = static_cast<std::uint32_t>(code_of(tokens[i]) >> 32);
+                }
+            }
+            __syncthreads();
+            sorter(memory.sort).Sort(keys, tokens);
+            if (pass == 1) {
+                continue;
+            }
+            __syncthreads();
+#pragma unroll
+            for (int i = 0; i < Items; ++i) {
+                const int r = thread * Items + i;
+                memory.order[r] = r < competitors ? tokens[i] : none;
+                memory.keys[r] = keys[i];
+            }
+            __syncthreads();
+            if (pass == 2 || rule.log_gamma == 0.0f) {
+                break;
+            }
+            if (settle_runs(memory, competitors, code_of)) {
+                break;
+            }
+        }
+
+        for (int r = thread; r < capacity; r += Threads) {
+            memory.rank[r] = none;
+        }
+        __syncthreads();
+        for (int r = thread; r < competitors; r += Threads) {
+            memory.rank[memory.order[r]] = static_cast<index>(r);
+        }
+        __syncthreads();
+        index* const order_out = out.order + plane * problem.length + segment.begin;
+        for (int t = thread; t < n; t += Threads) {
+            rank_out[t] = memory.rank[t];
+            if (t < competitors) {
+                order_out[t] = memory.order[t];
+            }
+        }
+
+        cutoff_anchor* const anchors =
+            out.anchors + plane * problem.slots + problem.first_slot(segment.index);
+        for (int c = warp_id(); c * mask_chunk < n; c += warps) {
+            int count = 0;
+            for (int i = 0; i < c; ++i) {
+                count += memory.count[i];
+            }
+            const std::int32_t cutoff =
+                rule.budget > 0 && count >= rule.budget
+                    ? kth_before(memory.order, static_cast<index>(c * mask_chunk), rule.budget)
+                    : open_cutoff;
+            if (lane_id() == 0) {
+                anchors[c] = {cutoff, count};
+            }
+        }
+    }
+
+  private:
+    static constexpr std::int32_t open_cutoff = never;
+
+    /// Puts runs of equal keys in the order of their codes. False where a run is too long for that.
+    template <class Code>
+    __device__ static bool settle_runs(shared& memory, int competitors, const Code& code) {
+        bool turned = false;
+        bool too_long = false;
+        for (int r = static_cast<int>(threadIdx.x); r + 1 < competitors; r += Threads) {
+            const std::uint32_t key = memory.keys[r];
+            if (key != memory.keys[r + 1] || key == nan_key) {
+                continue;
+            }
+            if (code(memory.order[r]) <= code(memory.order[r + 1])) {
+                continue;
+            }
+            int first = r;
+            int last = r + 1;
+            while (first > 0 && r - first < short_run && memory.keys[first - 1] == key) {
+                --first;
+            }
+            while (last + 1 < competitors && last - r < short_run && memory.keys[last + 1] == key) {
+                ++last;
+            }
+            turned = true;
+            too_long = too_long || last - first + 1 > short_run;
+        }
+        if (__syncthreads_or(too_long ? 1 : 0) != 0) {
+            return false;
+        }
+        if (__syncthreads_or(turned ? 1 : 0) == 0) {
+            return true;
+        }
+        for (int r = static_cast<int>(threadIdx.x); r + 1 < competitors; r += Threads) {
+            const std::uint32_t key = memory.keys[r];
+            if (key != memory.keys[r + 1] || key == nan_key || (r > 0 && memory.keys[r - 1] == key)) {
+                continue;
+            }
+            int last = r + 1;
+            while (last + 1 < competitors && last - r < short_run && memory.keys[last + 1] == key) {
+                ++last;
+            }
+            // A longer run is in order, or pass 0 would have been given up.
+            if (last - r + 1 <= short_run) {
+                insertion_sort(memory.order + r, last - r + 1, code);
+            }
+        }
+        __syncthreads();
+        return true;
+    }
+
+    /// The rank of the k-th best key before token `edge`, by one warp; there are k of them.
+    __device__ static std::int32_t kth_before(const index* order, index edge, std::int32_t k) {
+        std::int32_t missing = k;
+        for (int base = 0; base < padded; base += 256) {
+            const uint4 eight = reinterpret_cast<const uint4*>(order + base)[lane_id()];
+            const std::uint32_t words[4] = {eight.x, eight.y, eight.z, eight.w};
+            unsigned found = 0;  // bit i: rank base + 8 * lane + i came before the edge
+#pragma unroll
+            for (int i = 0; i < 4; ++i) {
+                found |= static_cast<unsigned>((words[i] & 0xffffu) < edge) << (2 * i);
+                found |= static_cast<unsigned>((words[i] >> 16) < edge) << (2 * i + 1);
+            }
+            const int mine = __popc(found);
+            const int group = __reduce_add_sync(all_lanes, mine);
+            if (group < missing) {
+                missing -= group;
+                continue;
+            }
+            const int through = warp_inclusive_sum(mine);
+            const unsigned reached = __ballot_sync(all_lanes, through >= missing);
+            const int lane = __ffs(static_cast<int>(reached)) - 1;
+            int nth = missing - (through - mine);  // in the lane that has it
+            int bit = 0;
+            for (int i = 0; i < 8; ++i) {
+                if ((found >> i & 1u) != 0u && --nth == 0) {
+                    bit = i;
+                }
+            }
+            return base + 8 * lane + __shfl_sync(all_lanes, bit, lane);
+        }
+        return open_cutoff;  // not reached
+    }
+};
+
+}  // namespace cuda_backend
+}  // namespace KVPOLICY_HIDDEN
+}  // namespace kvpolicy

@@ -1,0 +1,239 @@
+// Bodies of masks/cuda_build.cuh: arguments are checked here, and handed to the launches of dispatch_rank_and_expire.cuh.
+#pragma once
+
+#include <kvpolicy/cuda/check.cuh>
+#include <kvpolicy/cuda/config.cuh>
+#include <kvpolicy/cuda/launch.cuh>
+#include <kvpolicy/cuda/tuning.cuh>
+#include <kvpolicy/masks/cuda/dispatch_rank_and_expire.cuh>
+#include <kvpolicy/masks/cuda/kernel_cutoffs.cuh>
+#include <kvpolicy/masks/cuda/mask_call.cuh>
+#include <kvpolicy/masks/cuda_build.cuh>
+
+#include <cstdint>
+#include <type_traits>
+
+namespace kvpolicy {
+inline namespace KVPOLICY_CUDA_NAMESPACE KVPOLICY_HIDDEN {
+namespace cuda_backend {
+
+template <class P>
+void check_mask_call(const P& policy, plane_view<const float> scores, const Sequences& sequences,
+                     std::int32_t batch, std::int32_t heads, std::int32_t length, std::int32_t layer) {
+    policy.check_layer(layer, heads);
+    check_whole_sequences(sequences, batch, length);
+    if constexpr (P::ranked) {
+        check_plane("scores", scores, batch, heads, sequences.length);
+    }
+}
+
+/// The tuning for a context's card.
+inline mask_tuning mask_tuning_of(const cuda& on) {
+    const device_scope device(on);
+    return select_mask_tuning(device.capability());
+}
+
+// build_mask with a given tuning, so that tests can take every way on one card.
+
+template <class P>
+std::size_t mask_workspace_bytes(const cuda& on, const P& policy, const Sequences& sequences,
+                                 std::int32_t heads, const MaskOptions& options, const mask_tuning& tuning) {
+    check_shape(sequences, heads);
+    policy.check_layer(options.layer, heads);
+    workspace_parts parts(nullptr);
+    static_cast<void>(small_numbers::take(parts, sequences, heads));
+    if constexpr (P::has_budget) {
+        const device_scope device(on);
+        const mask_plan plan =
+            plan_mask(policy, sequences, heads, options.layer, options.rebase_limit, tuning);
+        if (plan.ranked) {
+            static_cast<void>(ranking_memory::take(parts, plan, sequences, heads, on));
+        }
+        if (plan.survivors) {
+            const std::int64_t segments = sequences.cu_seqlens == nullptr ? 1 : sequences.segments;
+            static_cast<void>(
+                parts.take<survivor>(std::int64_t{sequences.batch} * heads * segments * plan.most_places));
+        }
+    }
+    return parts.bytes();
+}
+
+template <class P>
+void build_mask_tuned(const cuda& on, const P& policy, plane_view<const float> scores,
+                      const Sequences& sequences, plane_view<expiry_t> expiry, workspace_view workspace,
+                      const MaskOptions& options, std::uint32_t* status, const mask_tuning& tuning) {
+    const std::int32_t heads = expiry.heads;
+    check_mask_call(policy, scores, sequences, expiry.batch, heads, expiry.length, options.layer);
+    check_plane("expiry", expiry, sequences.batch, heads, sequences.length);
+    detail::require(options.rebase_limit >= 1 && options.rebase_limit <= rebase_limit, "rebase_limit",
+                    options.rebase_limit, "1 to 2^29");
+    check_workspace(workspace, mask_workspace_bytes(on, policy, sequences, heads, options, tuning));
+    if (sequences.batch == 0 || heads == 0 || sequences.length == 0) {
+        return;
+    }
+
+    const device_scope device(on);
+    workspace_parts parts(workspace.data);
+    const small_numbers small = small_numbers::take(parts, sequences, heads);
+    auto problem = make_problem(on, policy, scores, sequences, heads, options.layer, small, status);
+    problem.limit = options.rebase_limit;
+    using Gate = decltype(problem.gate);
+    using Keep = decltype(problem.keep);
+    const std::int64_t planes = std::int64_t{problem.batch} * heads;
+    if constexpr (!P::has_budget) {
+        launch("expire_alone_kernel", expire_alone_kernel<P::ranked, Gate, Keep>, planes * problem.slots,
+               mask_chunk, 0, on, problem, expiry);
+    } else {
+        const mask_plan plan =
+            plan_mask(policy, sequences, heads, options.layer, options.rebase_limit, tuning);
+        if (plan.ranked) {
+            const ranking_memory memory = ranking_memory::take(parts, plan, sequences, heads, on);
+            rank_and_expire(on, device, plan, problem, memory, {expiry, {}, {}}, false, tuning);
+        }
+        if (plan.survivors) {
+            const std::int64_t tasks = planes * problem.segments;
+            launch_survivors(on, problem, expiry, parts.take<survivor>(tasks * plan.most_places),
+                             plan.most_places);
+        }
+    }
+}
+
+}  // namespace cuda_backend
+
+template <AnyPolicy P>
+std::size_t build_mask_workspace_bytes(const cuda& on, const P& policy, const Sequences& sequences,
+                                       std::int32_t heads, const MaskOptions& options) {
+    return cuda_backend::mask_workspace_bytes(on, policy, sequences, heads, options,
+                                              cuda_backend::mask_tuning_of(on));
+}
+
+template <AnyPolicy P>
+void build_mask(const cuda& on, const P& policy, plane_view<const float> scores, const Sequences& sequences,
+                plane_view<expiry_t> expiry, workspace_view workspace, const MaskOptions& options,
+                std::uint32_t* status) {
+    cuda_backend::build_mask_tuned(on, policy, scores, sequences, expiry, workspace, options, status,
+                                   cuda_backend::mask_tuning_of(on));
+}
+
+template <Cutoff C, AnyPolicy P>
+std::size_t build_cutoffs_workspace_bytes(const cuda& on, const P&, const Sequences& sequences,
+                                          std::int32_t heads) {
+    using namespace cuda_backend;
+    static_assert(P::has_budget, "kvpolicy: build_cutoffs needs a policy with a TopKBudget");
+    check_shape(sequences, heads);
+    const device_scope device(on);
+    workspace_parts parts(nullptr);
+    static_cast<void>(small_numbers::take(parts, sequences, heads));
+    mask_plan plan;  // of the rules nothing matters: no call here contests survivors
+    plan.by_block = sequences.length <= select_mask_tuning(device.capability()).longest_block_sort;
+    static_cast<void>(ranking_memory::take(parts, plan, sequences, heads, on));
+    if constexpr (!std::is_same_v<C, ParallelCutoff>) {
+        constexpr std::size_t unit = workspace_parts::alignment;
+        const std::size_t each = (C::scratch_bytes(sequences.length) + unit - 1) / unit * unit;
+        static_cast<void>(parts.take<unsigned char>(std::int64_t{sequences.batch} * heads *
+                                                    static_cast<std::int64_t>(each)));
+    }
+    return parts.bytes();
+}
+
+namespace cuda_backend {
+
+/// build_cutoffs; with log_gamma [heads], in device memory, in place of the policy's.
+template <Cutoff C, class P>
+void cutoffs_of(const cuda& on, const P& policy, const float* log_gamma, plane_view<const float> scores,
+                const Sequences& sequences, plane_view<std::int32_t> rank, plane_view<std::int32_t> cutoff,
+                workspace_view workspace, std::int32_t layer, std::uint32_t* status) {
+    static_assert(P::has_budget, "kvpolicy: build_cutoffs needs a policy with a TopKBudget");
+    const std::int32_t heads = rank.heads;
+    check_mask_call(policy, scores, sequences, rank.batch, heads, rank.length, layer);
+    check_plane("rank", rank, sequences.batch, heads, sequences.length);
+    check_plane("cutoff", cutoff, sequences.batch, heads, sequences.length);
+    detail::require(sequences.cu_seqlens == nullptr, "sequences.cu_seqlens", "given",
+                    "null (build_mask takes packed segments)");
+    detail::require(sequences.length < rebase_limit, "sequences.length", sequences.length, "below 2^29");
+    for (std::int32_t h = 0; h < heads; ++h) {
+        const std::int32_t step = policy.rule(layer, h).decay_step;
+        detail::require(step == 1, "decay step n", step, "1, since ranks are static only then");
+    }
+    check_workspace(workspace, build_cutoffs_workspace_bytes<C>(on, policy, sequences, heads));
+    if (sequences.batch == 0 || heads == 0 || sequences.length == 0) {
+        return;
+    }
+
+    const device_scope device(on);
+    const mask_tuning tuning = select_mask_tuning(device.capability());
+    workspace_parts parts(workspace.data);
+    const small_numbers small = small_numbers::take(parts, sequences, heads);
+    auto problem = make_problem(on, policy, scores, sequences, heads, layer, small, status);
+    problem.rules.log_gamma = log_gamma;
+    mask_plan plan = plan_mask(policy, sequences, heads, layer, rebase_limit, tuning);
+    plan.decayed = plan.decayed || log_gamma != nullptr;
+    const ranking_memory memory = ranking_memory::take(parts, plan, sequences, heads, on);
+    constexpr bool parallel = std::is_same_v<C, ParallelCutoff>;
+    rank_and_expire(on, device, plan, problem, memory,
+                    {{}, rank, parallel ? cutoff : plane_view<std::int32_t>{}}, true, tuning);
+    if constexpr (!parallel) {
+        using Gate = std::remove_cvref_t<decltype(problem.gate)>;
+        using Keep = std::remove_cvref_t<decltype(problem.keep)>;
+        constexpr std::size_t unit = workspace_parts::alignment;
+        const std::size_t each = (C::scratch_bytes(sequences.length) + unit - 1) / unit * unit;
+        const std::int64_t planes = std::int64_t{sequences.batch} * heads;
+        auto* const scratch = parts.take<unsigned char>(planes * static_cast<std::int64_t>(each));
+        launch("sequential_cutoffs_kernel", sequential_cutoffs_kernel<C, Gate, Keep>,
+               (planes + plane_threads - 1) / plane_threads, plane_threads, 0, on, problem,
+               plane_view<const std::int32_t>(rank), cutoff, scratch, each);
+    }
+}
+
+}  // namespace cuda_backend
+
+template <Cutoff C, AnyPolicy P>
+void build_cutoffs(const cuda& on, const P& policy, plane_view<const float> scores,
+                   const Sequences& sequences, plane_view<std::int32_t> rank, plane_view<std::int32_t> cutoff,
+                   workspace_view workspace, std::int32_t layer, std::uint32_t* status) {
+    cuda_backend::cutoffs_of<C>(on, policy, nullptr, scores, sequences, rank, cutoff, workspace, layer,
+                                status);
+}
+
+template <AnyPolicy P>
+std::size_t expiry_from_cutoffs_workspace_bytes(const cuda&, const P&, const Sequences& sequences,
+                                                std::int32_t heads) {
+    using namespace cuda_backend;
+    check_shape(sequences, heads);
+    workspace_parts parts(nullptr);
+    static_cast<void>(small_numbers::take(parts, sequences, heads));
+    return parts.bytes();
+}
+
+template <AnyPolicy P>
+void expiry_from_cutoffs(const cuda& on, const P& policy, plane_view<const std::int32_t> rank,
+                         plane_view<const std::int32_t> cutoff, const Sequences& sequences,
+                         plane_view<expiry_t> expiry, workspace_view workspace, std::int32_t layer) {
+    using namespace cuda_backend;
+    const std::int32_t heads = expiry.heads;
+    policy.check_layer(layer, heads);
+    cuda_backend::check_whole_sequences(sequences, expiry.batch, expiry.length);
+    check_plane("rank", rank, sequences.batch, heads, sequences.length);
+    check_plane("cutoff", cutoff, sequences.batch, heads, sequences.length);
+    check_plane("expiry", expiry, sequences.batch, heads, sequences.length);
+    detail::require(sequences.cu_seqlens == nullptr, "sequences.cu_seqlens", "given",
+                    "null (build_mask takes packed segments)");
+    cuda_backend::check_workspace(workspace,
+                                  expiry_from_cutoffs_workspace_bytes(on, policy, sequences, heads));
+    if (sequences.batch == 0 || heads == 0 || sequences.length == 0) {
+        return;
+    }
+
+    const device_scope device(on);
+    workspace_parts parts(workspace.data);
+    const small_numbers small = small_numbers::take(parts, sequences, heads);
+    const auto problem = make_problem(on, policy, {}, sequences, heads, layer, small, nullptr);
+    using Gate = std::remove_cvref_t<decltype(problem.gate)>;
+    using Keep = std::remove_cvref_t<decltype(problem.keep)>;
+    launch("expiry_from_cutoffs_kernel", expiry_from_cutoffs_kernel<Gate, Keep>,
+           std::int64_t{problem.batch} * heads * problem.slots, mask_chunk, 0, on, problem, rank, cutoff,
+           expiry);
+}
+
+}  // namespace KVPOLICY_HIDDEN
+}  // namespace kvpolicy

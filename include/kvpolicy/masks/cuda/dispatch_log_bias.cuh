@@ -1,0 +1,85 @@
+// Bodies of masks/cuda_log_bias.cuh: from arguments to launches.
+#pragma once
+
+#include <kvpolicy/cuda/check.cuh>
+#include <kvpolicy/cuda/config.cuh>
+#include <kvpolicy/cuda/launch.cuh>
+#include <kvpolicy/masks/cuda/kernel_log_bias.cuh>
+#include <kvpolicy/masks/cuda/mask_call.cuh>
+#include <kvpolicy/masks/cuda_log_bias.cuh>
+
+#include <cstdint>
+#include <type_traits>
+
+namespace kvpolicy {
+inline namespace KVPOLICY_CUDA_NAMESPACE KVPOLICY_HIDDEN {
+namespace cuda_backend {
+
+template <class P, class G>
+void check_gate_call(const P& policy, const G& gate, plane_view<const float> scores,
+                     const Sequences& sequences, std::int32_t layer) {
+    static_assert(!P::has_budget, "kvpolicy: a soft gate takes a policy without a TopKBudget");
+    gate.check();
+    policy.check_layer(layer, scores.heads);
+    check_whole_sequences(sequences, scores.batch, scores.length);
+    check_plane("scores", scores, sequences.batch, scores.heads, sequences.length);
+}
+
+}  // namespace cuda_backend
+
+template <AnyPolicy P>
+std::size_t log_bias_workspace_bytes(const cuda&, const P&, const Sequences& sequences, std::int32_t heads) {
+    cuda_backend::check_shape(sequences, heads);
+    cuda_backend::workspace_parts parts(nullptr);
+    static_cast<void>(cuda_backend::small_numbers::take(parts, sequences, heads));
+    return parts.bytes();
+}
+
+template <AnyPolicy P, TrainingGate G>
+void build_log_bias(const cuda& on, const P& policy, const G& gate, plane_view<const float> scores,
+                    const Sequences& sequences, plane_view<expiry_t> expiry, plane_view<float> log_bias,
+                    workspace_view workspace, std::int32_t layer, std::uint32_t* status) {
+    namespace cb = cuda_backend;
+    cb::check_gate_call(policy, gate, scores, sequences, layer);
+    cb::check_plane("expiry", expiry, sequences.batch, scores.heads, sequences.length);
+    cb::check_plane("log_bias", log_bias, sequences.batch, scores.heads, sequences.length);
+    cb::check_workspace(workspace, log_bias_workspace_bytes(on, policy, sequences, scores.heads));
+    if (sequences.batch == 0 || scores.heads == 0 || sequences.length == 0) {
+        return;
+    }
+    const cb::device_scope device(on);
+    cb::workspace_parts parts(workspace.data);
+    const auto small = cb::small_numbers::take(parts, sequences, scores.heads);
+    const auto problem = cb::make_problem(on, policy, scores, sequences, scores.heads, layer, small, status);
+    using Gate = std::remove_cvref_t<decltype(problem.gate)>;
+    using Keep = std::remove_cvref_t<decltype(problem.keep)>;
+    cb::launch("log_bias_kernel", cb::log_bias_kernel<G, Gate, Keep>,
+               std::int64_t{problem.batch} * problem.heads * problem.slots, cb::mask_chunk, 0, on, problem,
+               cb::ready_gate<G>(gate), expiry, log_bias);
+}
+
+template <AnyPolicy P, TrainingGate G>
+void log_bias_backward(const cuda& on, const P& policy, const G& gate, plane_view<const float> scores,
+                       plane_view<const float> d_log_bias, const Sequences& sequences,
+                       plane_view<float> d_scores, workspace_view workspace, std::int32_t layer) {
+    namespace cb = cuda_backend;
+    cb::check_gate_call(policy, gate, scores, sequences, layer);
+    cb::check_plane("d_log_bias", d_log_bias, sequences.batch, scores.heads, sequences.length);
+    cb::check_plane("d_scores", d_scores, sequences.batch, scores.heads, sequences.length);
+    cb::check_workspace(workspace, log_bias_workspace_bytes(on, policy, sequences, scores.heads));
+    if (sequences.batch == 0 || scores.heads == 0 || sequences.length == 0) {
+        return;
+    }
+    const cb::device_scope device(on);
+    cb::workspace_parts parts(workspace.data);
+    const auto small = cb::small_numbers::take(parts, sequences, scores.heads);
+    const auto problem = cb::make_problem(on, policy, scores, sequences, scores.heads, layer, small, nullptr);
+    using Gate = std::remove_cvref_t<decltype(problem.gate)>;
+    using Keep = std::remove_cvref_t<decltype(problem.keep)>;
+    cb::launch("log_bias_backward_kernel", cb::log_bias_backward_kernel<G, Gate, Keep>,
+               std::int64_t{problem.batch} * problem.heads * problem.slots, cb::mask_chunk, 0, on, problem,
+               cb::ready_gate<G>(gate), d_log_bias, d_scores);
+}
+
+}  // namespace KVPOLICY_HIDDEN
+}  // namespace kvpolicy

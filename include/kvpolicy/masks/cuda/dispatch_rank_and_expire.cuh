@@ -1,0 +1,238 @@
+// The launches behind build_mask and build_cutoffs: which ways a call's budgets take, the memory of each, and the kernels
+// in their order. Which kernels run depends on the policy's parts, the shapes, the rules' numbers and the card, never on
+// what is in device memory.
+#pragma once
+
+#include <kvpolicy/cuda/check.cuh>
+#include <kvpolicy/cuda/config.cuh>
+#include <kvpolicy/cuda/launch.cuh>
+#include <kvpolicy/cuda/tuning.cuh>
+#include <kvpolicy/masks/cuda/kernel_cutoff_prefix.cuh>
+#include <kvpolicy/masks/cuda/kernel_decayed_top_k.cuh>
+#include <kvpolicy/masks/cuda/kernel_expire.cuh>
+#include <kvpolicy/masks/cuda/kernel_fix_ties.cuh>
+#include <kvpolicy/masks/cuda/kernel_make_sort_keys.cuh>
+#include <kvpolicy/masks/cuda/kernel_rank.cuh>
+#include <kvpolicy/masks/cuda/kernel_sort_long_ties.cuh>
+#include <kvpolicy/masks/cuda/mask_call.cuh>
+
+#include <cub/device/device_radix_sort.cuh>
+
+#include <algorithm>
+#include <bit>
+#include <cstdint>
+#include <type_traits>
+
+namespace kvpolicy {
+inline namespace KVPOLICY_CUDA_NAMESPACE KVPOLICY_HIDDEN {
+namespace cuda_backend {
+
+/// Which of the ways a call's budgets take. Decided on the host from rules and shapes.
+struct mask_plan {
+    bool ranked = false;           // some head's contest is static: ranks and the expiry kernel
+    bool decayed = false;          // some of those have gamma < 1: 32-bit keys may need repair
+    bool survivors = false;        // some head's is not
+    bool by_block = false;         // ranks by one block a segment, not by a sort over the device
+    std::int64_t most_places = 0;  // of a head that contests survivors
+};
+
+template <class P>
+mask_plan plan_mask(const P& policy, const Sequences& sequences, std::int32_t heads, std::int32_t layer,
+                    position_t limit, const mask_tuning& tuning) {
+    using problem = mask_problem<typename P::gate_type, decltype(policy.keep())>;
+    mask_plan plan;
+    for (std::int32_t h = 0; h < heads; ++h) {
+        const HeadRule rule = policy.rule(layer, h);
+        if (problem::contest_needs_survivors(rule, sequences.length, limit)) {
+            plan.survivors = true;
+            const std::int64_t leaving =
+                std::max<std::int64_t>(0, std::int64_t{sequences.length} - rule.sinks - rule.window);
+            plan.most_places = std::max(plan.most_places, std::min<std::int64_t>(rule.budget, leaving));
+        } else {
+            plan.ranked = true;
+            plan.decayed = plan.decayed || rule.log_gamma != 0.0f;
+        }
+    }
+    plan.by_block = sequences.length <= tuning.longest_block_sort;
+    return plan;
+}
+
+/// Device memory of the ranking, in the order in which it is taken from the workspace.
+struct ranking_memory {
+    // Both ways.
+    void* rank = nullptr;
+    void* order = nullptr;
+    cutoff_anchor* anchors = nullptr;
+    std::int32_t* competitors = nullptr;
+    // Over the device.
+    sorted_keys sort[2];
+    run_list runs;
+    std::uint64_t* cleared = nullptr;  // numbers of `runs` that begin as 0
+    static constexpr std::int64_t cleared_numbers = 4;
+    arrival_counts counts;
+    void* cub = nullptr;
+    std::size_t cub_bytes = 0;
+
+    /// `slots` and `segments` as in the problem.
+    static ranking_memory take(workspace_parts& parts, const mask_plan& plan, const Sequences& sequences,
+                               std::int32_t heads, const cuda& on) {
+        ranking_memory memory;
+        const bool packed = sequences.cu_seqlens != nullptr;
+        const std::int64_t segments = packed ? sequences.segments : 1;
+        const std::int64_t slots = slots_of(sequences);
+        const std::int64_t planes = std::int64_t{sequences.batch} * heads;
+        const std::int64_t count = planes * sequences.length;
+        memory.anchors = parts.take<cutoff_anchor>(planes * slots);
+        memory.competitors = parts.take<std::int32_t>(planes * segments);
+        if (plan.by_block) {
+            memory.rank = parts.take<std::uint16_t>(count);
+            memory.order = parts.take<std::uint16_t>(count);
+            return memory;
+        }
+        detail::require(count <= longest_sequence, "batch * heads * length", count,
+                        "at most 2^31 - 2^24 for sequences of this length: split the batch");
+        detail::require(planes * segments < 0x7fffffff, "batch * heads * segments", planes * segments,
+                        "below 2^31: split the batch");
+        for (sorted_keys& one : memory.sort) {
+            one.keys = parts.take<std::uint64_t>(count);
+            one.tokens = parts.take<std::int32_t>(count);
+        }
+        run_list& runs = memory.runs;
+        memory.cleared = parts.take<std::uint64_t>(cleared_numbers);
+        runs.varies = memory.cleared;
+        runs.counts = reinterpret_cast<std::int32_t*>(memory.cleared + 1);
+        runs.size = static_cast<std::int32_t>(run_list::most_runs(count));
+        runs.first = parts.take<std::int32_t>(runs.size);
+        runs.length = parts.take<std::int32_t>(runs.size);
+        runs.first_tile = parts.take<std::int32_t>(run_list::most_tiled(count));
+        runs.key = parts.take<std::uint64_t>(run_list::most_tiled(count));
+        runs.run_of_tile = parts.take<std::int32_t>(run_list::most_tiles(count));
+        runs.digits = parts.take<std::int32_t>(256 * run_list::most_tiles(count));
+        // At most 256 buckets a plane, so that the counts are S / 2 numbers at most.
+        constexpr std::int32_t least = 4096;
+        memory.counts.bucket = std::max(least, (sequences.length / 256 + 256) / 256 * 256);
+        memory.counts.buckets = (sequences.length + memory.counts.bucket - 1) / memory.counts.bucket;
+        memory.counts.before = parts.take<std::int32_t>(planes * memory.counts.buckets * slots);
+        cub::DoubleBuffer<std::uint64_t> keys(nullptr, nullptr);
+        cub::DoubleBuffer<std::int32_t> tokens(nullptr, nullptr);
+        // Enough for either, so that a workspace does not depend on which layer's rules decay.
+        for (const bool decayed : {false, true}) {
+            std::size_t bytes = 0;
+            check(cub::DeviceRadixSort::SortPairs(
+                      nullptr, bytes, keys, tokens, static_cast<std::int32_t>(count), 0,
+                      prefix_bits(planes * segments, decayed) + task_bits(planes * segments), on.stream),
+                  "cub::DeviceRadixSort::SortPairs");
+            memory.cub_bytes = std::max(memory.cub_bytes, bytes);
+        }
+        memory.cub = parts.take<unsigned char>(static_cast<std::int64_t>(memory.cub_bytes));
+        return memory;
+    }
+
+    static int task_bits(std::int64_t tasks) {
+        return tasks <= 1 ? 0 : static_cast<int>(std::bit_width(static_cast<std::uint64_t>(tasks - 1)));
+    }
+    /// 32 bits are all of a score. A priority has more, and what the sort's last pass of 8 bits has room for is free.
+    static int prefix_bits(std::int64_t tasks, bool decayed) {
+        return decayed ? (32 + task_bits(tasks) + 7) / 8 * 8 - task_bits(tasks) : 32;
+    }
+};
+
+template <int Threads, int Items, int Bits = 4, class Gate, class Keep>
+void launch_rank_block(const cuda& on, const mask_problem<Gate, Keep>& problem,
+                       const ranking<std::uint16_t>& out, bool wants_ranks) {
+    const std::int64_t blocks = std::int64_t{problem.batch} * problem.heads * problem.segments;
+    launch("rank_block_kernel", rank_block_kernel<Threads, Items, Bits, Gate, Keep>, blocks, Threads,
+           sizeof(typename rank_block<Threads, Items, Bits>::shared), on, problem, out, wants_ranks);
+}
+
+template <class Index, class Gate, class Keep>
+void launch_expire(const cuda& on, const mask_problem<Gate, Keep>& problem, const ranking<Index>& ranks,
+                   const mask_output& out) {
+    const std::int64_t blocks = std::int64_t{problem.batch} * problem.heads * problem.slots;
+    launch("expire_kernel", expire_kernel<Index, Gate, Keep>, blocks, mask_chunk,
+           sizeof(typename expire_block<Index>::shared), on, problem, ranks, out);
+}
+
+/// The kernel that holds the places of the largest budget.
+template <class Gate, class Keep>
+void launch_survivors(const cuda& on, const mask_problem<Gate, Keep>& problem, plane_view<expiry_t> expiry,
+                      survivor* memory, std::int64_t most_places) {
+    const std::int64_t tasks = std::int64_t{problem.batch} * problem.heads * problem.segments;
+    const auto with = [&]<int Threads, class Places>(std::integral_constant<int, Threads>,
+                                                     std::type_identity<Places>) {
+        launch("survivors_kernel", survivors_kernel<Threads, Places, Gate, Keep>, tasks, Threads,
+               sizeof(survivors_shared<Threads>), on, problem, expiry, memory, most_places);
+    };
+    if (most_places <= register_places<128>::capacity) {
+        with(std::integral_constant<int, 128>{}, std::type_identity<register_places<128>>{});
+    } else if (most_places <= register_places<512>::capacity) {
+        with(std::integral_constant<int, 512>{}, std::type_identity<register_places<512>>{});
+    } else {
+        with(std::integral_constant<int, 512>{}, std::type_identity<memory_places<512>>{});
+    }
+}
+
+/// Ranks and what follows from them, for the heads whose ranks are static.
+template <class Gate, class Keep>
+void rank_and_expire(const cuda& on, const device_scope& device, const mask_plan& plan,
+                     const mask_problem<Gate, Keep>& problem, const ranking_memory& memory,
+                     const mask_output& out, bool wants_ranks, const mask_tuning& tuning) {
+    if (plan.by_block) {
+        const ranking<std::uint16_t> ranks{static_cast<std::uint16_t*>(memory.rank),
+                                           static_cast<std::uint16_t*>(memory.order), memory.anchors,
+                                           memory.competitors};
+        if (problem.length <= 2048) {
+            launch_rank_block<256, 8>(on, problem, ranks, wants_ranks);
+        } else if (problem.length <= 4096) {
+            launch_rank_block<512, 8>(on, problem, ranks, wants_ranks);
+        } else {
+            launch_rank_block<1024, 16, 5>(on, problem, ranks, wants_ranks);
+        }
+        launch_expire(on, problem, ranks, out);
+        return;
+    }
+    const std::int64_t planes = std::int64_t{problem.batch} * problem.heads;
+    const std::int64_t count = planes * problem.length;
+    const std::int64_t parts = (problem.length + keys_of_block - 1) / keys_of_block;
+    const std::int64_t tasks = planes * problem.segments;
+    const int bits = ranking_memory::prefix_bits(tasks, plan.decayed);
+    const sorted_keys unsorted{memory.sort[0].keys, memory.sort[0].tokens, bits};
+    launch("make_keys_kernel", make_keys_kernel<Gate, Keep>, planes * parts, device_threads, 0, on, problem,
+           unsorted);
+    cub::DoubleBuffer<std::uint64_t> keys(memory.sort[0].keys, memory.sort[1].keys);
+    cub::DoubleBuffer<std::int32_t> tokens(memory.sort[0].tokens, memory.sort[1].tokens);
+    std::size_t cub_bytes = memory.cub_bytes;
+    check(
+        cub::DeviceRadixSort::SortPairs(memory.cub, cub_bytes, keys, tokens, static_cast<std::int32_t>(count),
+                                        0, bits + ranking_memory::task_bits(tasks), on.stream),
+        "cub::DeviceRadixSort::SortPairs");
+    const sorted_keys sorted{keys.Current(), tokens.Current(), bits};
+    const sorted_keys spare{keys.Alternate(), tokens.Alternate(), bits};
+    if (plan.decayed) {
+        check(cudaMemsetAsync(memory.cleared, 0, ranking_memory::cleared_numbers * sizeof(std::uint64_t),
+                              on.stream),
+              "cudaMemsetAsync");
+        constexpr std::int64_t settled = settled_keys * device_threads;
+        launch("settle_runs_kernel", settle_runs_kernel<Gate, Keep>, (count + settled - 1) / settled,
+               device_threads, 0, on, problem, sorted, memory.runs);
+        launch_cooperative("sort_long_runs_kernel", sort_long_runs_kernel<Gate, Keep>, tuning.list_blocks,
+                           device, device_threads, sizeof(radix_shared), on, problem, sorted, spare,
+                           memory.runs);
+    }
+    // From here on the sort's other half is free.
+    const ranking<std::int32_t> ranks{reinterpret_cast<std::int32_t*>(spare.keys),
+                                      problem.edges == nullptr ? sorted.tokens : spare.tokens, memory.anchors,
+                                      memory.competitors};
+    launch("invert_and_count_kernel", invert_and_count_kernel<Gate, Keep>, planes * memory.counts.buckets,
+           device_threads,
+           (32 + static_cast<std::size_t>(std::min(problem.slots, counted_slots))) * sizeof(std::int32_t), on,
+           problem, sorted, ranks, memory.counts);
+    launch("anchors_kernel", anchors_kernel<Gate, Keep>,
+           (planes * problem.slots + device_threads / 32 - 1) / (device_threads / 32), device_threads, 0, on,
+           problem, ranks, memory.counts);
+    launch_expire(on, problem, ranks, out);
+}
+
+}  // namespace cuda_backend
+}  // namespace KVPOLICY_HIDDEN
+}  // namespace kvpolicy

@@ -1,0 +1,266 @@
+// Contests whose order depends on the query: decay steps n > 1, and priorities whose base moves (rebase_limit). One block
+// a segment holds the places, each thread the same few of them from the first contest to the last, and settles one
+// newcomer after another. Exact and serial: O(S k / threads) a head, where static ranks take a sort. Up to
+// place_registers places a thread stay in registers, with their keys' present values: a value changes once in n queries.
+#pragma once
+
+#include <kvpolicy/cuda/config.cuh>
+#include <kvpolicy/cuda/launch.cuh>
+#include <kvpolicy/cuda/primitives/warp.cuh>
+#include <kvpolicy/masks/cuda/mask_params.cuh>
+
+#include <cstdint>
+
+namespace kvpolicy {
+inline namespace KVPOLICY_CUDA_NAMESPACE KVPOLICY_HIDDEN {
+namespace cuda_backend {
+
+/// A key that holds a place.
+struct survivor {
+    float score;
+    std::int32_t token;
+};
+
+/// How bad a key is: the larger code loses, then the younger key. No key at all (token -1) is better than any.
+struct badness {
+    std::uint64_t code = 0;
+    std::int32_t token = -1;
+
+    __device__ bool worse_than(const badness& other) const {
+        return code != other.code ? code > other.code : token > other.token;
+    }
+};
+
+/// The worst of a warp's, in every lane.
+__device__ inline badness worst_of_warp(const badness& mine) {
+    const auto mine_high = static_cast<std::uint32_t>(mine.code >> 32);
+    const std::uint32_t high = __reduce_max_sync(all_lanes, mine_high);
+    const std::uint32_t mine_low = mine_high == high ? static_cast<std::uint32_t>(mine.code) : 0u;
+    const std::uint32_t low = __reduce_max_sync(all_lanes, mine_low);
+    const bool level = mine_high == high && mine_low == low;
+    const std::int32_t token = __reduce_max_sync(all_lanes, level ? mine.token : -1);
+    return {static_cast<std::uint64_t>(high) << 32 | low, token};
+}
+
+/// rank_value as a code, and the first query at which it is another.
+struct present_value {
+    std::uint64_t code;
+    std::int64_t until;
+};
+__device__ inline present_value value_at(const HeadRule& rule, const survivor& key, position_t q,
+                                         position_t limit) {
+    if (rule.decay_step == 1) {
+        return {descending_code(rank_value(rule, key.score, key.token, q, limit)),
+                priority_base(q, limit) + limit};
+    }
+    // effective_score with a 32-bit division. Its product is exact or its fma explicit, so one fma is both.
+    const std::uint32_t age =
+        static_cast<std::uint32_t>(q - key.token) / static_cast<std::uint32_t>(rule.decay_step);
+    const double value = __fma_rn(static_cast<double>(age), static_cast<double>(rule.log_gamma),
+                                  static_cast<double>(key.score));
+    return {descending_code(value), key.token + (std::int64_t{age} + 1) * rule.decay_step};
+}
+
+/// A thread's places in registers: places thread, thread + Threads, ... of a head, `capacity` at most.
+template <int Threads>
+struct register_places {
+    static constexpr int each = 8;
+    static constexpr std::int64_t capacity = std::int64_t{each} * Threads;
+
+    std::uint64_t codes[each];
+    std::int32_t until[each];
+    float scores[each];
+    std::int32_t tokens[each];
+
+    __device__ explicit register_places(survivor*) {
+#pragma unroll
+        for (int i = 0; i < each; ++i) {
+            codes[i] = 0;
+            until[i] = never;
+            scores[i] = 0.0f;
+            tokens[i] = -1;
+        }
+    }
+
+    /// Overwrites place i where `hit`. Selects, not branches: what is stored by a branch ends up in memory.
+    __device__ void set(int i, bool hit, const survivor& key) {
+        // Its value is asked for at the next contest.
+        until[i] = hit ? -1 : until[i];
+        scores[i] = hit ? key.score : scores[i];
+        tokens[i] = hit ? key.token : tokens[i];
+    }
+
+    __device__ void put(std::int32_t place, const survivor& key) {
+#pragma unroll
+        for (int i = 0; i < each; ++i) {
+            set(i, i == place / Threads, key);
+        }
+    }
+
+    /// The thread's worst at query q.
+    __device__ badness worst(const HeadRule& rule, position_t q, position_t limit, std::int32_t) {
+        badness result;
+#pragma unroll
+        for (int i = 0; i < each; ++i) {
+            if (q >= until[i]) {
+                const present_value now = value_at(rule, {scores[i], tokens[i]}, q, limit);
+                codes[i] = now.code;
+                until[i] = now.until < never ? static_cast<std::int32_t>(now.until) : never;
+            }
+            const badness its{codes[i], tokens[i]};
+            if (its.worse_than(result)) {
+                result = its;
+            }
+        }
+        return result;
+    }
+
+    /// Gives the place of key `token`, if it is this thread's, to another. False if it is not.
+    __device__ bool replace(std::int32_t token, const survivor& by) {
+        bool found = false;
+#pragma unroll
+        for (int i = 0; i < each; ++i) {
+            const bool hit = tokens[i] == token;
+            found = found || hit;
+            set(i, hit, by);
+        }
+        return found;
+    }
+};
+
+/// The same for any number of places, in memory.
+template <int Threads>
+struct memory_places {
+    survivor* places;
+    std::int32_t worst_place = -1;  // at the last query asked
+
+    __device__ explicit memory_places(survivor* memory) : places(memory) {}
+
+    __device__ void put(std::int32_t place, const survivor& key) { places[place] = key; }
+
+    __device__ badness worst(const HeadRule& rule, position_t q, position_t limit, std::int32_t taken) {
+        badness result;
+        for (auto place = static_cast<std::int32_t>(threadIdx.x); place < taken; place += Threads) {
+            const survivor key = places[place];
+            const badness its{value_at(rule, key, q, limit).code, key.token};
+            if (its.worse_than(result)) {
+                result = its;
+                worst_place = place;
+            }
+        }
+        return result;
+    }
+
+    __device__ bool replace(std::int32_t token, const survivor& by) {
+        if (worst_place < 0 || places[worst_place].token != token) {
+            return false;
+        }
+        places[worst_place] = by;
+        return true;
+    }
+};
+
+template <int Threads>
+struct survivors_shared {
+    badness worst[2][Threads / 32];  // in turns, so that one barrier a contest is enough
+    survivor arriving[Threads];
+    int total[Threads / 32];
+};
+
+/// `memory` has `capacity` entries for every segment of every plane where Places needs them.
+template <int Threads, class Places, class Gate, class Keep>
+__global__ void __launch_bounds__(Threads)
+    survivors_kernel(const mask_problem<Gate, Keep> problem, const plane_view<expiry_t> out,
+                     survivor* const places_memory, const std::int64_t capacity) {
+    constexpr int warps = Threads / 32;
+    const std::int64_t plane = blockIdx.x / static_cast<unsigned>(problem.segments);
+    const auto index = static_cast<std::int32_t>(blockIdx.x % static_cast<unsigned>(problem.segments));
+    const auto b = problem.sequence_of(plane);
+    const auto h = problem.head_of(plane);
+    const int thread = static_cast<int>(threadIdx.x);
+    if (thread == 0 && index == 0 && h == 0) {
+        problem.check_length(b);
+    }
+    const segment_range segment = problem.segment(b, index);
+    const HeadRule rule = problem.rules.of(h);
+    const std::int32_t n = segment.length();
+    if (n == 0 || !problem.by_survivors(rule)) {
+        return;
+    }
+
+    auto& memory = *reinterpret_cast<survivors_shared<Threads>*>(dynamic_shared());
+    const bool packed = problem.edges != nullptr;
+    const float* const scores = problem.scores.head(b, h) + segment.begin;
+    expiry_t* const expiry = out.head(b, h) + segment.begin;
+    Places places(places_memory + static_cast<std::int64_t>(blockIdx.x) * capacity);
+    const int lane = lane_id();
+    const int warp = warp_id();
+
+    bool nan = false;
+    std::int32_t taken = 0;
+    int turn = 0;
+    for (std::int32_t first = 0; first < n; first += Threads) {
+        const std::int32_t t = first + thread;
+        bool competes = false;
+        float score = 0.0f;
+        if (t < n) {
+            if (problem.leaves(rule, t, n)) {
+                score = scores[t];
+                nan = nan || score != score;
+                competes = problem.gate.open(score, rule);
+            }
+            if (!competes) {
+                expiry[t] = in_sequence(problem.forever(rule, t) ? never : window_expiry(t, rule.window),
+                                        segment, packed);
+            }
+        }
+        const unsigned coming = __ballot_sync(all_lanes, competes);
+        if (lane == 0) {
+            memory.total[warp] = __popc(coming);
+        }
+        __syncthreads();
+        const block_sum arrivals = sum_of_warps<warps>(memory.total);
+        if (competes) {
+            memory.arriving[arrivals.before + __popc(coming & lanes_before(lane))] = {score, t};
+        }
+        __syncthreads();
+        // Free places first; place p belongs to thread p % Threads for good.
+        int settled = 0;
+        while (settled < arrivals.total && taken < rule.budget) {
+            if (taken % Threads == thread) {
+                places.put(taken, memory.arriving[settled]);
+                expiry[memory.arriving[settled].token] = in_sequence(never, segment, packed);
+            }
+            ++taken;
+            ++settled;
+        }
+        for (; settled < arrivals.total; ++settled) {
+            const survivor newcomer = memory.arriving[settled];
+            const position_t q = std::int64_t{newcomer.token} + rule.window;
+            const badness mine = worst_of_warp(places.worst(rule, q, problem.limit, taken));
+            if (lane == 0) {
+                memory.worst[turn][warp] = mine;
+            }
+            __syncthreads();
+            const badness worst = worst_of_warp(memory.worst[turn][lane < warps ? lane : 0]);
+            turn ^= 1;
+            const badness its{value_at(rule, newcomer, q, problem.limit).code, newcomer.token};
+            if (!worst.worse_than(its)) {
+                if (thread == 0) {
+                    expiry[newcomer.token] = in_sequence(static_cast<expiry_t>(q), segment, packed);
+                }
+            } else if (places.replace(worst.token, newcomer)) {
+                expiry[worst.token] = in_sequence(static_cast<expiry_t>(q), segment, packed);
+                expiry[newcomer.token] = in_sequence(never, segment, packed);
+            }
+        }
+        __syncthreads();  // arriving is written again
+    }
+    if (nan) {
+        problem.report(b, status_nan_score);
+    }
+}
+
+}  // namespace cuda_backend
+}  // namespace KVPOLICY_HIDDEN
+}  // namespace kvpolicy

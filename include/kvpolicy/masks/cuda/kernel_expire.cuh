@@ -1,0 +1,65 @@
+#pragma once
+
+#include <kvpolicy/cuda/config.cuh>
+#include <kvpolicy/cuda/launch.cuh>
+#include <kvpolicy/masks/cuda/agent_expire.cuh>
+
+namespace kvpolicy {
+inline namespace KVPOLICY_CUDA_NAMESPACE KVPOLICY_HIDDEN {
+namespace cuda_backend {
+
+/// One block for every chunk of every plane; early chunks first, since theirs are the longest rank windows.
+template <class Index, class Gate, class Keep>
+__global__ void __launch_bounds__(mask_chunk, 3)
+    expire_kernel(const mask_problem<Gate, Keep> problem, const ranking<Index> ranks, const mask_output out) {
+    const auto planes = static_cast<unsigned>(problem.planes());
+    const auto slot = static_cast<std::int32_t>(blockIdx.x / planes);
+    const std::int64_t plane = blockIdx.x % planes;
+    const auto b = problem.sequence_of(plane);
+    const segment_range segment = problem.segment(b, problem.segment_of_slot(slot));
+    const std::int32_t first = (slot - problem.first_slot(segment.index)) * mask_chunk;
+    const HeadRule rule = problem.rules.of(problem.head_of(plane));
+    if (first >= segment.length() || problem.by_survivors(rule)) {
+        return;
+    }
+    expire_block<Index>::run(problem, ranks, out, plane, segment, first,
+                             *reinterpret_cast<typename expire_block<Index>::shared*>(dynamic_shared()));
+}
+
+/// Policies without a budget: no key competes with another, so a key's own score decides.
+template <bool Ranked, class Gate, class Keep>
+__global__ void __launch_bounds__(mask_chunk)
+    expire_alone_kernel(const mask_problem<Gate, Keep> problem, const plane_view<expiry_t> out) {
+    const auto planes = static_cast<unsigned>(problem.planes());
+    const auto slot = static_cast<std::int32_t>(blockIdx.x / planes);
+    const std::int64_t plane = blockIdx.x % planes;
+    const auto b = problem.sequence_of(plane);
+    const auto h = problem.head_of(plane);
+    if (threadIdx.x == 0 && slot == 0 && h == 0) {
+        problem.check_length(b);
+    }
+    const segment_range segment = problem.segment(b, problem.segment_of_slot(slot));
+    const std::int32_t n = segment.length();
+    const std::int32_t t =
+        (slot - problem.first_slot(segment.index)) * mask_chunk + static_cast<std::int32_t>(threadIdx.x);
+    if (t >= n) {
+        return;
+    }
+    const HeadRule rule = problem.rules.of(h);
+    bool forever = problem.forever(rule, t);
+    if constexpr (Ranked) {
+        if (problem.leaves(rule, t, n)) {
+            const float score = problem.scores.head(b, h)[segment.begin + t];
+            if (score != score) {
+                problem.report(b, status_nan_score);
+            }
+            forever = problem.gate.open(score, rule);
+        }
+    }
+    out.head(b, h)[segment.begin + t] =
+        in_sequence(forever ? never : window_expiry(t, rule.window), segment, problem.edges != nullptr);
+}
+
+}  // namespace cuda_backend
+}  // namespace KVPOLICY_HIDDEN
+}  // namespace kvpolicy

@@ -1,0 +1,114 @@
+// Runs of equal sort keys whose priorities differ: short ones are put right here, long ones listed for kernel_sort_long_ties.cuh.
+#pragma once
+
+#include <kvpolicy/cuda/config.cuh>
+#include <kvpolicy/masks/cuda/mask_params.cuh>
+#include <kvpolicy/masks/cuda/sorted_keys.cuh>
+
+#include <cstdint>
+
+namespace kvpolicy {
+inline namespace KVPOLICY_CUDA_NAMESPACE KVPOLICY_HIDDEN {
+namespace cuda_backend {
+
+/// Work lists of runs of equal keys that are too long for one thread. Runs above `tile` are cut into tiles for all
+/// blocks; the others are one block's each.
+struct run_list {
+    static constexpr std::int32_t tile = 4096;
+
+    std::int32_t* counts = nullptr;   // [3]: runs for one block, runs in tiles, tiles; cleared before
+    std::uint64_t* varies = nullptr;  // [1]: code bits that differ within some tiled run; cleared before
+    std::int32_t* first = nullptr;  // where a run begins in the sorted arrays; tiled runs from the list's end
+    std::int32_t* length = nullptr;
+    std::int32_t* first_tile = nullptr;   // [most_tiled], of tiled runs
+    std::uint64_t* key = nullptr;         // [most_tiled]
+    std::int32_t* run_of_tile = nullptr;  // [most_tiles]
+    std::int32_t* digits = nullptr;       // [most_tiles, 256]: how often, then where to
+    std::int32_t size = 0;
+
+    /// What `count` keys can give at most.
+    static std::int64_t most_runs(std::int64_t count) { return count / (short_run + 1) + 1; }
+    static std::int64_t most_tiled(std::int64_t count) { return count / (tile + 1) + 1; }
+    static std::int64_t most_tiles(std::int64_t count) { return 2 * most_tiled(count); }
+
+    /// Where tiled run i is in `first` and `length`: they fill up from the end.
+    __device__ std::int32_t tiled(std::int32_t i) const { return size - 1 - i; }
+};
+
+/// Keys that a thread of settle_runs_kernel looks at.
+inline constexpr int settled_keys = 4;
+
+/// The thread of a run's first key puts the run in the order of its codes, or on a list.
+template <class Gate, class Keep>
+__global__ void __launch_bounds__(device_threads)
+    settle_runs_kernel(const mask_problem<Gate, Keep> problem, const sorted_keys sorted,
+                       const run_list runs) {
+    const std::int64_t count = problem.planes() * problem.length;
+    const std::int64_t base =
+        settled_keys * (std::int64_t{blockIdx.x} * device_threads + static_cast<std::int64_t>(threadIdx.x));
+    if (base + 1 >= count) {
+        return;
+    }
+    // The key before the first, and the one behind the last; idle keys stand in at the ends: no run of theirs counts.
+    std::uint64_t around[settled_keys + 2];
+#pragma unroll
+    for (int i = 0; i < settled_keys + 2; ++i) {
+        const std::int64_t at = base + i - 1;
+        around[i] = at >= 0 && at < count ? sorted.keys[at] : ~std::uint64_t{0};
+    }
+    unsigned begins = 0;
+#pragma unroll
+    for (int i = 0; i < settled_keys; ++i) {
+        const std::uint64_t key = around[i + 1];
+        const bool run = around[i + 2] == key && around[i] != key && sorted.prefix_of(key) < sorted.nan();
+        begins |= static_cast<unsigned>(run) << i;
+    }
+    for (; begins != 0; begins &= begins - 1) {
+        const std::int64_t at = base + __ffs(static_cast<int>(begins)) - 1;
+        const std::uint64_t key = sorted.keys[at];
+        const sorted_segment segment = segment_of_task(problem, sorted.task_of(key));
+        if (segment.rule.log_gamma == 0.0f) {
+            continue;  // the key is exact
+        }
+        int length = 2;
+        while (length <= short_run && at + length < count && sorted.keys[at + length] == key) {
+            ++length;
+        }
+        if (length <= short_run) {
+            insertion_sort(sorted.tokens + at, length,
+                           [&](std::int32_t token) { return code_of_token(problem, segment, token); });
+            continue;
+        }
+        std::int64_t low = at + length;  // the first key behind the run
+        std::int64_t high = count;
+        while (low < high) {
+            const std::int64_t middle = low + (high - low) / 2;
+            if (sorted.keys[middle] <= key) {
+                low = middle + 1;
+            } else {
+                high = middle;
+            }
+        }
+        const auto whole = static_cast<std::int32_t>(low - at);
+        std::int32_t place;
+        if (whole <= run_list::tile) {
+            place = atomicAdd(runs.counts, 1);
+        } else {
+            const std::int32_t index = atomicAdd(runs.counts + 1, 1);
+            const std::int32_t tiles = (whole + run_list::tile - 1) / run_list::tile;
+            const std::int32_t first_tile = atomicAdd(runs.counts + 2, tiles);
+            place = runs.tiled(index);
+            runs.first_tile[index] = first_tile;
+            runs.key[index] = key;
+            for (std::int32_t tile = 0; tile < tiles; ++tile) {
+                runs.run_of_tile[first_tile + tile] = index;
+            }
+        }
+        runs.first[place] = static_cast<std::int32_t>(at);
+        runs.length[place] = whole;
+    }
+}
+
+}  // namespace cuda_backend
+}  // namespace KVPOLICY_HIDDEN
+}  // namespace kvpolicy

@@ -1,0 +1,120 @@
+#pragma once
+
+#include <kvpolicy/cuda/config.cuh>
+#include <kvpolicy/cuda/launch.cuh>
+#include <kvpolicy/masks/cuda/mask_params.cuh>
+#include <kvpolicy/masks/log_bias.hpp>
+
+#include <cstdint>
+
+namespace kvpolicy {
+inline namespace KVPOLICY_CUDA_NAMESPACE KVPOLICY_HIDDEN {
+namespace cuda_backend {
+
+/// A gate as kernels take it: tau, where it has one, as a logit.
+template <class G>
+struct ready_gate {
+    G gate;
+    float threshold;
+
+    explicit ready_gate(const G& from) : gate(from), threshold(0.0f) {
+        if constexpr (has_threshold) {
+            threshold = from.threshold();
+        }
+    }
+    __device__ gate_value<float> operator()(float z, const gate_place& place) const {
+        if constexpr (has_threshold) {
+            return gate.at(z, threshold);
+        } else {
+            return gate(z, place);
+        }
+    }
+
+  private:
+    static constexpr bool has_threshold = requires(const G& g) { g.at(0.0f, g.threshold()); };
+};
+
+/// Which key a thread has, and whether the gate decides it.
+struct gated_key {
+    std::int32_t b, h, t;  // t from the sequence's begin
+    bool inside, decided;
+    expiry_t open_expiry, closed_expiry;
+    gate_place place;
+};
+
+/// One thread a key, one block a chunk of a plane.
+template <class Gate, class Keep>
+__device__ inline gated_key key_of_thread(const mask_problem<Gate, Keep>& problem) {
+    const auto planes = static_cast<unsigned>(problem.planes());
+    const auto slot = static_cast<std::int32_t>(blockIdx.x / planes);
+    const std::int64_t plane = blockIdx.x % planes;
+    gated_key key{};
+    key.b = problem.sequence_of(plane);
+    key.h = problem.head_of(plane);
+    const segment_range segment = problem.segment(key.b, problem.segment_of_slot(slot));
+    const std::int32_t n = segment.length();
+    const std::int32_t t =
+        (slot - problem.first_slot(segment.index)) * mask_chunk + static_cast<std::int32_t>(threadIdx.x);
+    key.inside = t < n;
+    if (!key.inside) {
+        return key;
+    }
+    const HeadRule rule = problem.rules.of(key.h);
+    const bool packed = problem.edges != nullptr;
+    key.t = segment.begin + t;
+    key.decided = problem.leaves(rule, t, n);
+    key.open_expiry = in_sequence(never, segment, packed);
+    key.closed_expiry = in_sequence(window_expiry(t, rule.window), segment, packed);
+    key.place = {static_cast<std::uint64_t>(plane), static_cast<std::uint64_t>(key.t)};
+    return key;
+}
+
+template <class G, class Gate, class Keep>
+__global__ void __launch_bounds__(mask_chunk)
+    log_bias_kernel(const mask_problem<Gate, Keep> problem, const ready_gate<G> gate,
+                    const plane_view<expiry_t> expiry, const plane_view<float> log_bias) {
+    const gated_key key = key_of_thread(problem);
+    if (blockIdx.x < static_cast<unsigned>(problem.planes()) && threadIdx.x == 0 && key.h == 0) {
+        problem.check_length(key.b);
+    }
+    if (!key.inside) {
+        return;
+    }
+    bool open = true;
+    float bias = 0.0f;
+    if (key.decided) {
+        const float score = problem.scores.head(key.b, key.h)[key.t];
+        if (score != score) {
+            problem.report(key.b, status_nan_score);
+            open = false;
+        } else {
+            const gate_value<float> value = gate(score, key.place);
+            open = value.open;
+            bias = value.log_bias;
+        }
+    }
+    expiry.head(key.b, key.h)[key.t] = open ? key.open_expiry : key.closed_expiry;
+    log_bias.head(key.b, key.h)[key.t] = bias;
+}
+
+template <class G, class Gate, class Keep>
+__global__ void __launch_bounds__(mask_chunk)
+    log_bias_backward_kernel(const mask_problem<Gate, Keep> problem, const ready_gate<G> gate,
+                             const plane_view<const float> d_log_bias, const plane_view<float> d_scores) {
+    const gated_key key = key_of_thread(problem);
+    if (!key.inside) {
+        return;
+    }
+    float slope = 0.0f;
+    if (key.decided) {
+        const float score = problem.scores.head(key.b, key.h)[key.t];
+        if (score == score) {
+            slope = gate(score, key.place).derivative * d_log_bias.head(key.b, key.h)[key.t];
+        }
+    }
+    d_scores.head(key.b, key.h)[key.t] = slope;
+}
+
+}  // namespace cuda_backend
+}  // namespace KVPOLICY_HIDDEN
+}  // namespace kvpolicy

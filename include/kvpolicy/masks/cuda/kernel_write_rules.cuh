@@ -1,0 +1,32 @@
+// Rules by head, which arrive as kernel parameters and are written to device memory.
+#pragma once
+
+#include <kvpolicy/cuda/config.cuh>
+#include <kvpolicy/policies/parameters.hpp>
+
+#include <cstdint>
+
+namespace kvpolicy {
+inline namespace KVPOLICY_CUDA_NAMESPACE KVPOLICY_HIDDEN {
+namespace cuda_backend {
+
+/// Rules that fit one launch's parameters: no copy from host memory that would have to outlive the call.
+struct rule_batch {
+    static constexpr std::int32_t capacity = 128;
+    HeadRule rules[capacity];
+    std::int32_t first = 0;
+    std::int32_t count = 0;
+};
+
+/// A template, so that including this header alone gives a program no kernel.
+template <class Rule>
+__global__ void write_rules_kernel(const rule_batch batch, Rule* const table) {
+    for (auto i = static_cast<std::int32_t>(threadIdx.x); i < batch.count;
+         i += static_cast<std::int32_t>(blockDim.x)) {
+        table[batch.first + i] = batch.rules[i];
+    }
+}
+
+}  // namespace cuda_backend
+}  // namespace KVPOLICY_HIDDEN
+}  // namespace kvpolicy

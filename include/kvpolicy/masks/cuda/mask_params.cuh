@@ -1,0 +1,274 @@
+// What every kernel of build_mask knows of a call: scores, sequences, rules, and which keys compete.
+#pragma once
+
+#include <kvpolicy/core/status.hpp>
+#include <kvpolicy/core/types.hpp>
+#include <kvpolicy/core/view.hpp>
+#include <kvpolicy/cuda/config.cuh>
+#include <kvpolicy/cuda/primitives/segment_search.cuh>
+#include <kvpolicy/cuda/tuning.cuh>
+#include <kvpolicy/policies/parameters.hpp>
+#include <kvpolicy/policies/ranking.hpp>
+
+#include <cstdint>
+
+namespace kvpolicy {
+inline namespace KVPOLICY_CUDA_NAMESPACE KVPOLICY_HIDDEN {
+namespace cuda_backend {
+
+/// The rules of a layer's heads: one for all, or a table in device memory.
+struct rule_table {
+    HeadRule common;
+    const HeadRule* table = nullptr;   // [heads]
+    const float* log_gamma = nullptr;  // [heads]: in place of the rules', where it is given
+
+    __device__ HeadRule of(std::int32_t head) const {
+        HeadRule rule = table == nullptr ? common : table[head];
+        if (log_gamma != nullptr) {
+            rule.log_gamma = log_gamma[head];
+        }
+        return rule;
+    }
+};
+
+/// One sequence, or one packed segment of it, of one head: tokens [begin, end) of plane b * heads + h.
+struct segment_range {
+    std::int32_t begin;
+    std::int32_t end;
+    std::int32_t index;  // which segment of its sequence
+
+    __device__ std::int32_t length() const { return end - begin; }
+};
+
+/// Gate and Keep are the policy's gate and keep parts alone: policies that differ only in numbers, or in parts that
+/// write numbers, share their kernels.
+template <class Gate, class Keep>
+struct mask_problem {
+    plane_view<const float> scores;
+    std::int32_t batch = 0;
+    std::int32_t heads = 0;
+    std::int32_t length = 0;                // of the views: S
+    const std::int32_t* lengths = nullptr;  // [batch] or null
+    const std::int32_t* edges = nullptr;    // [segments + 1], checked, or null
+    std::int32_t segments = 1;
+    std::int32_t slots = 0;  // chunks a plane; see first_slot
+    rule_table rules;
+    Gate gate;
+    Keep keep;
+    position_t limit = rebase_limit;
+    std::uint32_t* status = nullptr;  // [batch] or null
+
+    __device__ std::int64_t planes() const { return std::int64_t{batch} * heads; }
+
+    // Plane b * heads + h and task plane * segments + index, taken apart. There are fewer than 2^31 of either, and a
+    // division of 64 bits costs as much as a small kernel.
+    __device__ std::int32_t sequence_of(std::int64_t plane) const {
+        return static_cast<std::int32_t>(static_cast<std::uint32_t>(plane) /
+                                         static_cast<std::uint32_t>(heads));
+    }
+    __device__ std::int32_t head_of(std::int64_t plane) const {
+        return static_cast<std::int32_t>(static_cast<std::uint32_t>(plane) %
+                                         static_cast<std::uint32_t>(heads));
+    }
+    __device__ std::int64_t plane_of(std::int64_t task) const {
+        return static_cast<std::uint32_t>(task) / static_cast<std::uint32_t>(segments);
+    }
+    __device__ std::int32_t segment_of_task(std::int64_t task) const {
+        return static_cast<std::int32_t>(static_cast<std::uint32_t>(task) %
+                                         static_cast<std::uint32_t>(segments));
+    }
+
+    __device__ void report(std::int32_t b, std::uint32_t bits) const {
+        if (status != nullptr) {
+            atomicOr(status + b, bits);
+        }
+    }
+
+    /// A length from device memory: what cannot be counts as 0 and is reported by whoever calls check_length.
+    __device__ std::int32_t length_of(std::int32_t b) const {
+        if (lengths == nullptr) {
+            return length;
+        }
+        const std::int32_t given = lengths[b];
+        return given < 0 || given > length ? 0 : given;
+    }
+    __device__ void check_length(std::int32_t b) const {
+        if (lengths != nullptr && (lengths[b] < 0 || lengths[b] > length)) {
+            report(b, status_bad_length);
+        }
+    }
+
+    __device__ segment_range segment(std::int32_t b, std::int32_t index) const {
+        const std::int32_t whole = length_of(b);
+        if (edges == nullptr) {
+            return {0, whole, 0};
+        }
+        const std::int32_t begin = edges[index] < whole ? edges[index] : whole;
+        const std::int32_t end = edges[index + 1] < whole ? edges[index + 1] : whole;
+        return {begin, end, index};
+    }
+
+    /// Chunks of mask_chunk tokens start at every segment's first token, so a plane has at most S / chunk + segments of
+    /// them; segment i's begin at slot edges[i] / chunk + i.
+    __device__ std::int32_t first_slot(std::int32_t index) const {
+        return edges == nullptr ? 0 : edges[index] / mask_chunk + index;
+    }
+    /// The segment that a slot may belong to: the last whose first slot is not behind it.
+    __device__ std::int32_t segment_of_slot(std::int32_t slot) const {
+        return last_begun(segments, [&](std::int32_t i) { return first_slot(i) <= slot; });
+    }
+    /// The segment of token t of a plane.
+    __device__ std::int32_t segment_of_token(std::int32_t t) const {
+        return edges == nullptr ? 0 : last_begun(segments, [&](std::int32_t i) { return edges[i] <= t; });
+    }
+
+    /// Whether key t (from its segment's first token) never leaves because of where it stands.
+    __device__ bool forever(const HeadRule& rule, std::int32_t t) const {
+        return t < rule.sinks || keep.keeps(t);
+    }
+
+    /// Whether the score of key t is read: it leaves the window before its segment of n tokens ends, and may be evicted.
+    __device__ bool leaves(const HeadRule& rule, std::int32_t t, std::int32_t n) const {
+        return t < n - rule.window && !forever(rule, t);
+    }
+
+    /// Whether this head's contest depends on the query, so that ranks are not static: decay steps above 1, and
+    /// priorities whose base moves inside the sequence. Without decay ranks are static whatever the step.
+    __device__ bool by_survivors(const HeadRule& rule) const {
+        return contest_needs_survivors(rule, length, limit);
+    }
+
+    /// The same on the host, which decides what is launched.
+    KVPOLICY_HOST_DEVICE static bool contest_needs_survivors(const HeadRule& rule, std::int32_t length,
+                                                             position_t limit) {
+        if (rule.budget == 0 || rule.budget == unlimited || rule.log_gamma == 0.0f) {
+            return false;
+        }
+        return rule.decay_step != 1 || length > limit;
+    }
+};
+
+/// t + w, or never where that does not fit.
+__device__ inline expiry_t window_expiry(std::int32_t t, std::int32_t window) {
+    const std::int64_t end = std::int64_t{t} + window;
+    return end < never ? static_cast<expiry_t>(end) : never;
+}
+
+/// An expiry in a segment's frame, in the sequence's: a key of a packed segment ends with it.
+__device__ inline expiry_t in_sequence(expiry_t expiry, const segment_range& segment, bool packed) {
+    if (!packed) {
+        return expiry;
+    }
+    const std::int64_t moved = std::int64_t{expiry} + segment.begin;
+    return moved < segment.end ? static_cast<expiry_t>(moved) : segment.end;
+}
+
+// Sort keys: ascending order of the key is the order of ranks, best first. Equal keys keep their order (older first), so
+// sorts must be stable. NaN ranks behind every number, and what does not compete behind all.
+
+inline constexpr std::uint32_t idle_key = 0xffffffffu;
+inline constexpr std::uint32_t nan_key = 0xfffffffeu;
+inline constexpr std::uint64_t idle_code = ~std::uint64_t{0};
+inline constexpr std::uint64_t nan_code = ~std::uint64_t{0} - 1;
+
+/// Larger numbers get smaller keys; -0 and +0 the same. On bits, so that no compiler flag for denormals matters.
+__device__ inline std::uint32_t descending_key(float value) {
+    std::uint32_t bits = __float_as_uint(value);
+    if ((bits & 0x7fffffffu) > 0x7f800000u) {
+        return nan_key;
+    }
+    if ((bits << 1) == 0u) {
+        bits = 0u;
+    }
+    return (bits >> 31) != 0u ? bits : ~(bits | 0x80000000u);
+}
+
+__device__ inline std::uint64_t descending_code(double value) {
+    auto bits = static_cast<std::uint64_t>(__double_as_longlong(value));
+    constexpr std::uint64_t sign = std::uint64_t{1} << 63;
+    if ((bits & ~sign) > 0x7ff0000000000000u) {
+        return nan_code;
+    }
+    if ((bits << 1) == 0u) {
+        bits = 0u;
+    }
+    return (bits & sign) != 0u ? bits : ~(bits | sign);
+}
+
+/// The 32-bit sort key of a priority. Exact for gamma = 1, where the priority is the score. Otherwise the priority
+/// rounded to fp32: rounding never turns two numbers around, so only runs of equal keys need the 64-bit code.
+__device__ inline std::uint32_t priority_key(const HeadRule& rule, float score, std::int32_t t) {
+    if (rule.log_gamma == 0.0f) {
+        return descending_key(score);
+    }
+    return descending_key(__double2float_rn(static_priority(score, rule.log_gamma, t)));
+}
+
+__device__ inline std::uint64_t priority_code(const HeadRule& rule, float score, std::int32_t t) {
+    return descending_code(static_priority(score, rule.log_gamma, t));
+}
+
+/// A sort key of `bits` bits, 32 to 61, whose order is the priorities' but for runs of equal keys: sign, the exponents of
+/// fp32, and as much of the double's mantissa as there is room for. Exact for gamma = 1. Cut off, not rounded: either
+/// keeps the order. All ones stand for what does not compete, one less for NaN.
+__device__ inline std::uint64_t priority_prefix(const HeadRule& rule, float score, std::int32_t t, int bits) {
+    const std::uint64_t half = std::uint64_t{1} << (bits - 1);
+    if (score != score) {
+        return 2 * half - 2;
+    }
+    if (rule.log_gamma == 0.0f) {
+        return static_cast<std::uint64_t>(descending_key(score)) << (bits - 32);
+    }
+    constexpr std::uint64_t sign = std::uint64_t{1} << 63;
+    constexpr std::uint64_t least = std::uint64_t{1023 - 127}
+                                    << 52;                    // what fp32 cannot tell from 0 is one run,
+    constexpr std::uint64_t most = std::uint64_t{255} << 52;  // and so is what it takes for infinity
+    const auto value =
+        static_cast<std::uint64_t>(__double_as_longlong(static_priority(score, rule.log_gamma, t)));
+    std::uint64_t magnitude = value & ~sign;
+    magnitude = magnitude < least ? 0 : magnitude - least < most ? magnitude - least : most;
+    magnitude >>= 61 - bits;
+    // Zeros of both signs are one number.
+    return (value & sign) != 0 && (value & ~sign) != 0 ? half + magnitude : half - 1 - magnitude;
+}
+
+/// Runs of equal sort keys up to this length are put right by one thread.
+inline constexpr int short_run = 32;
+
+/// Sorts order[0, length) by code(order[i]), stable. For short runs.
+template <class Index, class Code>
+__device__ inline void insertion_sort(Index* order, int length, const Code& code) {
+    for (int i = 1; i < length; ++i) {
+        const Index moving = order[i];
+        const std::uint64_t key = code(moving);
+        int j = i - 1;
+        while (j >= 0 && code(order[j]) > key) {
+            order[j + 1] = order[j];
+            --j;
+        }
+        order[j + 1] = moving;
+    }
+}
+
+/// The cutoff when a chunk begins: the rank of the k-th best key that has left the window (open_cutoff while there are
+/// fewer than k), and how many have.
+struct cutoff_anchor {
+    std::int32_t cutoff;
+    std::int32_t count;
+};
+
+/// What ranking hands to the expiry kernel. Ranks and tokens count from the segment's begin; a plane's row of rank and
+/// order has `length` entries, of which segment [begin, end) owns its own.
+template <class Index>
+struct ranking {
+    Index* rank = nullptr;                // [planes, length]: rank of a token, or idle
+    Index* order = nullptr;               // [planes, length]: token of a rank, for the ranks there are
+    cutoff_anchor* anchors = nullptr;     // [planes, slots]
+    std::int32_t* competitors = nullptr;  // [planes, segments]: keys that compete
+
+    static constexpr Index idle = static_cast<Index>(-1);
+};
+
+}  // namespace cuda_backend
+}  // namespace KVPOLICY_HIDDEN
+}  // namespace kvpolicy

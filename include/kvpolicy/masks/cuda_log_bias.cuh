@@ -1,0 +1,37 @@
+// Soft gates on CUDA: declarations. kvpolicy/cuda.cuh has the bodies; include it where they are instantiated.
+#pragma once
+
+#include <kvpolicy/core/cuda_context.hpp>
+#include <kvpolicy/cuda/config.cuh>
+#include <kvpolicy/masks/log_bias.hpp>
+
+#include <cstddef>
+#include <cstdint>
+
+namespace kvpolicy {
+inline namespace KVPOLICY_CUDA_NAMESPACE KVPOLICY_HIDDEN {
+
+// As in masks/cuda_build.cuh: tensors, status, and the arrays of `sequences` are device memory, numbers by head are host memory;
+// nothing is allocated, nothing waited for. The gate runs in a kernel: a gate of your own needs a KVPOLICY_HOST_DEVICE
+// operator(). Scores are fp32. A NaN score closes its gate and sets status_nan_score.
+
+/// Bytes of device workspace that build_log_bias and log_bias_backward need.
+template <AnyPolicy P>
+std::size_t log_bias_workspace_bytes(const cuda& on, const P& policy, const Sequences& sequences,
+                                     std::int32_t heads);
+
+/// As the host's build_log_bias: the same expiries (but for scores within 4 ulp of tau), biases to 4 ulp, and the same
+/// draws of a BernoulliGate.
+template <AnyPolicy P, TrainingGate G>
+void build_log_bias(const cuda& on, const P& policy, const G& gate, plane_view<const float> scores,
+                    const Sequences& sequences, plane_view<expiry_t> expiry, plane_view<float> log_bias,
+                    workspace_view workspace, std::int32_t layer = 0, std::uint32_t* status = nullptr);
+
+/// As the host's log_bias_backward. Where the score is NaN, d_scores is 0.
+template <AnyPolicy P, TrainingGate G>
+void log_bias_backward(const cuda& on, const P& policy, const G& gate, plane_view<const float> scores,
+                       plane_view<const float> d_log_bias, const Sequences& sequences,
+                       plane_view<float> d_scores, workspace_view workspace, std::int32_t layer = 0);
+
+}  // namespace KVPOLICY_HIDDEN
+}  // namespace kvpolicy

@@ -1,0 +1,218 @@
+// Bodies of masks/log_bias.hpp on the host.
+#pragma once
+
+#include <kvpolicy/core/check.hpp>
+#include <kvpolicy/core/random.hpp>
+#include <kvpolicy/masks/host/host_build.hpp>
+#include <kvpolicy/masks/log_bias.hpp>
+#include <kvpolicy/policies/threshold_gate.hpp>
+
+#include <algorithm>
+#include <cmath>
+
+namespace kvpolicy {
+
+namespace host_backend {
+
+/// sigmoid, exact in relative terms at both ends.
+template <class Real>
+KVPOLICY_HOST_DEVICE Real sigmoid(Real z) {
+    const Real e = std::exp(-std::abs(z));
+    return (z < Real(0) ? e : Real(1)) / (Real(1) + e);
+}
+
+/// log sigmoid, the same.
+template <class Real>
+KVPOLICY_HOST_DEVICE Real log_sigmoid_of(Real z) {
+    return (z < Real(0) ? z : Real(0)) - std::log1p(std::exp(-std::abs(z)));
+}
+
+/// A gate's answer in double, rounded: log(u + epsilon) near 0 would lose most of its bits in fp32, and every backend
+/// would lose others.
+template <class Real>
+KVPOLICY_HOST_DEVICE gate_value<Real> rounded(const gate_value<double>& value) {
+    return {static_cast<Real>(value.log_bias), static_cast<Real>(value.derivative), value.open};
+}
+
+inline void check_probability(const char* name, float value, float most) {
+    detail::require(value >= 0.0f && value <= most, name, value,
+                    [&] { return detail::text("a probability in [0, ", most, "]"); });
+}
+
+/// Refuses a NaN at [b][h][t] of the array `name`.
+template <class Real>
+void refuse_nan(const char* name, std::int64_t b, std::int64_t h, std::int64_t t, Real value) {
+    if (!std::isnan(value)) [[likely]] {
+        return;
+    }
+    detail::refuse(detail::text(name, "[", b, "][", h, "][", t, "]").c_str(), "NaN", "a number");
+}
+
+/// Shapes of a gated call, and the scores that it reads.
+template <class P, class G, class Real>
+void check_gate_call(const P& policy, const G& gate, const plane_view<const Real>& scores,
+                     const Sequences& sequences, std::int32_t layer) {
+    static_assert(!P::has_budget, "kvpolicy: a soft gate takes a policy without a TopKBudget");
+    gate.check();
+    policy.check_layer(layer, scores.heads);
+    check_whole_sequences(sequences, scores.batch, scores.length);
+    check_plane("scores", scores, scores.batch, scores.heads, sequences.length);
+    for (std::int32_t b = 0; b < scores.batch; ++b) {
+        for (std::int32_t h = 0; h < scores.heads; ++h) {
+            const HeadRule rule = policy.rule(layer, h);
+            for_each_segment<P>(sequences, b, [&](std::int32_t begin, std::int32_t end) {
+                for_each_leaver(policy, rule, end - begin, [&](std::int32_t t, std::int32_t) {
+                    refuse_nan("scores", b, h, begin + t, scores.head(b, h)[begin + t]);
+                });
+            });
+        }
+    }
+}
+
+/// Calls visit(b, h, t, value) for every key that the gate decides.
+template <class P, class G, class Real, class Visit>
+void for_each_gated(const P& policy, const HeadRule& rule, const G& gate,
+                    const plane_view<const Real>& scores, const Sequences& sequences, std::int32_t b,
+                    std::int32_t h, Visit&& visit) {
+    const auto stream = static_cast<std::uint64_t>(std::int64_t{b} * scores.heads + h);
+    for_each_segment<P>(sequences, b, [&](std::int32_t begin, std::int32_t end) {
+        for_each_leaver(policy, rule, end - begin, [&](std::int32_t at, std::int32_t leaves) {
+            const std::int32_t t = begin + at;
+            visit(t, begin + leaves,
+                  gate(scores.head(b, h)[t], gate_place{stream, static_cast<std::uint64_t>(t)}));
+        });
+    });
+}
+
+}  // namespace host_backend
+
+template <class Real>
+KVPOLICY_HOST_DEVICE gate_value<Real> SoftGate::operator()(Real z, gate_place) const {
+    const double x = z;
+    return host_backend::rounded<Real>({host_backend::log_sigmoid_of(x), host_backend::sigmoid(-x), true});
+}
+
+template <class Real>
+KVPOLICY_HOST_DEVICE gate_value<Real> SoftWriteGate::operator()(Real z, gate_place) const {
+    // Without epsilon, u / total is 1 even where both underflow.
+    if (epsilon == 0.0f) {
+        return SoftGate{}(z);
+    }
+    const double x = z;
+    const double u = host_backend::sigmoid(x);
+    const double total = u + static_cast<double>(epsilon);
+    return host_backend::rounded<Real>({std::log(total), u * host_backend::sigmoid(-x) / total, true});
+}
+inline void SoftWriteGate::check() const {
+    detail::require(epsilon >= 0.0f && epsilon <= 1.0f, "SoftWriteGate.epsilon", epsilon, "0 to 1");
+}
+
+template <class Real>
+KVPOLICY_HOST_DEVICE gate_value<Real> AnnealedGate::at(Real z, float threshold) const {
+    const double x = z;
+    const double a = alpha;
+    const double rest = 1.0 - a;
+    if (x >= static_cast<double>(threshold)) {
+        if (alpha == 0.0f) {
+            return SoftGate{}(z);
+        }
+        const double u = host_backend::sigmoid(x);
+        const double mixed = rest * u + a;
+        return host_backend::rounded<Real>(
+            {std::log(mixed), rest * u * host_backend::sigmoid(-x) / mixed, true});
+    }
+    if (alpha == 1.0f) {
+        return {Real(0), Real(0), false};
+    }
+    return host_backend::rounded<Real>(
+        {std::log1p(-a) + host_backend::log_sigmoid_of(x), host_backend::sigmoid(-x), true});
+}
+template <class Real>
+gate_value<Real> AnnealedGate::operator()(Real z, gate_place) const {
+    return at(z, threshold());
+}
+inline float AnnealedGate::threshold() const { return logit_of(static_cast<double>(tau)); }
+inline void AnnealedGate::check() const {
+    host_backend::check_probability("AnnealedGate.alpha", alpha, 1.0f);
+    host_backend::check_probability("AnnealedGate.tau", tau, 1.0f);
+}
+
+template <class Real>
+KVPOLICY_HOST_DEVICE gate_value<Real> ThresholdSoftGate::at(Real z, float threshold) const {
+    if (static_cast<double>(z) >= static_cast<double>(threshold)) {
+        return SoftGate{}(z);
+    }
+    return {Real(0), Real(0), false};
+}
+template <class Real>
+gate_value<Real> ThresholdSoftGate::operator()(Real z, gate_place) const {
+    return at(z, threshold());
+}
+inline float ThresholdSoftGate::threshold() const { return logit_of(static_cast<double>(tau)); }
+inline void ThresholdSoftGate::check() const {
+    host_backend::check_probability("ThresholdSoftGate.tau", tau, 1.0f);
+}
+
+template <class Real>
+KVPOLICY_HOST_DEVICE gate_value<Real> BernoulliGate::operator()(Real z, gate_place place) const {
+    const double x = z;
+    const double u = host_backend::sigmoid(x);
+    const double p = clip;
+    const double chance = u < p ? p : 1.0 - p < u ? 1.0 - p : u;
+    const bool open = random_unit(seed, place.stream, place.position) < chance;
+    return host_backend::rounded<Real>({0.0, host_backend::sigmoid(-x), open});
+}
+inline void BernoulliGate::check() const {
+    host_backend::check_probability("BernoulliGate.clip", clip, 0.5f);
+}
+
+template <AnyPolicy P, TrainingGate G, class Real>
+void build_log_bias(const host& on, const P& policy, const G& gate, plane_view<const Real> scores,
+                    const Sequences& sequences, plane_view<expiry_t> expiry, plane_view<float> log_bias,
+                    std::int32_t layer) {
+    namespace hb = host_backend;
+    hb::check_gate_call(policy, gate, scores, sequences, layer);
+    hb::check_plane("expiry", expiry, scores.batch, scores.heads, sequences.length);
+    hb::check_plane("log_bias", log_bias, scores.batch, scores.heads, sequences.length);
+    on.parallel_for(std::int64_t{scores.batch} * scores.heads, [&](std::int64_t task) {
+        const auto b = static_cast<std::int32_t>(task / scores.heads);
+        const auto h = static_cast<std::int32_t>(task % scores.heads);
+        expiry_t* ends = expiry.head(b, h);
+        float* bias = log_bias.head(b, h);
+        hb::for_each_segment<P>(sequences, b, [&](std::int32_t begin, std::int32_t end) {
+            std::fill(ends + begin, ends + end, sequences.cu_seqlens == nullptr ? never : end);
+            std::fill(bias + begin, bias + end, 0.0f);
+        });
+        hb::for_each_gated(policy, policy.rule(layer, h), gate, scores, sequences, b, h,
+                           [&](std::int32_t t, std::int32_t leaves, const gate_value<Real>& value) {
+                               if (!value.open) {
+                                   ends[t] = leaves;
+                               }
+                               bias[t] = static_cast<float>(value.log_bias);
+                           });
+    });
+}
+
+template <AnyPolicy P, TrainingGate G, class Real>
+void log_bias_backward(const host& on, const P& policy, const G& gate,
+                       std::type_identity_t<plane_view<const Real>> scores,
+                       std::type_identity_t<plane_view<const Real>> d_log_bias, const Sequences& sequences,
+                       plane_view<Real> d_scores, std::int32_t layer) {
+    namespace hb = host_backend;
+    hb::check_gate_call(policy, gate, scores, sequences, layer);
+    hb::check_plane("d_log_bias", d_log_bias, scores.batch, scores.heads, sequences.length);
+    hb::check_plane("d_scores", d_scores, scores.batch, scores.heads, sequences.length);
+    on.parallel_for(std::int64_t{scores.batch} * scores.heads, [&](std::int64_t task) {
+        const auto b = static_cast<std::int32_t>(task / scores.heads);
+        const auto h = static_cast<std::int32_t>(task % scores.heads);
+        const Real* from = d_log_bias.head(b, h);
+        Real* to = d_scores.head(b, h);
+        std::fill_n(to, sequences.length_of(b), Real(0));
+        hb::for_each_gated(policy, policy.rule(layer, h), gate, scores, sequences, b, h,
+                           [&](std::int32_t t, std::int32_t, const gate_value<Real>& value) {
+                               to[t] = value.derivative * from[t];
+                           });
+    });
+}
+
+}  // namespace kvpolicy

@@ -1,0 +1,113 @@
+// Bodies of metrics/cuda_metrics.cuh.
+#pragma once
+
+#include <kvpolicy/cuda/check.cuh>
+#include <kvpolicy/cuda/config.cuh>
+#include <kvpolicy/cuda/launch.cuh>
+#include <kvpolicy/masks/cuda/mask_call.cuh>
+#include <kvpolicy/metrics/cuda/kernel_metrics.cuh>
+#include <kvpolicy/metrics/cuda_metrics.cuh>
+
+#include <algorithm>
+#include <cstdint>
+#include <type_traits>
+
+namespace kvpolicy {
+inline namespace KVPOLICY_CUDA_NAMESPACE KVPOLICY_HIDDEN {
+namespace cuda_backend {
+
+inline void check_metric_call(plane_view<const expiry_t> expiry, const Sequences& sequences, const char* name,
+                              const void* out) {
+    check_whole_sequences(sequences, expiry.batch, expiry.length);
+    check_shape(sequences, expiry.heads);
+    check_plane("expiry", expiry, sequences.batch, expiry.heads, sequences.length);
+    detail::require(out != nullptr || expiry.batch == 0 || expiry.heads == 0, name, "null", "device memory");
+}
+
+/// Calls enqueue(batch of rules, blocks) for as many heads at a time as a launch's parameters hold.
+template <class P, class Enqueue>
+void for_each_rule_batch(const P& policy, std::int32_t layer, std::int32_t batch, std::int32_t heads,
+                         const Enqueue& enqueue) {
+    for (std::int32_t first = 0; first < heads; first += rule_batch::capacity) {
+        rule_batch rules{};
+        rules.first = first;
+        rules.count = std::min(heads - first, rule_batch::capacity);
+        for (std::int32_t i = 0; i < rules.count; ++i) {
+            rules.rules[i] = policy.rule(layer, first + i);
+        }
+        enqueue(rules, std::int64_t{batch} * rules.count);
+    }
+}
+
+}  // namespace cuda_backend
+
+template <class Expiry>
+void live_keys(const cuda& on, plane_view<const std::type_identity_t<Expiry>> expiry,
+               const Sequences& sequences, plane_view<std::int32_t> live) {
+    namespace cb = cuda_backend;
+    cb::check_metric_call(expiry, sequences, "live",
+                          sequences.length == 0 ? &sequences : static_cast<const void*>(live.data));
+    cb::check_plane("live", live, sequences.batch, expiry.heads, sequences.length);
+    const cb::device_scope device(on);
+    cb::launch("live_keys_kernel", cb::live_keys_kernel<Expiry>, std::int64_t{expiry.batch} * expiry.heads,
+               cb::metric_threads, 0, on, expiry, sequences, live);
+}
+
+template <class Expiry>
+void density(const cuda& on, plane_view<const std::type_identity_t<Expiry>> expiry,
+             const Sequences& sequences, double* out) {
+    namespace cb = cuda_backend;
+    cb::check_metric_call(expiry, sequences, "out", out);
+    host_backend::check_not_packed(sequences);
+    const cb::device_scope device(on);
+    cb::launch("density_kernel", cb::density_kernel<Expiry>, std::int64_t{expiry.batch} * expiry.heads,
+               cb::metric_threads, 0, on, expiry, sequences, out);
+}
+
+template <AnyPolicy P>
+void evict_ratio(const cuda& on, const P& policy, plane_view<const expiry_t> expiry,
+                 const Sequences& sequences, double* out, std::int32_t layer) {
+    namespace cb = cuda_backend;
+    cb::check_metric_call(expiry, sequences, "out", out);
+    host_backend::check_not_packed(sequences);
+    policy.check_layer(layer, expiry.heads);
+    const cb::device_scope device(on);
+    cb::for_each_rule_batch(policy, layer, expiry.batch, expiry.heads,
+                            [&](const cb::rule_batch& rules, std::int64_t blocks) {
+                                cb::launch("evict_ratio_kernel", cb::evict_ratio_kernel<expiry_t>, blocks,
+                                           cb::metric_threads, 0, on, expiry, sequences, rules, out);
+                            });
+}
+
+inline std::size_t oracle_recall_workspace_bytes(const cuda&, plane_view<const expiry_t> teacher,
+                                                 const Sequences& sequences) {
+    cuda_backend::check_shape(sequences, teacher.heads);
+    cuda_backend::workspace_parts parts(nullptr);
+    static_cast<void>(
+        parts.take<std::int32_t>(std::int64_t{3} * teacher.batch * teacher.heads * sequences.length));
+    return parts.bytes();
+}
+
+template <AnyPolicy P>
+void oracle_recall(const cuda& on, const P& policy, plane_view<const expiry_t> teacher,
+                   plane_view<const expiry_t> student, const Sequences& sequences, Recall* out,
+                   workspace_view workspace, std::int32_t layer) {
+    namespace cb = cuda_backend;
+    cb::check_metric_call(teacher, sequences, "out", out);
+    host_backend::check_not_packed(sequences);
+    policy.check_layer(layer, teacher.heads);
+    cb::check_plane("student", student, sequences.batch, teacher.heads, sequences.length);
+    cb::check_workspace(workspace, oracle_recall_workspace_bytes(on, teacher, sequences));
+    const cb::device_scope device(on);
+    cb::workspace_parts parts(workspace.data);
+    auto* const counts =
+        parts.take<std::int32_t>(std::int64_t{3} * teacher.batch * teacher.heads * sequences.length);
+    cb::for_each_rule_batch(
+        policy, layer, teacher.batch, teacher.heads, [&](const cb::rule_batch& rules, std::int64_t blocks) {
+            cb::launch("oracle_recall_kernel", cb::oracle_recall_kernel<expiry_t>, blocks, cb::metric_threads,
+                       0, on, teacher, student, sequences, rules, out, counts);
+        });
+}
+
+}  // namespace KVPOLICY_HIDDEN
+}  // namespace kvpolicy

@@ -1,0 +1,234 @@
+// Metrics of masks: one block a plane, in one pass over its keys or queries.
+#pragma once
+
+#include <kvpolicy/core/types.hpp>
+#include <kvpolicy/core/view.hpp>
+#include <kvpolicy/cuda/config.cuh>
+#include <kvpolicy/cuda/primitives/warp.cuh>
+#include <kvpolicy/masks/cuda/kernel_write_rules.cuh>
+#include <kvpolicy/metrics/recall.hpp>
+
+#include <cstdint>
+
+namespace kvpolicy {
+inline namespace KVPOLICY_CUDA_NAMESPACE KVPOLICY_HIDDEN {
+namespace cuda_backend {
+
+inline constexpr int metric_threads = 512;
+inline constexpr int metric_warps = metric_threads / 32;
+
+/// A length from device memory; what cannot be counts as 0.
+__device__ inline std::int32_t metric_length(const Sequences& sequences, std::int32_t b) {
+    const std::int32_t length = sequences.length_of(b);
+    return length < 0 || length > sequences.length ? 0 : length;
+}
+
+/// The block's sum, in thread 0, in an order that is always the same. `memory` has metric_warps numbers.
+template <class T>
+__device__ inline T sum_of_block(T value, T* memory) {
+    for (int step = 16; step > 0; step /= 2) {
+        value += __shfl_down_sync(all_lanes, value, static_cast<unsigned>(step));
+    }
+    if (lane_id() == 0) {
+        memory[warp_id()] = value;
+    }
+    __syncthreads();
+    T sum = memory[0];
+    for (int w = 1; w < metric_warps; ++w) {
+        sum += memory[w];
+    }
+    __syncthreads();
+    return sum;
+}
+
+/// Sums of a whole block over successive tiles: what is before this thread's number, itself included.
+struct running_sum {
+    int so_far = 0;
+
+    /// `memory` has metric_warps numbers. Every thread calls it once a tile.
+    __device__ int through(int value, int* memory) {
+        const int inclusive = warp_inclusive_sum(value);
+        if (lane_id() == 31) {
+            memory[warp_id()] = inclusive;
+        }
+        __syncthreads();
+        const block_sum sums = sum_of_warps<metric_warps>(memory);
+        __syncthreads();
+        const int result = so_far + sums.before + inclusive;
+        so_far += sums.total;
+        return result;
+    }
+};
+
+template <class Expiry>
+__global__ void __launch_bounds__(metric_threads)
+    live_keys_kernel(const plane_view<const Expiry> expiry, const Sequences sequences,
+                     const plane_view<std::int32_t> live) {
+    __shared__ int memory[metric_warps];
+    const auto b = static_cast<std::int32_t>(blockIdx.x / static_cast<unsigned>(expiry.heads));
+    const auto h = static_cast<std::int32_t>(blockIdx.x % static_cast<unsigned>(expiry.heads));
+    const std::int32_t length = metric_length(sequences, b);
+    const Expiry* const e = expiry.head(b, h);
+    std::int32_t* const out = live.head(b, h);
+    const auto thread = static_cast<std::int32_t>(threadIdx.x);
+    for (std::int32_t t = thread; t < length; t += metric_threads) {
+        out[t] = e[t] > t ? 1 : 0;  // a key that expires at birth is never visible at all
+    }
+    __syncthreads();
+    for (std::int32_t t = thread; t < length; t += metric_threads) {
+        if (e[t] > t && e[t] < length) {
+            atomicAdd(out + e[t], -1);
+        }
+    }
+    __syncthreads();
+    running_sum sum;
+    for (std::int32_t first = 0; first < length; first += metric_threads) {
+        const std::int32_t q = first + thread;
+        const int now = sum.through(q < length ? out[q] : 0, memory);
+        if (q < length) {
+            out[q] = now;
+        }
+    }
+}
+
+template <class Expiry>
+__global__ void __launch_bounds__(metric_threads)
+    density_kernel(const plane_view<const Expiry> expiry, const Sequences sequences, double* const out) {
+    __shared__ long long memory[metric_warps];
+    const auto b = static_cast<std::int32_t>(blockIdx.x / static_cast<unsigned>(expiry.heads));
+    const auto h = static_cast<std::int32_t>(blockIdx.x % static_cast<unsigned>(expiry.heads));
+    const std::int32_t length = metric_length(sequences, b);
+    const Expiry* const e = expiry.head(b, h);
+    long long pairs = 0;
+    for (auto t = static_cast<std::int32_t>(threadIdx.x); t < length; t += metric_threads) {
+        const std::int32_t end = e[t] < length ? e[t] : length;
+        pairs += end > t ? end - t : 0;
+    }
+    pairs = sum_of_block(pairs, memory);
+    if (threadIdx.x == 0) {
+        const double causal =
+            static_cast<double>(length) * static_cast<double>(length + std::int64_t{1}) / 2.0;
+        out[blockIdx.x] = length == 0 ? 0.0 : static_cast<double>(pairs) / causal;
+    }
+}
+
+/// Blocks b * batch.count + i for head batch.first + i of sequence b.
+template <class Expiry>
+__global__ void __launch_bounds__(metric_threads)
+    evict_ratio_kernel(const plane_view<const Expiry> expiry, const Sequences sequences,
+                       const rule_batch batch, double* const out) {
+    __shared__ long long memory[2][metric_warps];
+    const auto b = static_cast<std::int32_t>(blockIdx.x / static_cast<unsigned>(batch.count));
+    const auto i = static_cast<std::int32_t>(blockIdx.x % static_cast<unsigned>(batch.count));
+    const std::int32_t length = metric_length(sequences, b);
+    const HeadRule rule = batch.rules[i];
+    const Expiry* const e = expiry.head(b, batch.first + i);
+    long long pairs = 0;
+    long long gone = 0;
+    for (std::int64_t t = std::int64_t{rule.sinks} + threadIdx.x; t + rule.window < length;
+         t += metric_threads) {
+        const auto eligible = static_cast<std::int32_t>(t + rule.window);
+        const std::int32_t end = e[t] < eligible ? eligible : e[t] < length ? e[t] : length;
+        pairs += length - eligible;
+        gone += length - end;
+    }
+    pairs = sum_of_block(pairs, memory[0]);
+    gone = sum_of_block(gone, memory[1]);
+    if (threadIdx.x == 0) {
+        out[std::int64_t{b} * expiry.heads + batch.first + i] =
+            pairs == 0 ? 0.0 : static_cast<double>(gone) / static_cast<double>(pairs);
+    }
+}
+
+/// Blocks as above. `counts` has 3 * sequences.length numbers for every plane of the views.
+template <class Expiry>
+__global__ void __launch_bounds__(metric_threads)
+    oracle_recall_kernel(const plane_view<const Expiry> teacher, const plane_view<const Expiry> student,
+                         const Sequences sequences, const rule_batch batch, Recall* const out,
+                         std::int32_t* const counts) {
+    __shared__ int memory[metric_warps];
+    __shared__ double sums[metric_warps];
+    __shared__ double last[2];  // recall and chance of the last query
+    const auto b = static_cast<std::int32_t>(blockIdx.x / static_cast<unsigned>(batch.count));
+    const auto i = static_cast<std::int32_t>(blockIdx.x % static_cast<unsigned>(batch.count));
+    const std::int64_t plane = std::int64_t{b} * teacher.heads + batch.first + i;
+    const std::int64_t length = metric_length(sequences, b);
+    const HeadRule rule = batch.rules[i];
+    const Expiry* const of_teacher = teacher.head(b, batch.first + i);
+    const Expiry* const of_student = student.head(b, batch.first + i);
+    std::int32_t* const both = counts + plane * 3 * sequences.length;
+    std::int32_t* const kept = both + length;   // by the teacher
+    std::int32_t* const tried = kept + length;  // by the student
+    const auto thread = static_cast<std::int32_t>(threadIdx.x);
+    for (std::int64_t q = thread; q < 3 * length; q += metric_threads) {
+        both[q] = 0;
+    }
+    if (thread == 0) {
+        last[0] = 1.0;
+        last[1] = 1.0;
+    }
+    __syncthreads();
+    const auto count = [&](std::int32_t* live, std::int64_t from, std::int64_t to) {
+        if (from >= (to < length ? to : length)) {
+            return;
+        }
+        atomicAdd(live + from, 1);
+        if (to < length) {
+            atomicAdd(live + to, -1);
+        }
+    };
+    for (std::int64_t t = std::int64_t{rule.sinks} + thread; t + rule.window < length; t += metric_threads) {
+        const std::int64_t from = t + rule.window;
+        count(both, from, of_teacher[t] < of_student[t] ? of_teacher[t] : of_student[t]);
+        count(kept, from, of_teacher[t]);
+        count(tried, from, of_student[t]);
+    }
+    __syncthreads();
+    const std::int64_t first = std::int64_t{rule.sinks} + rule.window + rule.budget;
+    running_sum in_both;
+    running_sum in_kept;
+    running_sum in_tried;
+    double recall_sum = 0.0;
+    double chance_sum = 0.0;
+    for (std::int64_t base = 0; base < length; base += metric_threads) {
+        const std::int64_t q = base + thread;
+        const bool inside = q < length;
+        const int now_both = in_both.through(inside ? both[q] : 0, memory);
+        const int now_kept = in_kept.through(inside ? kept[q] : 0, memory);
+        const int now_tried = in_tried.through(inside ? tried[q] : 0, memory);
+        if (!inside) {
+            continue;  // and so has every later tile of this thread, if there were one
+        }
+        const std::int64_t eligible =
+            q - rule.window + 1 - rule.sinks > 0 ? q - rule.window + 1 - rule.sinks : 0;
+        const double recall =
+            now_kept == 0 ? 1.0 : static_cast<double>(now_both) / static_cast<double>(now_kept);
+        const double chance =
+            eligible == 0 ? 1.0 : static_cast<double>(now_tried) / static_cast<double>(eligible);
+        if (q >= first) {
+            recall_sum += recall;
+            chance_sum += chance;
+        }
+        if (q == length - 1) {
+            last[0] = recall;
+            last[1] = chance;
+        }
+    }
+    recall_sum = sum_of_block(recall_sum, sums);
+    chance_sum = sum_of_block(chance_sum, sums);
+    if (thread == 0) {
+        Recall result;
+        result.last = last[0];
+        result.chance_last = last[1];
+        result.queries = length > first ? length - first : 0;
+        if (result.queries > 0) {
+            result.mean = recall_sum / static_cast<double>(result.queries);
+            result.chance_mean = chance_sum / static_cast<double>(result.queries);
+        }
+        out[plane] = result;
+    }
+}
+
+}  // namespace cuda_backend
+}  // namespace KVPOLICY_HIDDEN
+}  // namespace kvpolicy

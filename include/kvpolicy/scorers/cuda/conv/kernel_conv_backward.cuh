@@ -1,0 +1,360 @@
+// The backward pass of ConvScorer. A block computes its chunk's layers again and goes back through them for its own scores, which are
+// all that it answers for: what two chunks say about the 12 tokens that both see is added up afterwards. Layers' inputs and the gradients
+// d y_l before their activations go to memory, [chunks, rows, channels], for the gradients of the weights.
+//
+// d y_{l-1}[i] = sum over taps of W_l[tap]^T d y_l[i - tap]: the product of kernel_conv.cuh with taps that go the other way, so tiles of
+// d y begin with rows of zeros (conv_lead), and rows that are no token's are 0.
+#pragma once
+
+#include <kvpolicy/cuda/config.cuh>
+#include <kvpolicy/cuda/launch.cuh>
+#include <kvpolicy/scorers/cuda/common/scorer_params.cuh>
+#include <kvpolicy/scorers/cuda/common/scorer_tile.cuh>
+#include <kvpolicy/scorers/cuda/conv/kernel_conv.cuh>
+#include <kvpolicy/scorers/cuda/mlp/kernel_mlp.cuh>
+
+#include <cstdint>
+
+namespace kvpolicy {
+inline namespace KVPOLICY_CUDA_NAMESPACE KVPOLICY_HIDDEN {
+namespace cuda_backend {
+
+/// What the backward pass has besides the call: arrays of the workspace.
+template <class T>
+struct conv_backward_problem {
+    conv_problem<T> forward;  // streams.slots counts chunks of conv_tiling::tokens tokens
+    plane_view<const float> d_scores;
+    T* in[3] = {};          // chunks x rows x padded inputs of layer l + 1: x, y_1, y_2
+    T* slope[2] = {};       // chunks x rows x padded of layers 1, 2: drop SiLU'
+    T* d[3] = {};           // chunks x rows x padded of layers 1, 2, 3
+    float* d_x = nullptr;   // chunks x rows x source.padded, or null
+    float* sums = nullptr;  // chunks x (C1 + C2 + 2 C3 + 1): biases, readout, readout_bias
+    std::int32_t sums_width = 0;
+};
+
+/// The sum over all rows of one column of its product, in lanes 0 to 3.
+__device__ inline float conv_column_sum(float x) {
+#pragma unroll
+    for (int step = 4; step < 32; step *= 2) {
+        x += __shfl_xor_sync(all_lanes, x, step);
+    }
+    return x;
+}
+
+/// Puts what a thread has of gradients d y behind the lead; the last rows are 0 and have no place.
+template <int Tiles, int NI, class T>
+__device__ inline void put_conv_gradients(const shared_tile<T>& to, std::int32_t column,
+                                          const float (&acc)[Tiles][NI][4]) {
+    for_each_of_product<Tiles, NI>(column, [&](int i, int j, int e, int row, std::int32_t c) {
+        if (e % 2 == 0 && row + conv_lead<Tiles> < conv_memory<T, Tiles, true>::rows) {
+            to.set_pair(row + conv_lead<Tiles>, c, acc[i][j][e], acc[i][j][e + 1]);
+        }
+    });
+}
+
+template <class T, int Tiles>
+__global__ void __launch_bounds__(128) conv_backward_kernel(const conv_backward_problem<T> problem) {
+    using tiling = conv_tiling<Tiles>;
+    constexpr int NI = 2, columns = 64;
+    const conv_problem<T>& forward = problem.forward;
+    const scorer_streams& streams = forward.streams;
+    const scorer_span s = streams.span(static_cast<std::int32_t>(blockIdx.x) / streams.slots,
+                                       static_cast<std::int32_t>(blockIdx.x) % streams.slots, tiling::tokens);
+    const std::int64_t chunk = blockIdx.x;
+    float* const sums = problem.sums + chunk * problem.sums_width;
+    const auto thread = static_cast<int>(threadIdx.x);
+    const std::int32_t skipped = max(0, s.begin + streams.delay - s.first);
+    report_bad_rows(streams, forward.source, s);
+    if (skipped >= s.count) {
+        for (int i = thread; i < problem.sums_width; i += 128) {
+            sums[i] = 0.0f;
+        }
+        return;
+    }
+    const conv_memory<T, Tiles, true> memory(aligned_dynamic_shared(), forward, columns);
+    const std::int32_t first = s.first - streams.delay;
+    load_conv_input<Tiles>(forward.source, scorer_rows<T>{forward.source.k, forward.source.v, s}, first,
+                           memory.in[0], problem.in[0] + chunk * tiling::rows * forward.source.padded);
+    const int lane = lane_id();
+#pragma unroll 1
+    for (int l = 1; l <= 2; ++l) {
+        const conv_layer_problem<T>& layer = forward.layer[l - 1];
+        const std::int64_t at = chunk * tiling::rows * layer.padded;
+        for (std::int32_t column = 0; column < layer.padded; column += columns) {
+            float acc[Tiles][NI][4];
+            conv_product<NI>(acc, layer, s.h, memory.in[l - 1], column, memory.slabs);
+            for_each_of_product<Tiles, NI>(column, [&](int i, int j, int e, int row, std::int32_t c) {
+                float y = 0.0f, slope = 0.0f;
+                if (c < layer.width && row % tiling::parity < tiling::rows_of(l)) {
+                    const float drop = forward.dropout(s, l, first - s.begin + tiling::token(l, row), c);
+                    y = acc[i][j][e] +
+                        (layer.bias != nullptr ? layer.bias[std::int64_t{s.h} * layer.width + c] : 0.0f);
+                    y = drop * activated<true>(scorer_activation::silu, y, slope);
+                    slope *= drop;
+                }
+                problem.in[l][at + std::int64_t{row} * layer.padded + c] = static_cast<T>(y);
+                problem.slope[l - 1][at + std::int64_t{row} * layer.padded + c] = static_cast<T>(slope);
+                acc[i][j][e] = y;
+            });
+            for_each_of_product<Tiles, NI>(column, [&](int i, int j, int e, int row, std::int32_t c) {
+                if (e % 2 == 0) {
+                    memory.in[l].set_pair(row, c, acc[i][j][e], acc[i][j][e + 1]);
+                }
+            });
+        }
+        __syncthreads();
+    }
+
+    // The last layer, down to d y_3, which takes the place of y_2; one block of columns holds it.
+    float* to_sums = sums + forward.layer[0].width + forward.layer[1].width;
+    {
+        const conv_layer_problem<T>& layer = forward.layer[2];
+        float acc[Tiles][NI][4];
+        conv_product<NI>(acc, layer, s.h, memory.in[2], 0, memory.slabs);
+        float of_readout[NI][2] = {}, of_bias[NI][2] = {};
+        for_each_of_product<Tiles, NI>(0, [&](int i, int j, int e, int row, std::int32_t c) {
+            const std::int32_t r = tiling::token(3, row);
+            float d = 0.0f;
+            if (c < layer.width && row % tiling::parity < tiling::rows_of(3) && r >= skipped && r < s.count) {
+                const float d_score = gradient_of_score(streams, problem.d_scores, s, first + r);
+                const float drop = forward.dropout(s, 3, first - s.begin + r, c);
+                const float y =
+                    acc[i][j][e] +
+                    (layer.bias != nullptr ? layer.bias[std::int64_t{s.h} * layer.width + c] : 0.0f);
+                float slope;
+                of_readout[j][e % 2] += d_score * drop * activated<true>(scorer_activation::silu, y, slope);
+                d = d_score * forward.readout[std::int64_t{s.h} * layer.width + c] * drop * slope;
+                of_bias[j][e % 2] += d;
+            }
+            acc[i][j][e] = d;
+        });
+        const shared_tile<T>& to = memory.in[2];
+        put_conv_gradients<Tiles, NI>(to, 0, acc);
+        for_each_of_product<Tiles, NI>(0, [&](int i, int j, int e, int row, std::int32_t c) {
+            problem.d[2][(chunk * tiling::rows + row) * layer.padded + c] = static_cast<T>(acc[i][j][e]);
+        });
+#pragma unroll
+        for (int j = 0; j < NI; ++j) {
+#pragma unroll
+            for (int e = 0; e < 2; ++e) {
+                const std::int32_t c = 8 * (NI * warp_id() + j) + lane % 4 * 2 + e;
+                const float bias = conv_column_sum(of_bias[j][e]),
+                            readout = conv_column_sum(of_readout[j][e]);
+                if (lane < 4 && c < layer.width) {
+                    to_sums[c] = bias;
+                    to_sums[layer.width + c] = readout;
+                }
+            }
+        }
+        if (thread == 0) {
+            float sum = 0.0f;
+            for (std::int32_t r = skipped; r < s.count; ++r) {
+                sum += problem.d_scores.head(s.b, s.h)[first + r];
+            }
+            to_sums[2 * layer.width] = sum;
+        }
+    }
+
+    // d y_2, d y_1 in place of y_1 and x, then d x.
+#pragma unroll 1
+    for (int l = 2; l >= 0; --l) {
+        if (l == 0 && problem.d_x == nullptr) {
+            break;
+        }
+        const conv_layer_problem<T>& above = forward.layer[l];
+        const shared_tile<T>& from = memory.in[l];
+        for (int i = thread; i < conv_lead<Tiles> * above.padded / 2; i += 128) {
+            from.set_pair(i / (above.padded / 2), i % (above.padded / 2) * 2, 0.0f, 0.0f);
+        }
+        __syncthreads();
+        const std::int32_t padded = above.padded_inputs;
+        const std::size_t slab = shared_tile<T>::bytes(64, 64);
+        const std::int64_t stride = 3 * std::int64_t{padded};
+        const int down = above.padded / 64, count = 3 * down;
+        for (std::int32_t column = 0; column < padded; column += columns) {
+            const T* const weights = above.weights + std::int64_t{s.h} * above.padded * stride + column;
+            const auto copy = [&](int i) {
+                copy_rows(shared_tile<T>{memory.slabs + slab * (i % 2), 64},
+                          weights + i % down * 64 * stride + std::int64_t{i / down} * padded, stride, 64, 64,
+                          128);
+                copy_commit();
+            };
+            float acc[Tiles][NI][4];
+            clear(acc);
+            copy(0);
+            for (int i = 0; i < count; ++i) {
+                if (i + 1 < count) {
+                    copy(i + 1);
+                    copy_wait<1>();
+                } else {
+                    copy_wait<0>();
+                }
+                __syncthreads();
+                add_product<Tiles, NI, 64, false, true>(
+                    acc, from.from(64 * (i % down)), conv_lead<Tiles> - i / down,
+                    shared_tile<T>{memory.slabs + slab * (i % 2), 64}, 8 * NI * warp_id());
+                __syncthreads();
+            }
+            if (l == 0) {
+                for_each_of_product<Tiles, NI>(column, [&](int i, int j, int e, int row, std::int32_t c) {
+                    problem.d_x[(chunk * tiling::rows + row) * padded + c] = acc[i][j][e];
+                });
+                continue;
+            }
+            const conv_layer_problem<T>& layer = forward.layer[l - 1];
+            const shared_tile<T>& to = memory.in[l - 1];
+            float of_bias[NI][2] = {};
+            for_each_of_product<Tiles, NI>(column, [&](int i, int j, int e, int row, std::int32_t c) {
+                const std::int64_t at = (chunk * tiling::rows + row) * layer.padded + c;
+                const float slope = static_cast<float>(problem.slope[l - 1][at]);
+                acc[i][j][e] = row % tiling::parity < tiling::rows_of(l) ? acc[i][j][e] * slope : 0.0f;
+                of_bias[j][e % 2] += acc[i][j][e];
+                problem.d[l - 1][at] = static_cast<T>(acc[i][j][e]);
+            });
+            put_conv_gradients<Tiles, NI>(to, column, acc);
+            float* const of_layer = sums + (l == 2 ? forward.layer[0].width : 0);
+#pragma unroll
+            for (int j = 0; j < NI; ++j) {
+#pragma unroll
+                for (int e = 0; e < 2; ++e) {
+                    const std::int32_t c = column + 8 * (NI * warp_id() + j) + lane % 4 * 2 + e;
+                    const float bias = conv_column_sum(of_bias[j][e]);
+                    if (lane < 4 && c < layer.width) {
+                        of_layer[c] = bias;
+                    }
+                }
+            }
+        }
+        __syncthreads();
+    }
+}
+
+/// Partial sums of d W_l[tap] = d y_l^T in[. + tap]: a block has 64 channels, 64 inputs, all taps, and one of `splits` parts of a head's
+/// chunks; partial [splits, heads, padded, 3, padded_inputs] is overwritten.
+template <class T, int Tiles>
+__global__ void __launch_bounds__(128)
+    conv_weight_gradient_kernel(const scorer_streams streams, const T* const d, const std::int32_t padded,
+                                const T* const in, const std::int32_t padded_inputs,
+                                const std::int32_t splits, float* const partial) {
+    using tiling = conv_tiling<Tiles>;
+    shared_parts parts(aligned_dynamic_shared());
+    const auto d_y = parts.tile<T>(tiling::rows, 64);
+    const auto x = parts.tile<T>(tiling::rows + 8, 64);
+    const std::int32_t across = padded_inputs / 64, down = padded / 64;
+    auto item = static_cast<std::int32_t>(blockIdx.x);
+    const std::int32_t column = item % across * 64;
+    item /= across;
+    const std::int32_t row = item % down * 64;
+    item /= down;
+    const std::int32_t h = item % streams.heads, split = item / streams.heads;
+    const std::int32_t chunks = streams.batch * streams.slots;
+    const std::int32_t each = (chunks + splits - 1) / splits;
+    const std::int32_t last = min(chunks, (split + 1) * each);
+    const int m0 = warp_id() / 2 * 32, n0 = warp_id() % 2 * 32;
+    float acc[3][2][4][4];
+    for (auto& of_tap : acc) {
+        clear(of_tap);
+    }
+    for (std::int32_t i = split * each; i < last; ++i) {
+        const scorer_span s =
+            streams.span(i / streams.slots * streams.heads + h, i % streams.slots, tiling::tokens);
+        if (max(0, s.begin + streams.delay - s.first) >= s.count) {
+            continue;
+        }
+        const std::int64_t chunk = std::int64_t{s.plane} * streams.slots + s.slot;
+        __syncthreads();  // the tiles are free
+        copy_rows(d_y, d + chunk * tiling::rows * padded + row, padded, 64, tiling::rows, 128);
+        copy_rows(x, in + chunk * tiling::rows * padded_inputs + column, padded_inputs, 64, tiling::rows,
+                  128);
+        copy_commit();
+        copy_wait<0>();
+        __syncthreads();
+#pragma unroll
+        for (int tap = 0; tap < 3; ++tap) {
+            add_product<2, 4, tiling::rows, true, true>(acc[tap], d_y, m0, x, n0, tap);
+        }
+    }
+    float* const to = partial + (std::int64_t{split} * streams.heads + h) * padded * 3 * padded_inputs;
+    const int lane = lane_id();
+#pragma unroll
+    for (int tap = 0; tap < 3; ++tap) {
+#pragma unroll
+        for (int i = 0; i < 2; ++i) {
+#pragma unroll
+            for (int j = 0; j < 4; ++j) {
+#pragma unroll
+                for (int e = 0; e < 4; ++e) {
+                    const std::int64_t n = row + m0 + 16 * i + lane / 4 + 8 * (e / 2);
+                    const int c = column + n0 + 8 * j + lane % 4 * 2 + e % 2;
+                    to[(n * 3 + tap) * padded_inputs + c] = acc[tap][i][j][e];
+                }
+            }
+        }
+    }
+}
+
+/// into[h][n][tap][c] += the partial sums.
+template <class Float>
+__global__ void __launch_bounds__(256)
+    add_conv_gradients_kernel(const scorer_streams streams, const Float* const partial,
+                              const std::int32_t splits, const std::int32_t width, const std::int32_t padded,
+                              const std::int32_t inputs, const std::int32_t padded_inputs,
+                              Float* const into) {
+    const std::int32_t heads = streams.heads;
+    const std::int64_t count = std::int64_t{heads} * width * 3 * inputs;
+    for (std::int64_t i = std::int64_t{blockIdx.x} * 256 + threadIdx.x; i < count;
+         i += std::int64_t{gridDim.x} * 256) {
+        const std::int64_t c = i % inputs, tap = i / inputs % 3, n = i / inputs / 3 % width;
+        const std::int64_t h = i / inputs / 3 / width;
+        Float sum = 0;
+        for (std::int32_t split = 0; split < splits; ++split) {
+            sum += partial[(((std::int64_t{split} * heads + h) * padded + n) * 3 + tap) * padded_inputs + c];
+        }
+        into[i] += sum * streams.unscale(h);
+    }
+}
+
+/// d_k and d_v of a chunk's tokens, one warp a token: what the chunks that see a token say of it, turned back. Overwrites.
+template <class T, int Tiles>
+__global__ void __launch_bounds__(128)
+    conv_input_gradient_kernel(const conv_backward_problem<T> problem, const rows_view<float> d_k,
+                               const rows_view<float> d_v) {
+    using tiling = conv_tiling<Tiles>;
+    constexpr std::int32_t seen = tiling::tokens + 2 * conv_reach;  // by a chunk
+    const scorer_streams& streams = problem.forward.streams;
+    const scorer_source<T>& source = problem.forward.source;
+    const scorer_span s = streams.span(static_cast<std::int32_t>(blockIdx.x) / streams.slots,
+                                       static_cast<std::int32_t>(blockIdx.x) % streams.slots, tiling::tokens);
+    const float unscale = streams.unscale(s.h);
+    const std::int64_t stream = blockIdx.x - (s.first - s.from) / tiling::tokens;  // its first chunk
+    for (int r = warp_id(); r < s.count; r += 4) {
+        const std::int32_t t = s.first + r;
+        // Chunk j of the stream sees `seen` tokens from from + tokens j - delay - 6 on.
+        const std::int32_t ahead = t - s.from + streams.delay + conv_reach;
+        const auto number = [&](std::int32_t c) {
+            float sum = 0.0f;
+            for (std::int32_t j = max(0, (ahead - seen + tiling::tokens) / tiling::tokens);
+                 j <= ahead / tiling::tokens; ++j) {
+                const std::int32_t first = s.from + j * tiling::tokens, left = s.end - first;
+                const std::int32_t u = ahead - j * tiling::tokens;
+                if (left > 0 && max(0, s.begin + streams.delay - first) < min(left, tiling::tokens) &&
+                    u < seen) {
+                    sum += problem.d_x[((stream + j) * tiling::rows + u % 2 * tiling::parity + u / 2) *
+                                           source.padded +
+                                       c];
+                }
+            }
+            return sum * unscale;
+        };
+        for (std::int32_t c = lane_id(); c < source.k.dim; c += 32) {
+            d_k.row(s.b, s.h, t)[c] = source.turned(c, static_cast<float>(t - s.begin), 1.0f, number);
+        }
+        for (std::int32_t c = lane_id(); c < source.v.dim; c += 32) {
+            d_v.row(s.b, s.h, t)[c] = number(source.k.dim + c);
+        }
+    }
+}
+
+}  // namespace cuda_backend
+}  // namespace KVPOLICY_HIDDEN
+}  // namespace kvpolicy

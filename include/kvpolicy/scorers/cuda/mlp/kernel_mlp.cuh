@@ -1,0 +1,340 @@
+// Scorers without a memory: one weighted sum (LinearScorer), one hidden layer (BasicMlpScorer), and their gradients.
+#pragma once
+
+#include <kvpolicy/cuda/config.cuh>
+#include <kvpolicy/cuda/launch.cuh>
+#include <kvpolicy/scorers/cuda/common/kernel_scorer_weights.cuh>
+#include <kvpolicy/scorers/cuda/common/scorer_params.cuh>
+#include <kvpolicy/scorers/cuda/common/scorer_tile.cuh>
+
+#include <cstdint>
+
+namespace kvpolicy {
+inline namespace KVPOLICY_CUDA_NAMESPACE KVPOLICY_HIDDEN {
+namespace cuda_backend {
+
+/// Reports sequences whose numbers cannot be. One block.
+template <class Streams>
+__global__ void __launch_bounds__(256) check_streams_kernel(const Streams streams) {
+    for (auto b = static_cast<std::int32_t>(threadIdx.x); b < streams.batch; b += 256) {
+        if (!streams.fits(b)) {
+            streams.report(b, status_bad_length);
+        }
+    }
+}
+
+/// Frequency i of a Rope that gives a base: base^(-2 i / rotated), rounded once.
+template <class Float>
+__device__ inline Float rope_frequency(float base, std::int32_t i, std::int32_t rotated) {
+    return static_cast<Float>(pow(static_cast<double>(base), -2.0 * i / rotated));
+}
+/// The frequencies of such a Rope. One block.
+template <class Float>
+__global__ void __launch_bounds__(256)
+    frequencies_kernel(const float base, const std::int32_t rotated, Float* const frequencies) {
+    for (auto i = static_cast<std::int32_t>(threadIdx.x); i < rotated / 2; i += 256) {
+        frequencies[i] = rope_frequency<Float>(base, i, rotated);
+    }
+}
+
+enum class scorer_activation : std::uint8_t { silu, gelu_erf };
+
+/// act(y), and act'(y) where it is asked for.
+template <bool Slope>
+__device__ inline float activated(scorer_activation kind, float y, float& slope) {
+    if (kind == scorer_activation::silu) {
+        const float e = expf(-fabsf(y));
+        const float open = (y < 0.0f ? e : 1.0f) / (1.0f + e);
+        if (Slope) {
+            slope = open * (1.0f + y * ((y < 0.0f ? 1.0f : e) / (1.0f + e)));
+        }
+        return y * open;
+    }
+    const float below = (1.0f + erff(y * 0.70710678118654752440f)) * 0.5f;
+    if (Slope) {
+        slope = below + y * 0.39894228040143267794f * expf(-0.5f * y * y);
+    }
+    return y * below;
+}
+
+/// Reports a chunk's tokens that are not finite, all threads of a block together.
+template <class T>
+__device__ inline void report_bad_rows(const scorer_streams& streams, const scorer_source<T>& source,
+                                       const scorer_span& s) {
+    constexpr int each = shared_tile<T>::plain ? 1 : 8;  // 16-bit rows are multiples of 16 bytes
+    struct alignas(each * sizeof(T)) group {
+        T of[each];
+    };
+    float finite = 0.0f;  // or NaN
+    for (const rows_view<const T>& rows : {source.k, source.v}) {
+        const std::int32_t across = rows.dim / each;
+        for (auto i = static_cast<std::int32_t>(threadIdx.x); i < s.count * across;
+             i += static_cast<std::int32_t>(blockDim.x)) {
+            const group all =
+                *reinterpret_cast<const group*>(rows.row(s.b, s.h, s.first + i / across) + i % across * each);
+#pragma unroll
+            for (int e = 0; e < each; ++e) {
+                finite += static_cast<float>(all.of[e]) * 0.0f;
+            }
+        }
+    }
+    if (finite != 0.0f) {
+        streams.report(s.b, status_not_finite);
+    }
+}
+
+/// d loss / d score of token `t`; reported where it is not finite.
+__device__ inline float gradient_of_score(const scorer_streams& streams,
+                                          const plane_view<const float>& d_scores, const scorer_span& s,
+                                          std::int32_t t) {
+    const float d = d_scores.head(s.b, s.h)[t];
+    if (!(fabsf(d) <= 3.402823466e38f)) {
+        streams.report(s.b, status_not_finite);
+    }
+    return d;
+}
+
+// ---- linear ----------------------------------------------------------------------------------------------------------
+
+/// One warp a token.
+template <class T>
+__global__ void __launch_bounds__(256)
+    linear_kernel(const scorer_streams streams, const scorer_source<T> source, const float* const weight,
+                  const float* const bias, const plane_view<float> scores) {
+    const scorer_span s = streams.span(static_cast<std::int32_t>(blockIdx.x) / streams.slots,
+                                       static_cast<std::int32_t>(blockIdx.x) % streams.slots);
+    const float* const w = weight + std::int64_t{s.h} * source.size;
+    for (int r = warp_id(); r < s.count; r += 8) {
+        const T* const key = source.k.row(s.b, s.h, s.first + r);
+        const T* const value = source.v.row(s.b, s.h, s.first + r);
+        float sum = 0.0f;
+        for (int c = lane_id(); c < source.k.dim; c += 32) {
+            sum += static_cast<float>(key[c]) * w[c];
+        }
+        for (int c = lane_id(); c < source.v.dim; c += 32) {
+            sum += static_cast<float>(value[c]) * w[source.k.dim + c];
+        }
+        sum = warp_sum(sum);
+        if (lane_id() == 0) {
+            scores.head(s.b, s.h)[s.first + r] = sum + (bias != nullptr ? bias[s.h] : 0.0f);
+        }
+    }
+}
+
+/// Inputs' gradients, and partial sums [planes, slots][size + 1] of the weight's and the bias's.
+template <class T>
+__global__ void __launch_bounds__(256)
+    linear_backward_kernel(const scorer_streams streams, const scorer_source<T> source,
+                           const plane_view<const float> d_scores, const float* const weight,
+                           const rows_view<float> d_k, const rows_view<float> d_v, float* const partial) {
+    __shared__ float d[scorer_chunk];
+    const scorer_span s = streams.span(static_cast<std::int32_t>(blockIdx.x) / streams.slots,
+                                       static_cast<std::int32_t>(blockIdx.x) % streams.slots);
+    const auto thread = static_cast<int>(threadIdx.x);
+    if (thread < s.count) {
+        d[thread] = gradient_of_score(streams, d_scores, s, s.first + thread);
+    }
+    __syncthreads();
+    report_bad_rows(streams, source, s);
+    const std::int32_t dim_k = source.k.dim;
+    float* const sums = partial + (std::int64_t{s.plane} * streams.slots + s.slot) * (source.size + 1);
+    for (int c = thread; c <= source.size; c += 256) {
+        const float w = c < source.size ? weight[std::int64_t{s.h} * source.size + c] : 0.0f;
+        float sum = 0.0f;
+        for (int r = 0; r < s.count; ++r) {
+            const std::int32_t t = s.first + r;
+            if (c == source.size) {
+                sum += d[r];
+                continue;
+            }
+            const bool of_key = c < dim_k;
+            sum += d[r] * static_cast<float>(of_key ? source.k.row(s.b, s.h, t)[c]
+                                                    : source.v.row(s.b, s.h, t)[c - dim_k]);
+            if (d_k.data != nullptr) {
+                (of_key ? d_k.row(s.b, s.h, t)[c] : d_v.row(s.b, s.h, t)[c - dim_k]) = d[r] * w;
+            }
+        }
+        sums[c] = sum;
+    }
+}
+
+// ---- one hidden layer ------------------------------------------------------------------------------------------------
+
+/// The numbers of a hidden layer, and where its weights lie in device memory.
+template <class T>
+struct mlp_problem {
+    scorer_streams streams;
+    scorer_source<T> source;
+    const T* w1 = nullptr;      // [heads, width, source.padded]
+    const float* b1 = nullptr;  // [heads, hidden] or null
+    const float* w2 = nullptr;  // [heads, hidden]
+    const float* b2 = nullptr;  // [heads] or null
+    std::int32_t hidden = 0;
+    std::int32_t width = 0;  // rounded up to 64
+    scorer_activation activation = scorer_activation::silu;
+};
+
+/// Shared memory of a block's 64 inputs and the slabs of weights that pass by.
+template <class T>
+struct mlp_memory {
+    shared_tile<T> x;
+    unsigned char* slabs;
+    float* scale_k;
+    float* scale_v;
+    float* d;     // d score
+    float* sums;  // [4][64][2]
+    std::size_t bytes;
+
+    KVPOLICY_HOST_DEVICE mlp_memory(unsigned char* memory, std::int32_t padded) {
+        shared_parts parts(memory);
+        x = parts.tile<T>(scorer_chunk, padded);
+        slabs = parts.tile<T>(64, 64).data;
+        parts.tile<T>(64, 64);
+        scale_k = parts.take<float>(scorer_chunk);
+        scale_v = parts.take<float>(scorer_chunk);
+        d = parts.take<float>(scorer_chunk);
+        sums = parts.take<float>(4 * 64 * 2);
+        bytes = parts.bytes();
+    }
+};
+
+/// Scores of a chunk. Four warps of 16 tokens each, 64 hidden numbers at a time.
+template <class T>
+__global__ void __launch_bounds__(128)
+    mlp_kernel(const mlp_problem<T> problem, const plane_view<float> scores) {
+    const scorer_streams& streams = problem.streams;
+    const scorer_span s = streams.span(static_cast<std::int32_t>(blockIdx.x) / streams.slots,
+                                       static_cast<std::int32_t>(blockIdx.x) % streams.slots);
+    if (s.count == 0) {
+        return;
+    }
+    const scorer_source<T>& source = problem.source;
+    const mlp_memory<T> memory(aligned_dynamic_shared(), source.padded);
+    source.norms(s, s.first, 0, s.count, memory.scale_k, memory.scale_v);
+    source.load(s, s.first, 0, s.count, memory.scale_k, memory.scale_v, memory.x, 0, source.padded);
+    const std::int64_t at = std::int64_t{s.h} * problem.hidden;
+    const int lane = lane_id();
+    float score[2] = {};
+    for (std::int32_t n = 0; n < problem.width; n += 64) {
+        float acc[1][8][4];
+        clear(acc);
+        project<8>(acc, memory.x, problem.w1 + (std::int64_t{s.h} * problem.width + n) * source.padded,
+                   source.padded, memory.slabs);
+#pragma unroll
+        for (int j = 0; j < 8; ++j) {
+#pragma unroll
+            for (int e = 0; e < 4; ++e) {
+                const std::int32_t i = n + 8 * j + lane % 4 * 2 + e % 2;
+                if (i < problem.hidden) {
+                    const float y = acc[0][j][e] + (problem.b1 != nullptr ? problem.b1[at + i] : 0.0f);
+                    float slope;
+                    score[e / 2] += activated<false>(problem.activation, y, slope) * problem.w2[at + i];
+                }
+            }
+        }
+    }
+#pragma unroll
+    for (int i = 0; i < 2; ++i) {
+        const float sum = row_sum(score[i]) + (problem.b2 != nullptr ? problem.b2[s.h] : 0.0f);
+        const int r = 16 * warp_id() + lane / 4 + 8 * i;
+        if (lane % 4 == 0 && r < s.count) {
+            scores.head(s.b, s.h)[s.first + r] = sum;
+        }
+    }
+}
+
+/// d y = d r w2 act'(y) of a chunk's tokens into d_rows [planes, slots * 64, width], and the chunk's sums [2 hidden + 1]: of d y
+/// (b1), of d r act(y) (w2), of d r (b2).
+template <class T>
+__global__ void __launch_bounds__(128)
+    mlp_backward_kernel(const mlp_problem<T> problem, const plane_view<const float> d_scores, T* const d_rows,
+                        float* const partial) {
+    const scorer_streams& streams = problem.streams;
+    const scorer_span s = streams.span(static_cast<std::int32_t>(blockIdx.x) / streams.slots,
+                                       static_cast<std::int32_t>(blockIdx.x) % streams.slots);
+    const auto thread = static_cast<int>(threadIdx.x);
+    const std::int32_t hidden = problem.hidden;
+    float* const sums =
+        partial + (std::int64_t{s.plane} * streams.slots + s.slot) * (2 * std::int64_t{hidden} + 1);
+    if (s.count == 0) {
+        for (int i = thread; i <= 2 * hidden; i += 128) {
+            sums[i] = 0.0f;
+        }
+        return;
+    }
+    const scorer_source<T>& source = problem.source;
+    const mlp_memory<T> memory(aligned_dynamic_shared(), source.padded);
+    if (thread < scorer_chunk) {
+        memory.d[thread] =
+            thread < s.count ? gradient_of_score(streams, d_scores, s, s.first + thread) : 0.0f;
+    }
+    report_bad_rows(streams, source, s);
+    source.norms(s, s.first, 0, s.count, memory.scale_k, memory.scale_v);
+    source.load(s, s.first, 0, s.count, memory.scale_k, memory.scale_v, memory.x, 0, source.padded);
+    const std::int64_t at = std::int64_t{s.h} * hidden;
+    const int lane = lane_id(), row = 16 * warp_id() + lane / 4;
+    const float d[2] = {memory.d[row], memory.d[row + 8]};
+    T* const to = d_rows + s.row(streams.slots) * problem.width;
+    for (std::int32_t n = 0; n < problem.width; n += 64) {
+        float acc[1][8][4];
+        clear(acc);
+        project<8>(acc, memory.x, problem.w1 + (std::int64_t{s.h} * problem.width + n) * source.padded,
+                   source.padded, memory.slabs);
+#pragma unroll
+        for (int j = 0; j < 8; ++j) {
+            const int column = 8 * j + lane % 4 * 2;
+            float d_y[2][2], of_act[2] = {}, of_y[2] = {};
+#pragma unroll
+            for (int e = 0; e < 4; ++e) {
+                const std::int32_t i = n + column + e % 2;
+                d_y[e / 2][e % 2] = 0.0f;
+                if (i < hidden) {
+                    const float y = acc[0][j][e] + (problem.b1 != nullptr ? problem.b1[at + i] : 0.0f);
+                    float slope;
+                    of_act[e % 2] += d[e / 2] * activated<true>(problem.activation, y, slope);
+                    d_y[e / 2][e % 2] = d[e / 2] * problem.w2[at + i] * slope;
+                    of_y[e % 2] += d_y[e / 2][e % 2];
+                }
+            }
+#pragma unroll
+            for (int i = 0; i < 2; ++i) {
+                if (row + 8 * i < s.count) {
+                    T* const pair = to + std::int64_t{row + 8 * i} * problem.width + n + column;
+                    pair[0] = static_cast<T>(d_y[i][0]);
+                    pair[1] = static_cast<T>(d_y[i][1]);
+                }
+#pragma unroll
+                for (int step = 4; step < 32; step *= 2) {
+                    of_act[i] += __shfl_xor_sync(all_lanes, of_act[i], step);
+                    of_y[i] += __shfl_xor_sync(all_lanes, of_y[i], step);
+                }
+                if (lane < 4) {
+                    float* const mine = memory.sums + (warp_id() * 64 + column + i) * 2;
+                    mine[0] = of_y[i];
+                    mine[1] = of_act[i];
+                }
+            }
+        }
+        __syncthreads();
+        const int kind = thread / 64, i = thread % 64;
+        if (n + i < hidden) {
+            float sum = 0.0f;
+            for (int w = 0; w < 4; ++w) {
+                sum += memory.sums[(w * 64 + i) * 2 + kind];
+            }
+            sums[kind * hidden + n + i] = sum;
+        }
+        __syncthreads();
+    }
+    if (thread == 0) {
+        float sum = 0.0f;
+        for (int r = 0; r < s.count; ++r) {
+            sum += memory.d[r];
+        }
+        sums[2 * hidden] = sum;
+    }
+}
+
+}  // namespace cuda_backend
+}  // namespace KVPOLICY_HIDDEN
+}  // namespace kvpolicy

@@ -1,0 +1,274 @@
+// A read of an mLSTM's chunk by one warpgroup, which the kernels that score (kernel_fused_states_outputs_hopper.cuh) and that make gradients
+// (kernel_chunk_outputs_backward_hopper.cuh) share: what one thread needs of a row is in four lanes, weights of pairs go from one product to the next in
+// registers, and no two warps wait for each other but where tiles change hands.
+#pragma once
+
+#include <kvpolicy/cuda/config.cuh>
+#include <kvpolicy/cuda/launch.cuh>
+#include <kvpolicy/scorers/cuda/mlstm/agent_mlstm_warpgroup.cuh>
+#include <kvpolicy/scorers/cuda/mlstm/kernel_chunk_outputs.cuh>
+#include <kvpolicy/scorers/cuda/mlstm/mlstm_params.cuh>
+
+#include <cstdint>
+
+namespace kvpolicy {
+inline namespace KVPOLICY_CUDA_NAMESPACE KVPOLICY_HIDDEN {
+namespace cuda_backend {
+
+inline constexpr int mlstm_warpgroup_threads = 128;
+/// Blocks that a multiprocessor has room for.
+template <int V>
+inline constexpr int mlstm_reads_blocks = V == 64 ? 3 : 2;
+
+/// Shared memory of a block that reads one chunk after another.
+template <class E, int F, int V>
+struct mlstm_read_tiles {
+    shared_tile<E> q, k, v, c;
+    shared_tile<E> z_tile;  // z in two rows, rounded and what rounding takes away; of 8
+    float* z;
+    float* rho;
+    float2* numbers;  // [V]: the norm's gain, the readout's weight
+    mlstm_exponents<E> exponents;
+
+    KVPOLICY_HOST_DEVICE explicit mlstm_read_tiles(shared_parts& parts) {
+        q = parts.tile<E>(scorer_chunk, F);
+        k = parts.tile<E>(scorer_chunk, F);
+        v = parts.tile<E>(scorer_chunk, V);
+        c = parts.tile<E>(F, V);
+        z_tile = parts.tile<E>(8, F);
+        z = parts.take<float>(F);
+        rho = parts.take<float>(V);
+        numbers = parts.take<float2>(V);
+        exponents.source = parts.take<typename mlstm_exponents<E>::number>(scorer_chunk);
+        exponents.most = parts.take<typename mlstm_exponents<E>::number>(scorer_chunk);
+        exponents.kept = parts.take<float>(scorer_chunk);
+    }
+
+    /// Rows of z_tile that stay 0.
+    __device__ void clear_sums() const {
+        const float blank[8] = {};
+        for (int i = static_cast<int>(threadIdx.x); i < 8 * F / 8; i += mlstm_warpgroup_threads) {
+            z_tile.set_eight(i / (F / 8), i % (F / 8) * 8, blank);
+        }
+    }
+    template <class T>
+    __device__ void load_state(const mlstm_problem<T>& problem, std::int32_t chunk) const {
+        copy_image<F * V, mlstm_warpgroup_threads>(
+            c, static_cast<const E*>(problem.memory) + std::int64_t{chunk} * (F * V));
+        copy_slice<scorer_chunk, V, mlstm_warpgroup_threads>(
+            v, 0, static_cast<const E*>(problem.v) + std::int64_t{chunk} * (scorer_chunk * V), V);
+    }
+    template <class T>
+    __device__ void load_queries(const mlstm_problem<T>& problem, std::int32_t chunk) const {
+        copy_slice<scorer_chunk, F, mlstm_warpgroup_threads>(
+            q, 0, static_cast<const E*>(problem.q) + std::int64_t{chunk} * (scorer_chunk * F), F);
+    }
+    template <class T>
+    __device__ void load_keys(const mlstm_problem<T>& problem, std::int32_t chunk) const {
+        copy_slice<scorer_chunk, F, mlstm_warpgroup_threads>(
+            k, 0, static_cast<const E*>(problem.k) + std::int64_t{chunk} * (scorer_chunk * F), F);
+    }
+    /// What does not come by copies, from registers. The caller synchronises.
+    template <class T, class Numbers>
+    __device__ void store_numbers(const mlstm_problem<T>& problem, const Numbers& from) const {
+        const auto thread = static_cast<int>(threadIdx.x);
+        if (thread < F) {
+            const E rounded = static_cast<E>(from.z);
+            z[thread] = from.z;
+            *reinterpret_cast<E*>(z_tile.data + z_tile.offset(0, thread)) = rounded;
+            *reinterpret_cast<E*>(z_tile.data + z_tile.offset(1, thread)) =
+                static_cast<E>(from.z - static_cast<float>(rounded));
+        }
+        if (thread < V) {
+            const bool gained = thread < problem.width && problem.norm_gain != nullptr;
+            rho[thread] = from.share * static_cast<float>(from.heavy);
+            numbers[thread] = make_float2(gained ? from.gain : 1.0f, from.readout);
+        }
+        if (thread < scorer_chunk) {
+            exponents.set(from.source, from.top, from.last, from.m);
+        }
+    }
+};
+
+/// What a block must know of a chunk before it loads anything of it.
+struct mlstm_read_frame {
+    double m;
+    float share;
+    std::int32_t reads, count, bad, before;
+
+    /// No tokens where there is no such chunk. What nobody asks for is not loaded, since its register would be waited for.
+    template <bool Bad, bool Reference, class T>
+    __device__ void load(const mlstm_problem<T>& problem, std::int32_t chunk, std::int32_t chunks) {
+        const mlstm_frame* const frame = problem.frames + chunk;
+        const bool there = chunk < chunks;
+        m = load_if(there, &frame->m);
+        reads = load_if(there, &frame->reads);
+        count = load_if(there, &frame->count);
+        if constexpr (Bad) {
+            bad = load_if(there, &frame->bad);
+        }
+        if constexpr (Reference) {
+            share = load_if(there, &frame->share);
+            before = load_if(there, &frame->before);
+        }
+    }
+    [[nodiscard]] __device__ bool reads_any() const { return reads < count; }
+};
+
+/// A thread's share of a chunk's numbers, on their way from global memory while the chunk before is still at work.
+template <class E, int F, int V>
+struct mlstm_read_numbers {
+    double source, top, last, m;
+    float z, share;
+    E heavy;              // of the value that is the reference
+    float gain, readout;  // the norm's gain, the readout's weight
+
+    /// Nothing where the chunk does not read.
+    template <class T>
+    __device__ void load(const mlstm_problem<T>& problem, std::int32_t chunk, const mlstm_read_frame& frame) {
+        const auto thread = static_cast<int>(threadIdx.x);
+        const std::int32_t plane = chunk / problem.streams.slots, head = plane % problem.streams.heads;
+        const std::int64_t row = std::int64_t{chunk} * scorer_chunk;
+        const bool any = frame.reads_any(), of_row = any && thread < scorer_chunk,
+                   of_value = any && thread < problem.width;
+        m = frame.m;
+        source = load_if(of_row, problem.log_source + row + thread);
+        top = load_if(of_row, problem.log_top + row + thread);
+        last = load_if(of_row, problem.log_top + row + scorer_chunk - 1);
+        z = load_if(any && thread < F, problem.sums + std::int64_t{chunk} * F + thread);
+        const std::int64_t at = std::int64_t{head} * problem.width + thread;
+        gain = load_if(of_value && problem.norm_gain != nullptr, problem.norm_gain + at);
+        readout = load_if(of_value, problem.readout + at);
+        share = frame.share;
+        const std::int64_t reference =
+            std::int64_t{plane} * problem.streams.slots * scorer_chunk + frame.before;
+        heavy = load_if(any && thread < V && frame.before >= 0, problem.v + reference * V + thread);
+    }
+};
+
+#if KVPOLICY_HOPPER_CODE
+/// A thread's two rows of a chunk's reads: N, its divisor, and what weights of pairs are made of.
+template <class E, int F, int V>
+struct mlstm_warpgroup_reads {
+    float n[V / 2];
+    float divisor[2], kept[2], most[2];
+    float weights[32];  // of pairs
+
+    __device__ static int row(int r) { return 16 * (warp_id() % 4) + lane_id() / 4 + 8 * r; }
+    __device__ static int column() { return lane_id() % 4 * 2; }
+    /// exp(s_j - M_l) of columns 8 j + column() and the next, 0 for a token after the read.
+    template <class Memory>
+    __device__ void weigh(const Memory& memory, int j, int r, float (&w)[2]) const {
+        const float2 source = *reinterpret_cast<const float2*>(memory.exponents.source + 8 * j + column());
+        w[0] = 8 * j + column() <= row(r) ? fast_exp2(source.x - most[r]) : 0.0f;
+        w[1] = 8 * j + column() + 1 <= row(r) ? fast_exp2(source.y - most[r]) : 0.0f;
+    }
+    /// All of it, once the tiles are there. Few: with few registers, one product after the other.
+    template <bool Few = false, class Memory>
+    __device__ void read(const Memory& memory) {
+        float pairs[32], of_z[4];
+        std::uint32_t held[4][4];  // weights of pairs, rounded
+        wgmma_fence();
+        start_product<F, false>(pairs, memory.q, memory.k);
+        start_product<F, false>(of_z, memory.q, memory.z_tile);
+        wgmma_commit();
+        if constexpr (!Few) {
+            start_product<F, true>(n, memory.q, memory.c);
+            wgmma_commit();
+        }
+#pragma unroll
+        for (int r = 0; r < 2; ++r) {
+            kept[r] = memory.exponents.kept[row(r)];
+            most[r] = memory.exponents.most[row(r)];
+            divisor[r] = 0.0f;
+        }
+        wgmma_wait<Few ? 0 : 1>();
+        pin(pairs);
+        pin(of_z);
+#pragma unroll
+        for (int j = 0; j < 8; ++j) {
+#pragma unroll
+            for (int r = 0; r < 2; ++r) {
+                float w[2];
+                weigh(memory, j, r, w);
+                weights[4 * j + 2 * r] = w[0];
+                weights[4 * j + 2 * r + 1] = w[1];
+                rounded_pair<E> pair;
+                pair.set(pairs[4 * j + 2 * r] * w[0], pairs[4 * j + 2 * r + 1] * w[1]);
+                divisor[r] += pair.first() + pair.second();
+                held[j / 2][j % 2 * 2 + r] = pair.both;
+            }
+        }
+        if constexpr (Few) {
+            pin(held);
+            wgmma_fence();
+            start_product<F, true>(n, memory.q, memory.c);
+            wgmma_commit();
+        }
+        float qz[2];
+#pragma unroll
+        for (int r = 0; r < 2; ++r) {
+            qz[r] = __shfl_sync(all_lanes, of_z[2 * r] + of_z[2 * r + 1], lane_id() & ~3);
+            divisor[r] = kept[r] * qz[r] + row_sum(divisor[r]);
+        }
+        wgmma_wait<0>();
+        pin(n);
+#pragma unroll
+        for (int j = 0; j < V / 8; ++j) {
+            const float2 rho = *reinterpret_cast<const float2*>(memory.rho + 8 * j + column());
+#pragma unroll
+            for (int r = 0; r < 2; ++r) {
+                n[4 * j + 2 * r] = kept[r] * fmaf(qz[r], rho.x, n[4 * j + 2 * r]);
+                n[4 * j + 2 * r + 1] = kept[r] * fmaf(qz[r], rho.y, n[4 * j + 2 * r + 1]);
+            }
+        }
+        pin(n);
+        pin(held);
+        wgmma_fence();
+        start_held_product<true>(n, held, memory.v, true);
+        wgmma_commit();
+        wgmma_wait<0>();
+        pin(n);
+        pin(held);
+    }
+    /// Scores of the rows, before bias and skip; numbers: the norm's gain and the readout's weight of each value.
+    template <class T>
+    __device__ void score(const mlstm_problem<T>& problem, const float2* numbers, float (&score)[2]) const {
+        const bool norm = problem.norm_gain != nullptr;
+        float scale[2];
+#pragma unroll
+        for (int r = 0; r < 2; ++r) {
+            score[r] = 0.0f;
+            scale[r] = __fdividef(1.0f, divisor[r] < mlstm_clamp ? mlstm_clamp : divisor[r]);
+            if (norm) {
+                float square = 0.0f;
+#pragma unroll
+                for (int i = 0; i < V / 4; ++i) {
+                    const float h = n[4 * (i / 2) + 2 * r + i % 2] * scale[r];
+                    square = fmaf(h, h, square);
+                }
+                scale[r] *= rsqrtf(row_sum(square) / static_cast<float>(problem.width) + mlstm_norm_epsilon);
+            }
+        }
+#pragma unroll
+        for (int j = 0; j < V / 8; ++j) {
+            const float4 both = *reinterpret_cast<const float4*>(numbers + 8 * j + column());
+#pragma unroll
+            for (int r = 0; r < 2; ++r) {
+                const float x[2] = {n[4 * j + 2 * r] * scale[r] * both.x,
+                                    n[4 * j + 2 * r + 1] * scale[r] * both.z};
+                score[r] = fmaf(x[0] * sigmoid<E>(x[0]), both.y, score[r]);
+                score[r] = fmaf(x[1] * sigmoid<E>(x[1]), both.w, score[r]);
+            }
+        }
+#pragma unroll
+        for (float& one : score) {
+            one = row_sum(one);
+        }
+    }
+};
+#endif
+
+}  // namespace cuda_backend
+}  // namespace KVPOLICY_HIDDEN
+}  // namespace kvpolicy

@@ -1,0 +1,371 @@
+// The delayed reads of a chunk: h = N / max(g, clamp), then scores, or the gradients of what the reads depend on.
+//
+// Eight warps: warp i has rows 16 (i % 4) .. + 15 of the chunk and half i / 4 of whatever columns a product has; or, where Parts is 4, sixteen
+// warps and quarters. Sums along rows meet in shared memory.
+#pragma once
+
+#include <kvpolicy/cuda/config.cuh>
+#include <kvpolicy/cuda/launch.cuh>
+#include <kvpolicy/scorers/cuda/mlstm/mlstm_params.cuh>
+
+#include <cstdint>
+
+namespace kvpolicy {
+inline namespace KVPOLICY_CUDA_NAMESPACE KVPOLICY_HIDDEN {
+namespace cuda_backend {
+
+inline constexpr int mlstm_threads = 256;
+/// Blocks that a multiprocessor has room for: one loads while another multiplies.
+template <class T>
+inline constexpr int mlstm_blocks = shared_tile<T>::plain ? 1 : 2;
+
+/// Sums along rows from the parts of a row's columns.
+template <int Parts>
+struct mlstm_sums_along {
+    float* of;  // [Parts][64]
+
+    /// One lane of a quad writes.
+    __device__ void set(int row, float x) const {
+        if (lane_id() % 4 == 0) {
+            of[warp_id() / 4 * scorer_chunk + row] = x;
+        }
+    }
+    __device__ float get(int row) const {
+        float sum = of[row];
+#pragma unroll
+        for (int part = 1; part < Parts; ++part) {
+            sum += of[part * scorer_chunk + row];
+        }
+        return sum;
+    }
+};
+using mlstm_row_sums = mlstm_sums_along<2>;
+
+/// Waits for the other warps of the same rows.
+template <int Parts = 2>
+__device__ inline void sync_rows() {
+    named_barrier(1 + warp_id() % 4, 32 * Parts);
+}
+
+/// 1 / (1 + exp(-x)); where results are rounded to 16 bits, by the special function unit.
+template <class E>
+__device__ inline float sigmoid(float x) {
+    if constexpr (shared_tile<E>::plain) {
+        return __fdividef(1.0f, 1.0f + expf(-x));
+    } else {
+        return fast_reciprocal(1.0f + fast_exp2(-1.4426950408889634f * x));
+    }
+}
+
+/// Shared memory of a block that reads. Small, for gradients where blocks have less than the 110 KB that 128 features and values take: d N takes the
+/// place of the queries, which are loaded once more where the values were.
+template <class E, int F, int V, bool Backward, bool Small = false>
+struct mlstm_read_memory {
+    static_assert(!Small || (Backward && F == V));
+    shared_tile<E> q, k, v, c, weights, d_n;
+    shared_tile<E> z_tile;  // z in two rows, rounded and what rounding takes away; of 16
+    float* z;
+    float* rho;
+    float* qz;
+    float* d_score;
+    mlstm_row_sums sums[5];
+    mlstm_exponents<E> exponents;
+    std::size_t bytes;
+
+    KVPOLICY_HOST_DEVICE explicit mlstm_read_memory(unsigned char* memory) {
+        shared_parts parts(memory);
+        q = parts.tile<E>(scorer_chunk, F);
+        k = parts.tile<E>(scorer_chunk, F);
+        v = parts.tile<E>(scorer_chunk, V);
+        c = parts.tile<E>(F, V);
+        weights = parts.tile<E>(scorer_chunk, scorer_chunk);
+        if (Backward && !Small) {
+            d_n = parts.tile<E>(scorer_chunk, V);
+            z_tile = {d_n.data, 16};
+        } else {
+            z_tile = parts.tile<E>(16, F);
+            d_n = q;
+        }
+        z = parts.take<float>(F);
+        rho = parts.take<float>(V);
+        qz = parts.take<float>(scorer_chunk);
+        d_score = parts.take<float>(scorer_chunk);
+        for (mlstm_row_sums& one : sums) {
+            one.of = parts.take<float>(2 * scorer_chunk);
+        }
+        exponents.source = parts.take<typename mlstm_exponents<E>::number>(scorer_chunk);
+        exponents.most = parts.take<typename mlstm_exponents<E>::number>(scorer_chunk);
+        exponents.kept = parts.take<float>(scorer_chunk);
+        bytes = parts.bytes();
+    }
+    /// The queries once d N is there.
+    [[nodiscard]] __device__ shared_tile<E> queries() const { return Small ? v : q; }
+    /// [V][2]: sums down the columns of a warp's 16 rows, where those rows' weights are.
+    [[nodiscard]] __device__ float* columns(int warp) const {
+        static_assert(16 * scorer_chunk * sizeof(E) >= V * 2 * sizeof(float));
+        return reinterpret_cast<float*>(weights.data + weights.offset(16 * warp, 0));
+    }
+};
+
+/// What a warp's reads give: N of its 16 rows and its part of the values, and the divisors.
+template <int V, int Parts = 2>
+struct mlstm_reads {
+    static constexpr int columns = V / Parts;
+
+    float h[1][columns / 8][4];
+    float divisor[2];
+};
+
+/// Queries as the left side of products: in shared memory, or a warp's 16 rows in registers, which all of its products share.
+template <class E, int F>
+struct mlstm_query_tile {
+    const shared_tile<E>& q;
+
+    template <bool TransB, int NI>
+    __device__ void add(float (&acc)[1][NI][4], const shared_tile<E>& b, int n0) const {
+        add_product<1, NI, F, false, TransB>(acc, q, 16 * (warp_id() % 4), b, n0);
+    }
+};
+template <class E, int F>
+struct mlstm_query_rows {
+    std::uint32_t of[F / 16][4];
+
+    __device__ void load(const shared_tile<E>& q) {
+        const std::uint32_t at =
+            shared_address(q.data) + swizzled(q.rows, 16 * (warp_id() % 4) + lane_id() % 16, lane_id() / 16);
+#pragma unroll
+        for (int k = 0; k < F; k += 16) {
+            load_matrices(of[k / 16], (at ^ static_cast<std::uint32_t>(k % 64 * 2)) +
+                                          static_cast<std::uint32_t>(k / 64 * q.rows * 128));
+        }
+    }
+    template <bool TransB, int NI>
+    __device__ void add(float (&acc)[1][NI][4], const shared_tile<E>& b, int n0) const {
+        add_held_product<NI, F, TransB>(acc, of, b, n0);
+    }
+};
+
+/// q~_l . k~_j of a warp's rows and its part of the tokens.
+template <int Parts, class Query, class E>
+__device__ inline void multiply_pairs(float (&products)[1][scorer_chunk / Parts / 8][4], const Query& query,
+                                      const shared_tile<E>& k) {
+    constexpr int columns = scorer_chunk / Parts;
+    clear(products);
+    if (columns * (warp_id() / 4) < 16 * (warp_id() % 4) + 16) {  // other pairs are of tokens after the reads
+        query.template add<false>(products, k, columns * (warp_id() / 4));
+    }
+}
+
+/// From those, w_lj (q~_l . k~_j) into memory.weights and their sums; and q~_l . z. All of it is for the warps of a row.
+template <class E, int Parts, class Memory, class Query>
+__device__ inline void weigh_pairs(const Memory& memory, const Query& query,
+                                   const float (&products)[1][scorer_chunk / Parts / 8][4]) {
+    constexpr int columns = scorer_chunk / Parts, NI = columns / 8;
+    const int m0 = 16 * (warp_id() % 4), part = warp_id() / 4, lane = lane_id();
+    if (part == Parts - 1) {
+        float of_z[1][2][4];
+        clear(of_z);
+        query.template add<false>(of_z, memory.z_tile, 0);
+        if (lane % 4 == 0) {
+            memory.qz[m0 + lane / 4] = of_z[0][0][0] + of_z[0][0][1];
+            memory.qz[m0 + lane / 4 + 8] = of_z[0][0][2] + of_z[0][0][3];
+        }
+    }
+#pragma unroll
+    for (int r = 0; r < 2; ++r) {
+        const int l = m0 + lane / 4 + 8 * r;
+        float sum = 0.0f;
+        const auto weights = memory.weights.pairs_of(l, columns * part + lane % 4 * 2);
+#pragma unroll
+        for (int j = 0; j < NI; ++j) {
+            const int column = columns * part + 8 * j + lane % 4 * 2;
+            float first = products[0][j][2 * r] * memory.exponents.weight(l, column);
+            float second = products[0][j][2 * r + 1] * memory.exponents.weight(l, column + 1);
+            round_pair<E>(first, second);
+            weights.set(j, first, second);
+            sum += first + second;
+        }
+        memory.sums[0].set(l, row_sum(sum));
+    }
+}
+
+/// q~_l^T C of a warp's rows and its part of the values.
+template <int V, int Parts, class Query, class E>
+__device__ inline void multiply_state(mlstm_reads<V, Parts>& reads, const Query& query,
+                                      const shared_tile<E>& c) {
+    clear(reads.h);
+    query.template add<true>(reads.h, c, mlstm_reads<V, Parts>::columns * (warp_id() / 4));
+}
+
+/// Values of the reads from that and from what weigh_pairs left.
+template <int V, int Parts, class Memory>
+__device__ inline void apply_pairs(const Memory& memory, mlstm_reads<V, Parts>& reads) {
+    constexpr int columns = mlstm_reads<V, Parts>::columns, NI = columns / 8;
+    const int m0 = 16 * (warp_id() % 4), n0 = columns * (warp_id() / 4), lane = lane_id();
+#pragma unroll
+    for (int r = 0; r < 2; ++r) {
+        const int l = m0 + lane / 4 + 8 * r;
+        const float kept = memory.exponents.kept[l], of_state = kept * memory.qz[l];
+        reads.divisor[r] = of_state + memory.sums[0].get(l);
+#pragma unroll
+        for (int j = 0; j < NI; ++j) {
+#pragma unroll
+            for (int e = 0; e < 2; ++e) {
+                float& h = reads.h[0][j][2 * r + e];
+                h = kept * h + of_state * memory.rho[n0 + 8 * j + lane % 4 * 2 + e];
+            }
+        }
+    }
+    add_product<1, NI, scorer_chunk, false, true>(reads.h, memory.weights, m0, memory.v, n0);
+}
+
+/// Loads a chunk and reads it. w_lj (q~_l . k~_j) stays in memory.weights; divisors are sums of the weights as rounded there, so that h is
+/// a mean of values with the very weights that multiply them. The caller has d scores written before, if any.
+template <int F, int V, class T, class Memory>
+__device__ inline void read_chunk(const mlstm_problem<T>& problem, const scorer_span& s, const Memory& memory,
+                                  const mlstm_frame& frame, mlstm_reads<V>& reads) {
+    using E = mlstm_element<T>;
+    const std::int64_t row = s.row(problem.streams.slots), chunk = problem.chunk(s);
+    copy_slice<scorer_chunk, F, mlstm_threads>(memory.q, 0, static_cast<const E*>(problem.q + row * F), F);
+    copy_slice<scorer_chunk, F, mlstm_threads>(memory.k, 0, static_cast<const E*>(problem.k + row * F), F);
+    copy_commit();
+    copy_slice<F, V, mlstm_threads>(memory.c, 0, static_cast<const E*>(problem.memory + chunk * F * V), V);
+    copy_slice<scorer_chunk, V, mlstm_threads>(memory.v, 0, static_cast<const E*>(problem.v + row * V), V);
+    copy_commit();
+    mlstm_look_ahead<T> next(problem);
+    next.array(problem.q, scorer_chunk * F);
+    next.array(problem.k, scorer_chunk * F);
+    next.array(problem.v, scorer_chunk * V);
+    next.array(problem.memory, F * V);
+    const auto thread = static_cast<int>(threadIdx.x);
+    for (int i = thread; i < 16 * F / 8; i += mlstm_threads) {
+        const int r = i / (F / 8), c = i % (F / 8) * 8;
+        float x[8] = {};
+        if (r < 2) {
+#pragma unroll
+            for (int e = 0; e < 8; e += 2) {
+                const float whole[2] = {problem.sums[chunk * F + c + e], problem.sums[chunk * F + c + e + 1]};
+                x[e] = whole[0];
+                x[e + 1] = whole[1];
+                round_pair<E>(x[e], x[e + 1]);
+                if (r == 0) {
+                    memory.z[c + e] = whole[0];
+                    memory.z[c + e + 1] = whole[1];
+                } else {
+                    x[e] = whole[0] - x[e];
+                    x[e + 1] = whole[1] - x[e + 1];
+                }
+            }
+        }
+        memory.z_tile.set_eight(r, c, x);
+    }
+    if (thread < V) {
+        memory.rho[thread] =
+            reference_before(problem, frame, row - std::int64_t{s.slot} * scorer_chunk, V, thread);
+    }
+    memory.exponents.load(problem.log_source + row, problem.log_top + row, frame.m);
+    copy_wait<1>();
+    __syncthreads();
+    const mlstm_query_tile<E, F> query{memory.q};
+    float products[1][4][4];
+    multiply_pairs<2>(products, query, memory.k);
+    weigh_pairs<E, 2>(memory, query, products);
+    copy_wait<0>();
+    __syncthreads();
+    multiply_state(reads, query, memory.c);
+    apply_pairs(memory, reads);
+}
+
+inline constexpr float mlstm_clamp = 1e-6f;
+inline constexpr float mlstm_norm_epsilon = 1e-6f;
+
+/// Writes the scores of a chunk's reads l from `skipped` to `count` to scores[l]. `number(i, gain, readout)` gives the norm's gain and
+/// the weight of value i, 0 beyond the width, and `added(l)` what a score has besides.
+template <class E, int V, int Parts, class T, class Memory, class Number, class Added>
+__device__ inline void score_reads(const mlstm_problem<T>& problem, const Memory& memory, float* scores,
+                                   std::int32_t skipped, std::int32_t count, std::int32_t bad,
+                                   mlstm_reads<V, Parts>& reads, const Number& number, const Added& added) {
+    constexpr int columns = mlstm_reads<V, Parts>::columns, NI = columns / 8;
+    const int m0 = 16 * (warp_id() % 4), n0 = columns * (warp_id() / 4), lane = lane_id();
+    const bool norm = problem.norm_gain != nullptr;
+    float scale[2];
+#pragma unroll
+    for (int r = 0; r < 2; ++r) {
+        scale[r] = __fdividef(1.0f, reads.divisor[r] < mlstm_clamp ? mlstm_clamp : reads.divisor[r]);
+        float square = 0.0f;
+#pragma unroll
+        for (int j = 0; j < NI; ++j) {
+#pragma unroll
+            for (int e = 2 * r; e < 2 * r + 2; ++e) {
+                reads.h[0][j][e] *= scale[r];
+                square += reads.h[0][j][e] * reads.h[0][j][e];
+            }
+        }
+        memory.sums[1].set(m0 + lane / 4 + 8 * r, row_sum(square));
+    }
+    if (norm) {
+        sync_rows<Parts>();
+    }
+#pragma unroll
+    for (int r = 0; r < 2; ++r) {
+        scale[r] =
+            norm ? rsqrtf(memory.sums[1].get(m0 + lane / 4 + 8 * r) / static_cast<float>(problem.width) +
+                          mlstm_norm_epsilon)
+                 : 1.0f;
+    }
+    float score[2] = {};
+#pragma unroll
+    for (int j = 0; j < NI; ++j) {
+#pragma unroll
+        for (int e = 0; e < 2; ++e) {
+            float gain, readout;
+            number(n0 + 8 * j + lane % 4 * 2 + e, gain, readout);
+#pragma unroll
+            for (int r = 0; r < 2; ++r) {
+                const float x = reads.h[0][j][2 * r + e] * scale[r] * gain;
+                score[r] += x * sigmoid<E>(x) * readout;
+            }
+        }
+    }
+    memory.sums[2].set(m0 + lane / 4, row_sum(score[0]));
+    memory.sums[2].set(m0 + lane / 4 + 8, row_sum(score[1]));
+    sync_rows<Parts>();
+    const int l = m0 + lane;
+    if (warp_id() / 4 == 0 && lane < 16 && l >= skipped && l < count) {
+        scores[l] = l < bad ? memory.sums[2].get(l) + added(l) : NAN;
+    }
+}
+
+/// Scores of the tokens that a chunk reads.
+template <class T, int F, int V>
+__global__ void __launch_bounds__(mlstm_threads, mlstm_blocks<T>)
+    mlstm_read_kernel(const mlstm_problem<T> problem) {
+    using E = mlstm_element<T>;
+    const scorer_streams& streams = problem.streams;
+    const scorer_span s = streams.span(static_cast<std::int32_t>(blockIdx.x) / streams.slots,
+                                       static_cast<std::int32_t>(blockIdx.x) % streams.slots);
+    const std::int32_t skipped = max(0, s.begin + streams.delay - s.first);
+    if (skipped >= s.count) {
+        return;
+    }
+    const mlstm_read_memory<E, F, V, false> memory(aligned_dynamic_shared());
+    const mlstm_frame& frame = problem.frames[problem.chunk(s)];
+    mlstm_reads<V> reads;
+    read_chunk<F, V>(problem, s, memory, frame, reads);
+    const std::int64_t at = std::int64_t{s.h} * problem.width;
+    const auto number = [&](int i, float& gain, float& readout) {
+        const bool there = i < problem.width;
+        gain = there && problem.norm_gain != nullptr ? problem.norm_gain[at + i] : 1.0f;
+        readout = there ? problem.readout[at + i] : 0.0f;
+    };
+    const auto added = [&](int l) {
+        const float bias = problem.readout_bias != nullptr ? problem.readout_bias[s.h] : 0.0f;
+        return bias + (problem.skip != nullptr ? problem.skipped[s.row(streams.slots) + l] : 0.0f);
+    };
+    score_reads<E>(problem, memory, problem.scores.head(s.b, s.h) + (s.first - streams.delay), skipped,
+                   s.count, frame.bad, reads, number, added);
+}
+
+}  // namespace cuda_backend
+}  // namespace KVPOLICY_HIDDEN
+}  // namespace kvpolicy

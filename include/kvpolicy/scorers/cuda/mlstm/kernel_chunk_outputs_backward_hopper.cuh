@@ -1,0 +1,408 @@
+// mlstm_reads_backward_kernel (kernel_chunk_outputs_backward.cuh has the equations) with a warpgroup a chunk; its reads are those of agent_chunk_outputs_hopper.cuh.
+#pragma once
+
+#include <kvpolicy/cuda/config.cuh>
+#include <kvpolicy/cuda/launch.cuh>
+#include <kvpolicy/scorers/cuda/mlp/kernel_mlp.cuh>
+#include <kvpolicy/scorers/cuda/mlstm/agent_chunk_outputs_hopper.cuh>
+#include <kvpolicy/scorers/cuda/mlstm/agent_mlstm_warpgroup.cuh>
+#include <kvpolicy/scorers/cuda/mlstm/kernel_chunk_outputs.cuh>
+#include <kvpolicy/scorers/cuda/mlstm/kernel_chunk_outputs_backward.cuh>
+#include <kvpolicy/scorers/cuda/mlstm/mlstm_params.cuh>
+
+#include <cstdint>
+
+namespace kvpolicy {
+inline namespace KVPOLICY_CUDA_NAMESPACE KVPOLICY_HIDDEN {
+namespace cuda_backend {
+
+template <class E, int F, int V>
+struct mlstm_reads_memory : mlstm_read_tiles<E, F, V> {
+    /// Whether d q~ has a tile of its own; else it takes that of k~.
+    static constexpr bool apart = F == V;
+
+    shared_tile<E> d_n;
+    float* d_score;
+    float* columns;  // [4][V][2]: sums down the columns of a warp's 16 rows
+
+    KVPOLICY_HOST_DEVICE explicit mlstm_reads_memory(shared_parts& parts)
+        : mlstm_read_tiles<E, F, V>(parts),
+          d_n(parts.tile<E>(scorer_chunk, V)),
+          d_score(parts.take<float>(scorer_chunk)),
+          columns(parts.take<float>(4 * V * 2)) {}
+    [[nodiscard]] static std::size_t bytes() {
+        shared_parts parts(nullptr);
+        const mlstm_reads_memory all(parts);
+        return parts.bytes();
+    }
+};
+
+#if KVPOLICY_HOPPER_CODE
+/// From a thread's h_l and d score to d N_l, which set_pair(j, r, rho, first, second) takes up, and the warp's sums of d readout
+/// down its rows. First of a readout without a norm,
+template <class Memory, int N, class Set>
+__device__ inline void through_readout(const Memory& memory, const float (&n)[N], const float (&d_score)[2],
+                                       const float (&inverse)[2], float* of_warp, const Set& set_pair) {
+    using E = mlstm_element<bf16>;
+    const int lane = lane_id(), c0 = lane % 4 * 2;
+    const float slope[2] = {d_score[0] * inverse[0], d_score[1] * inverse[1]};
+#pragma unroll
+    for (int four = 0; four < N / 4; four += 4) {
+        float down[8];  // of the readout's weight, by columns: [4 x 8 columns][2 neighbours]
+#pragma unroll
+        for (int i = 0; i < 4; ++i) {
+            const int j = four + i;
+            const float4 both = *reinterpret_cast<const float4*>(memory.numbers + 8 * j + c0);
+            const float2 rho = *reinterpret_cast<const float2*>(memory.rho + 8 * j + c0);
+            float to[2][2];
+#pragma unroll
+            for (int e = 0; e < 2; ++e) {
+                const float readout = e == 0 ? both.y : both.w;
+                float of_readout = 0.0f;
+#pragma unroll
+                for (int r = 0; r < 2; ++r) {
+                    const float h = n[4 * j + 2 * r + e], open = sigmoid<E>(h), silu = h * open;
+                    of_readout = fmaf(d_score[r], silu, of_readout);
+                    // silu' = open (1 + h (1 - open))
+                    to[r][e] = slope[r] * readout * (open + fmaf(-silu, open, silu));
+                }
+                down[2 * i + e] = of_readout;
+            }
+#pragma unroll
+            for (int r = 0; r < 2; ++r) {
+                set_pair(j, r, rho, to[r][0], to[r][1]);
+            }
+        }
+        const float sum = sums_down(down);
+        const int at = lane / 4;
+        of_warp[(8 * (four + at / 2) + c0 + at % 2) * 2] = sum;
+    }
+}
+/// and of one with a norm, whose gain's sums stand beside the readout's.
+template <class Memory, int N, class Set>
+__device__ inline void through_norm(const Memory& memory, const float (&n)[N], const float (&d_score)[2],
+                                    const float (&inverse)[2], std::int32_t width, float* of_warp,
+                                    const Set& set_pair) {
+    using E = mlstm_element<bf16>;
+    const int lane = lane_id(), c0 = lane % 4 * 2;
+    float scale[2];
+#pragma unroll
+    for (int r = 0; r < 2; ++r) {
+        float square = 0.0f;
+#pragma unroll
+        for (int j = 0; j < N / 4; ++j) {
+#pragma unroll
+            for (int e = 2 * r; e < 2 * r + 2; ++e) {
+                square = fmaf(n[4 * j + e], n[4 * j + e], square);
+            }
+        }
+        scale[r] = rsqrtf(row_sum(square) / static_cast<float>(width) + mlstm_norm_epsilon);
+    }
+    float d[N], along[2] = {};
+#pragma unroll
+    for (int pair = 0; pair < N / 4; pair += 2) {
+        float down[8];  // of the readout's weight and of the gain: [2 x 8 columns][2 neighbours][which]
+#pragma unroll
+        for (int i = 0; i < 2; ++i) {
+            const int j = pair + i;
+            const float4 both = *reinterpret_cast<const float4*>(memory.numbers + 8 * j + c0);
+#pragma unroll
+            for (int e = 0; e < 2; ++e) {
+                const float gain = e == 0 ? both.x : both.z, readout = e == 0 ? both.y : both.w;
+                float of_readout = 0.0f, of_gain = 0.0f;
+#pragma unroll
+                for (int r = 0; r < 2; ++r) {
+                    const float x = n[4 * j + 2 * r + e] * scale[r], y = x * gain;
+                    const float open = sigmoid<E>(y), silu = y * open;
+                    of_readout = fmaf(d_score[r], silu, of_readout);
+                    // silu' = open (1 + y (1 - open))
+                    const float to = d_score[r] * readout * (open + fmaf(-silu, open, silu));
+                    of_gain = fmaf(to, x, of_gain);
+                    d[4 * j + 2 * r + e] = to * gain;
+                    along[r] = fmaf(to * gain, n[4 * j + 2 * r + e], along[r]);
+                }
+                down[4 * i + 2 * e] = of_readout;
+                down[4 * i + 2 * e + 1] = of_gain;
+            }
+        }
+        const float sum = sums_down(down);
+        const int at = lane / 8;
+        of_warp[(8 * (pair + at / 2) + c0 + at % 2) * 2 + lane / 4 % 2] = sum;
+    }
+#pragma unroll
+    for (int r = 0; r < 2; ++r) {
+        const float back = row_sum(along[r]) * scale[r] * scale[r] / static_cast<float>(width);
+        const float by = scale[r] * inverse[r];
+#pragma unroll
+        for (int j = 0; j < N / 4; ++j) {
+            const float2 rho = *reinterpret_cast<const float2*>(memory.rho + 8 * j + c0);
+            set_pair(j, r, rho, by * fmaf(-n[4 * j + 2 * r], back, d[4 * j + 2 * r]),
+                     by * fmaf(-n[4 * j + 2 * r + 1], back, d[4 * j + 2 * r + 1]));
+        }
+    }
+}
+#endif
+
+/// Norm: the readout has one.
+template <class T, int F, int V, bool Norm>
+__global__ void __launch_bounds__(KVPOLICY_HOPPER_THREADS(mlstm_warpgroup_threads), mlstm_reads_blocks<V>)
+    mlstm_reads_hopper_kernel([[maybe_unused]] const mlstm_problem<T> problem) {
+#if KVPOLICY_HOPPER_CODE
+    using E = mlstm_element<T>;
+    static_assert(!shared_tile<E>::plain);
+    constexpr int threads = mlstm_warpgroup_threads;
+    using memory_type = mlstm_reads_memory<E, F, V>;
+    shared_parts parts(aligned_dynamic_shared());
+    const memory_type memory(parts);
+    const scorer_streams& streams = problem.streams;
+    const std::int32_t chunks = streams.batch * streams.heads * streams.slots, width = problem.width;
+    const auto thread = static_cast<int>(threadIdx.x);
+    const int lane = lane_id(), l0 = 16 * warp_id() + lane / 4, c0 = lane % 4 * 2;
+
+    const auto load_all = [&](std::int32_t chunk) {
+        memory.load_state(problem, chunk);
+        memory.load_queries(problem, chunk);
+        memory.load_keys(problem, chunk);
+    };
+
+    memory.clear_sums();
+    __syncthreads();
+    const auto step = static_cast<std::int32_t>(gridDim.x);
+    auto chunk = static_cast<std::int32_t>(blockIdx.x);
+    mlstm_read_frame frame, following;
+    mlstm_read_numbers<E, F, V> numbers;
+    float slope = 0.0f;  // d of the score that row `thread` has
+    const auto load_numbers = [&](std::int32_t of, const mlstm_read_frame& from) {
+        numbers.load(problem, of, from);
+        const bool in = thread >= from.reads && thread < from.count;
+        const float* at = nullptr;
+        if (in) {
+            const scorer_span s = streams.span(of / streams.slots, of % streams.slots);
+            at = problem.d_scores.head(s.b, s.h) + (s.first + thread - streams.delay);
+        }
+        slope = load_if(in, at);
+    };
+    frame.load<false, true>(problem, chunk, chunks);
+    following.load<false, true>(problem, chunk + step, chunks);
+    if (frame.reads_any()) {
+        load_all(chunk);
+    }
+    copy_commit();
+    load_numbers(chunk, frame);
+    for (; chunk < chunks; chunk += step) {
+        const std::int32_t next = chunk + step;
+        const std::int32_t skipped = frame.reads, count = frame.count;
+        const bool there = frame.reads_any(), follows = following.reads_any();
+        const std::int64_t row = std::int64_t{chunk} * scorer_chunk;
+        float* const sums = problem.d_readout + std::int64_t{chunk} * (2 * width + 1);
+        T* const d_rows = problem.d_rows_q + row * problem.rows_q;
+        if (!there) {
+            for (int i = thread; i <= 2 * width; i += threads) {
+                sums[i] = 0.0f;
+            }
+            for (int i = thread; i < count * problem.rows_q / 8; i += threads) {
+                *reinterpret_cast<uint4*>(d_rows + std::int64_t{i} * 8) = make_uint4(0, 0, 0, 0);
+            }
+            load_numbers(next, following);
+            if (follows) {
+                load_all(next);
+            }
+            copy_commit();
+            frame = following;
+            following.load<false, true>(problem, next + step, chunks);
+            continue;
+        }
+        if (thread < scorer_chunk) {
+            memory.d_score[thread] = slope;
+            if (!(fabsf(slope) <= 3.402823466e38f)) {
+                streams.report(chunk / streams.slots / streams.heads, status_not_finite);
+            }
+        }
+        memory.store_numbers(problem, numbers);
+        mlstm_look_ahead<T> ahead(next, follows);
+        ahead.array(problem.q, scorer_chunk * F);
+        ahead.array(problem.k, scorer_chunk * F);
+        copy_wait<0>();
+        fence_async_proxy();
+        __syncthreads();
+
+        mlstm_warpgroup_reads<E, F, V> reads;
+        reads.read(memory);
+        float(&n)[V / 2] = reads.n;
+        const float(&kept)[2] = reads.kept;
+        float d_score[2];
+        bool in[2];
+#pragma unroll
+        for (int r = 0; r < 2; ++r) {
+            const int l = l0 + 8 * r;
+            d_score[r] = memory.d_score[l];
+            in[r] = l >= skipped && l < count;
+        }
+        bool clamped[2];
+        float inverse[2];
+#pragma unroll
+        for (int r = 0; r < 2; ++r) {
+            clamped[r] = reads.divisor[r] < mlstm_clamp;
+            inverse[r] = __fdividef(1.0f, clamped[r] ? mlstm_clamp : reads.divisor[r]);
+        }
+
+        // h_l
+#pragma unroll
+        for (int r = 0; r < 2; ++r) {
+#pragma unroll
+            for (int j = 0; j < V / 8; ++j) {
+#pragma unroll
+                for (int e = 2 * r; e < 2 * r + 2; ++e) {
+                    float& h = n[4 * j + e];
+                    h = in[r] ? h * inverse[r] : 0.0f;
+                }
+            }
+        }
+        // d N, as it is rounded; - d g_l, and d N_l . rho + d g_l
+        std::uint32_t to_n[V / 16][4];
+        float of_divisor[2] = {}, of_state[2] = {}, d_g[2];
+        float to_h[2];
+        float* const of_warp = memory.columns + warp_id() * (2 * V);
+#pragma unroll
+        for (int r = 0; r < 2; ++r) {
+            to_h[r] = clamped[r] ? 0.0f : 1.0f;
+        }
+        const auto set_pair = [&](int j, int r, const float2& rho, float first, float second) {
+            const float h[2] = {n[4 * j + 2 * r], n[4 * j + 2 * r + 1]};
+            rounded_pair<E> pair;
+            pair.set(first, second);
+            to_n[j / 2][j % 2 * 2 + r] = pair.both;
+            first = pair.first();
+            second = pair.second();
+            of_divisor[r] = fmaf(first, h[0], fmaf(second, h[1], of_divisor[r]));
+            of_state[r] = fmaf(first, fmaf(-to_h[r], h[0], rho.x),
+                               fmaf(second, fmaf(-to_h[r], h[1], rho.y), of_state[r]));
+        };
+        if constexpr (Norm) {
+            through_norm(memory, n, d_score, inverse, width, of_warp, set_pair);
+        } else {
+            through_readout(memory, n, d_score, inverse, of_warp, set_pair);
+        }
+#pragma unroll
+        for (int r = 0; r < 2; ++r) {
+            of_state[r] = row_sum(of_state[r]);
+            d_g[r] = clamped[r] ? 0.0f : -row_sum(of_divisor[r]);
+            if (lane % 4 == 0) {
+                problem.d_g[row + l0 + 8 * r] = d_g[r];
+                problem.kept[row + l0 + 8 * r] = in[r] ? kept[r] : 0.0f;
+            }
+        }
+        float d_q[F / 2], pairs[32];
+        std::uint32_t held[4][4];
+        pin(to_n);
+        wgmma_fence();
+        start_held_product<false>(pairs, to_n, memory.v, false);
+        wgmma_commit();
+        start_held_product<false>(d_q, to_n, memory.c, false);
+        wgmma_commit();
+#pragma unroll
+        for (int k = 0; k < V / 16; ++k) {
+            store_rows_of(memory.d_n, k, to_n[k]);
+        }
+        wgmma_wait<1>();
+        pin(pairs);
+        // w_lj G_lj, with G_lj = d N_l . v~_j + d g_l
+#pragma unroll
+        for (int j = 0; j < 8; ++j) {
+#pragma unroll
+            for (int r = 0; r < 2; ++r) {
+                const float w[2] = {reads.weights[4 * j + 2 * r], reads.weights[4 * j + 2 * r + 1]};
+                held[j / 2][j % 2 * 2 + r] = pack<E>(w[0] * (pairs[4 * j + 2 * r] + d_g[r]),
+                                                     w[1] * (pairs[4 * j + 2 * r + 1] + d_g[r]));
+            }
+        }
+        wgmma_wait<0>();
+        pin(d_q);
+        pin(to_n);
+        __syncthreads();  // the state and the values have been read, d N and the columns' sums are there
+        if (follows) {
+            memory.load_state(problem, next);
+        }
+        copy_commit();
+        load_numbers(next, following);
+        frame = following;
+        following.load<false, true>(problem, next + step, chunks);
+        // d q~ = exp(m - M_l) (C d N + z d g) + sum_j w_lj G_lj k~_j
+#pragma unroll
+        for (int j = 0; j < F / 8; ++j) {
+            const float2 z = *reinterpret_cast<const float2*>(memory.z + 8 * j + c0);
+#pragma unroll
+            for (int r = 0; r < 2; ++r) {
+                d_q[4 * j + 2 * r] = kept[r] * fmaf(of_state[r], z.x, d_q[4 * j + 2 * r]);
+                d_q[4 * j + 2 * r + 1] = kept[r] * fmaf(of_state[r], z.y, d_q[4 * j + 2 * r + 1]);
+            }
+        }
+        float of_q[2][2] = {};
+        add_along<F>(of_q, d_q, memory.q);
+        pin(d_q);
+        pin(held);
+        wgmma_fence();
+        start_held_product<true>(d_q, held, memory.k, true);
+        wgmma_commit();
+#pragma unroll
+        for (int r = 0; r < 2; ++r) {
+            const float carried = row_sum(of_q[0][r] + of_q[1][r]);
+            if (lane % 4 == 0) {
+                problem.carried[row + l0 + 8 * r] = carried;
+            }
+        }
+        write_columns_of<V, threads>(problem.d_n + row * V, V, memory.d_n, scorer_chunk, thread);
+        for (int i = thread; i < (Norm ? 2 : 1) * width; i += threads) {
+            const int at = i < width ? 2 * i : 2 * (i - width) + 1;
+            float sum = 0.0f;
+#pragma unroll
+            for (int w = 0; w < 4; ++w) {
+                sum += memory.columns[w * (2 * V) + at];
+            }
+            sums[i] = sum;
+        }
+        if (warp_id() == 3) {
+            const float sum = warp_sum(memory.d_score[lane] + memory.d_score[lane + 32]);
+            if (lane == 0) {
+                sums[2 * width] = sum;
+            }
+        }
+        wgmma_wait<0>();
+        pin(d_q);
+        pin(held);
+        float whole[2][2] = {};
+        add_along<F>(whole, d_q, memory.q);
+#pragma unroll
+        for (int half = 0; half < 2; ++half) {
+#pragma unroll
+            for (int r = 0; r < 2; ++r) {
+                whole[half][r] = row_sum(whole[half][r]);
+            }
+        }
+        through_feature_map<F>(problem, d_q, memory.q, whole);
+        __syncthreads();  // keys have been read, and d N
+        const shared_tile<T> to{memory_type::apart ? memory.d_n.data : memory.k.data, scorer_chunk};
+        store_rounded(to, d_q);
+        __syncthreads();  // queries have been read, d q~ is there
+        if (follows) {
+            memory.load_queries(problem, next);
+            if (memory_type::apart) {
+                memory.load_keys(problem, next);
+            }
+        }
+        copy_commit();
+        write_tile<threads>(d_rows, problem.rows_q, to, problem.at_skip, count, thread);
+        write_eighths<threads>(d_rows, problem.rows_q, problem.at_skip, problem.used_q, count, thread,
+                               [&](int r, int c) { return c == problem.at_skip ? memory.d_score[r] : 0.0f; });
+        __syncthreads();  // the next chunk's numbers may come
+        if (follows && !memory_type::apart) {
+            memory.load_keys(problem, next);
+        }
+        copy_commit();
+    }
+#endif
+}
+
+}  // namespace cuda_backend
+}  // namespace KVPOLICY_HIDDEN
+}  // namespace kvpolicy

@@ -1,0 +1,446 @@
+// From keys and values to an mLSTM's features, values and gates.
+#pragma once
+
+#include <kvpolicy/cuda/config.cuh>
+#include <kvpolicy/cuda/hopper.cuh>
+#include <kvpolicy/cuda/launch.cuh>
+#include <kvpolicy/cuda/primitives/wgmma.cuh>
+#include <kvpolicy/scorers/cuda/common/kernel_scorer_weights.cuh>
+#include <kvpolicy/scorers/cuda/mlstm/agent_mlstm_gates.cuh>
+#include <kvpolicy/scorers/cuda/mlstm/mlstm_params.cuh>
+#include <kvpolicy/scorers/mlstm.hpp>
+
+#include <cstdint>
+#include <type_traits>
+
+namespace kvpolicy {
+inline namespace KVPOLICY_CUDA_NAMESPACE KVPOLICY_HIDDEN {
+namespace cuda_backend {
+
+/// Slabs of weights, 64 columns of `rows` rows, that are on their way at once: as many as leave room for two blocks on a multiprocessor. Blocks of one
+/// chunk are those of wide inputs, which need the room themselves.
+template <class T, int Slots>
+KVPOLICY_HOST_DEVICE constexpr int mlstm_slabs(int rows) {
+    return !shared_tile<T>::plain && Slots == 2 && rows <= 64 ? 4 : 2;
+}
+
+/// Shared memory of the projections of `Slots` neighbouring chunks: their inputs, slabs of weights, and the gates.
+template <class T, int Slots>
+struct mlstm_project_memory {
+    shared_tile<T> x;  // of the first; the others' follow
+    unsigned char* slabs;
+    float* weights;      // [2][gate_weight(padded)]: of the gates, or of the skip; float rows
+    T* split;            // [8][padded + 8]: the same in parts (split_weight); 16-bit rows
+    double* log_input;   // [Slots][64]
+    double* log_forget;  // [Slots][64]
+    float* ones;         // [64]: an mLSTM's input has no norms
+    std::int32_t* bad;   // [Slots][64]
+    float2* stats;       // [Slots][2][2][64]: of softmaxes
+    std::size_t bytes;
+
+    KVPOLICY_HOST_DEVICE mlstm_project_memory(unsigned char* memory, std::int32_t padded,
+                                              std::int32_t slab_rows) {
+        shared_parts parts(memory);
+        x = {parts.tile<T>(scorer_chunk, Slots * padded).data, scorer_chunk};
+        slabs = parts.tile<T>(slab_rows, 64).data;
+        for (int i = 1; i < mlstm_slabs<T, Slots>(slab_rows); ++i) {
+            parts.tile<T>(slab_rows, 64);
+        }
+        weights = parts.take<float>(shared_tile<T>::plain ? 2 * gate_weight(padded) : 0);
+        split = parts.take<T>(shared_tile<T>::plain ? 0 : 8 * (padded + 8));
+        log_input = parts.take<double>(Slots * scorer_chunk);
+        log_forget = parts.take<double>(Slots * scorer_chunk);
+        ones = parts.take<float>(scorer_chunk);
+        bad = parts.take<std::int32_t>(Slots * scorer_chunk);
+        stats = parts.take<float2>(Slots * 4 * scorer_chunk);
+        bytes = parts.bytes();
+    }
+};
+
+/// Whether a product with 16 NI rows of weights is wgmma's: on Hopper the four warps of a chunk are a warpgroup.
+template <class T, int NI>
+inline constexpr bool project_by_warpgroup = !shared_tile<T>::plain && KVPOLICY_HOPPER_CODE == 1 && NI >= 4;
+
+/// Where a warp's part of a product stands, four warps a chunk: 32 rows and half of the columns; of a warpgroup 16 rows and all columns.
+template <bool Warpgroup>
+struct mlstm_project_warp {
+    static constexpr int down = Warpgroup ? 1 : 2;  // times 16 rows
+    static constexpr int wide = Warpgroup ? 2 : 1;  // times the columns of a half
+
+    int row, half;
+    int barrier;  // of the two warps of the same rows
+
+    __device__ mlstm_project_warp()
+        : row(Warpgroup ? warp_id() % 4 * 16 : warp_id() % 2 * 32),
+          half(Warpgroup ? 0 : warp_id() / 2 % 2),
+          barrier(1 + warp_id() / 4 * 2 + warp_id() % 2) {}
+    __device__ int row_of(int i, int r) const { return row + 16 * i + lane_id() / 4 + 8 * r; }
+};
+/// The same, with the numbers of a product with 16 NI rows of weights.
+template <class T, int NI>
+struct mlstm_product : mlstm_project_warp<project_by_warpgroup<T, NI>> {
+    using warp = mlstm_project_warp<project_by_warpgroup<T, NI>>;
+    static constexpr int MI = warp::down, across = NI * warp::wide;
+    using numbers = float[MI][across][4];
+
+    /// Column of number j, e.
+    __device__ int column(int j, int e) const {
+        return this->half * 8 * across + 8 * j + lane_id() % 4 * 2 + e;
+    }
+};
+
+/// softmax over the first `count` columns of sign * y; other columns become 0. y and p may be the same. What the two warps of a row must know
+/// of each other, maxima and sums, goes through `stats` [2][64]. Rounded is what the result will be rounded to: 16 bits are content with the
+/// special function unit's 2^x.
+template <class Rounded, class Product, int MI, int NI>
+__device__ inline void softmax_rows(const Product& warp, const float (&y)[MI][NI][4], float (&p)[MI][NI][4],
+                                    float sign, std::int32_t count, float2* stats) {
+    constexpr float log2e = 1.4426950408889634f;
+    const int lane = lane_id();
+    const std::int32_t left = count - warp.column(0, 0);
+    const auto in = [&](int j, int e) { return 8 * j + e < left; };
+    const auto power = [](float x) {
+        if constexpr (std::is_same_v<Rounded, float>) {
+            return expf(x);
+        } else {
+            return fast_exp2(x * log2e);
+        }
+    };
+    float most[MI][2], sum[MI][2];
+#pragma unroll
+    for (int i = 0; i < MI; ++i) {
+#pragma unroll
+        for (int r = 0; r < 2; ++r) {
+            float high = -INFINITY;
+#pragma unroll
+            for (int j = 0; j < NI; ++j) {
+#pragma unroll
+                for (int e = 0; e < 2; ++e) {
+                    high = fmaxf(high, in(j, e) ? sign * y[i][j][2 * r + e] : -INFINITY);
+                }
+            }
+            high = row_max(high);
+            float all = 0.0f;
+#pragma unroll
+            for (int j = 0; j < NI; ++j) {
+#pragma unroll
+                for (int e = 0; e < 2; ++e) {
+                    float& x = p[i][j][2 * r + e];
+                    x = in(j, e) ? power(sign * y[i][j][2 * r + e] - high) : 0.0f;
+                    all += x;
+                }
+            }
+            most[i][r] = high;
+            sum[i][r] = row_sum(all);
+            if (MI == 2 && lane % 4 == 0) {
+                stats[warp.half * scorer_chunk + warp.row_of(i, r)] = make_float2(high, sum[i][r]);
+            }
+        }
+    }
+    if constexpr (MI == 2) {
+        named_barrier(warp.barrier, 64);
+    }
+#pragma unroll
+    for (int i = 0; i < MI; ++i) {
+#pragma unroll
+        for (int r = 0; r < 2; ++r) {
+            float scale;
+            if constexpr (MI == 2) {
+                const float2 other = stats[(1 - warp.half) * scorer_chunk + warp.row_of(i, r)];
+                const float high = fmaxf(most[i][r], other.x);
+                const float own = power(most[i][r] - high);
+                scale = own / (own * sum[i][r] + power(other.x - high) * other.y);
+            } else {
+                scale = fast_reciprocal(sum[i][r]);
+            }
+#pragma unroll
+            for (int j = 0; j < NI; ++j) {
+                p[i][j][2 * r] *= scale;
+                p[i][j][2 * r + 1] *= scale;
+            }
+        }
+    }
+}
+
+/// A warp's part of an accumulator to rows of `stride` elements from column `column` on.
+template <class Product, int MI, int NI, class E>
+__device__ inline void store_rows(const Product& warp, E* to, std::int64_t stride, int column,
+                                  const float (&acc)[MI][NI][4]) {
+#pragma unroll
+    for (int i = 0; i < MI; ++i) {
+#pragma unroll
+        for (int r = 0; r < 2; ++r) {
+            E* const row = to + warp.row_of(i, r) * stride + column + warp.column(0, 0);
+#pragma unroll
+            for (int j = 0; j < NI; ++j) {
+                store_pair(row + 8 * j, acc[i][j][2 * r], acc[i][j][2 * r + 1]);
+            }
+        }
+    }
+}
+
+/// The weights of a block's one or two products, 16-bit rows of `padded` numbers, which go through shared memory in slabs of 64 columns, one after
+/// the other, as many at once as there is room for.
+template <int First, int Second, int SlabRows, int Slots, class T>
+struct mlstm_weight_slabs {
+    static constexpr int ring = mlstm_slabs<T, Slots>(SlabRows), threads = 128 * Slots;
+    static_assert(First <= SlabRows && Second <= SlabRows);
+
+    const T *first, *second;  // First and Second rows
+    std::int32_t padded, total;
+    unsigned char* data;
+
+    [[nodiscard]] __device__ unsigned char* slab(std::int32_t i) const {
+        return data + shared_tile<T>::bytes(SlabRows, 64) * (i % ring);
+    }
+    /// Sends for slab i, which may not be there; a group of copies in any case.
+    __device__ void bring(std::int32_t i) const {
+        const std::int32_t each = padded / 64;
+        if (i < total) {
+            if (i < each) {
+                copy_rows(shared_tile<T>{slab(i), First}, first + i * 64, padded, 64, First, threads);
+            } else {
+                copy_rows(shared_tile<T>{slab(i), Second}, second + (i - each) * 64, padded, 64, Second,
+                          threads);
+            }
+        }
+        copy_commit();
+    }
+    __device__ void begin() const {
+#pragma unroll
+        for (int i = 0; i < ring - 1; ++i) {
+            bring(i);
+        }
+    }
+};
+
+/// y = W x of 64 inputs by each four warps, with one load of the weights for all chunks of the block: 16 NI rows, whose slabs are those from `begin`
+/// on. Warps whose chunk has nothing to do (`active` false) only help to load.
+template <int NI, class T, class Slabs>
+__device__ inline void project_slots(const mlstm_product<T, NI>& warp,
+                                     typename mlstm_product<T, NI>::numbers& acc, const shared_tile<T>& x,
+                                     bool active, const Slabs& slabs, std::int32_t begin) {
+    constexpr int rows = 16 * NI;
+    const std::int32_t count = slabs.padded / 64;
+    clear(acc);
+    for (std::int32_t i = 0; i < count; ++i) {
+        copy_wait<Slabs::ring - 2>();
+        if constexpr (project_by_warpgroup<T, NI>) {
+            fence_async_proxy();
+        }
+        __syncthreads();  // the slab is there, and nobody reads the one before any more
+        slabs.bring(begin + i + Slabs::ring - 1);
+        const shared_tile<T> of_weights{slabs.slab(begin + i), rows};
+        if (!active) {
+            continue;
+        }
+        if constexpr (project_by_warpgroup<T, NI>) {
+            auto& flat = reinterpret_cast<float(&)[8 * NI]>(acc);
+            const std::uint64_t a = describe_k_major(shared_address(x.from(64 * i).data));
+            const std::uint64_t b = describe_k_major(shared_address(of_weights.data));
+            pin(flat);
+            wgmma_fence();
+#pragma unroll
+            for (int k = 0; k < 4; ++k) {
+                wgmma<T, 0, 0>(flat, a + static_cast<std::uint64_t>(2 * k),
+                               b + static_cast<std::uint64_t>(2 * k), 1);
+            }
+            wgmma_commit();
+            wgmma_wait<0>();
+            pin(flat);
+        } else {
+            add_product<2, NI, 64, false, false>(acc, x.from(64 * i), warp.row, of_weights,
+                                                 warp.half * 8 * NI);
+        }
+    }
+}
+
+/// phi(W x) of 64 inputs into rows of F elements.
+template <int F, bool Hedgehog, class T, class E, class Slabs>
+__device__ inline void project_features(const shared_tile<T>& x, bool active, const Slabs& slabs,
+                                        std::int32_t projection, float2* stats, E* to) {
+    constexpr int NI = (Hedgehog ? F / 2 : F) / 16;
+    const mlstm_product<T, NI> warp;
+    typename mlstm_product<T, NI>::numbers y;
+    project_slots(warp, y, x, active, slabs, 0);
+    if (!active) {
+        return;
+    }
+    if constexpr (Hedgehog) {
+        typename mlstm_product<T, NI>::numbers p;
+        softmax_rows<E>(warp, y, p, -1.0f, projection, stats + 2 * scorer_chunk);
+        store_rows(warp, to, F, F / 2, p);
+    }
+    softmax_rows<E>(warp, y, y, 1.0f, projection, stats);
+    store_rows(warp, to, F, 0, y);
+}
+
+/// Blocks for the tokens (k~, v~, gates) of `Slots` neighbouring chunks of a plane, four warps a chunk, and as many for their queries. Rows
+/// without a token are made of inputs that are 0. direct_values: v~ are the values themselves.
+template <class T, int F, int V, bool Hedgehog, int Slots>
+__global__ void __launch_bounds__(128 * Slots, shared_tile<T>::plain || Slots == 1 ? 1 : 2)
+    mlstm_project_kernel(const mlstm_problem<T> problem, const bool direct_values) {
+    constexpr int slab_rows = (Hedgehog ? F / 2 : F) > V ? (Hedgehog ? F / 2 : F) : V;
+    const scorer_streams& streams = problem.streams;
+    const std::int32_t groups = (streams.slots + Slots - 1) / Slots;
+    const std::int32_t blocks = streams.batch * streams.heads * groups;
+    const bool queries = static_cast<std::int32_t>(blockIdx.x) >= blocks;
+    const std::int32_t block = static_cast<std::int32_t>(blockIdx.x) - (queries ? blocks : 0);
+    const int own = warp_id() / 4, thread = static_cast<int>(threadIdx.x) % 128;
+    const std::int32_t slot = block % groups * Slots + own;
+    scorer_span s = streams.span(block / groups, slot < streams.slots ? slot : streams.slots - 1);
+    const std::int32_t skipped = queries ? max(0, s.begin + streams.delay - s.first) : 0;
+    const bool active = slot < streams.slots && skipped < s.count;
+    if (!queries && !active && slot < streams.slots && thread == 0) {
+        problem.frames[problem.chunk(s)] = mlstm_frame{};  // the scan over chunks reads all of them
+    }
+    if (__syncthreads_or(active ? 1 : 0) == 0) {
+        return;
+    }
+    const scorer_source<T>& source = problem.source;
+    const mlstm_project_memory<T, Slots> memory(aligned_dynamic_shared(), source.padded, slab_rows);
+    const shared_tile<T> x = memory.x.from(own * source.padded);
+    float2* const stats = memory.stats + own * 4 * scorer_chunk;
+    const std::int32_t first = s.first - (queries ? streams.delay : 0);
+    const std::int64_t row = s.row(streams.slots);
+    const auto load_inputs = [&] {
+        if (active) {
+            source.load(s, first, skipped, s.count, memory.ones, memory.ones, x, 0, source.padded, thread,
+                        128);
+        } else {
+            copy_commit();
+        }
+    };
+    // The inputs, which come from far away, then weights.
+    if constexpr (shared_tile<T>::plain) {
+        if (static_cast<int>(threadIdx.x) < scorer_chunk) {
+            memory.ones[threadIdx.x] = 1.0f;
+        }
+        __syncthreads();
+    }
+    load_inputs();
+    constexpr int of_features = Hedgehog ? F / 2 : F;
+    const bool projects = !queries && (!direct_values || source.k.dim % 8 != 0);
+    const T* const weights = queries ? problem.stack_q + std::int64_t{s.h} * problem.rows_q * source.padded
+                                     : problem.stack_k + std::int64_t{s.h} * problem.rows_k * source.padded;
+    const mlstm_weight_slabs<of_features, V, slab_rows, Slots, T> slabs{
+        weights, weights + std::int64_t{problem.at_v} * source.padded, source.padded,
+        source.padded / 64 * (projects ? 2 : 1), memory.slabs};
+    slabs.begin();
+    {
+        const float* const w = queries ? problem.skip : problem.w_i;
+        const std::int64_t at = std::int64_t{s.h} * source.size;
+        for (auto c = static_cast<std::int32_t>(threadIdx.x); c < source.padded; c += 128 * Slots) {
+            const float of_first = w != nullptr && c < source.size ? w[at + c] : 0.0f;
+            const float of_second = !queries && c < source.size ? problem.w_f[at + c] : 0.0f;
+            if constexpr (shared_tile<T>::plain) {
+                memory.weights[gate_weight(c)] = of_first;
+                memory.weights[gate_weight(source.padded) + gate_weight(c)] = of_second;
+            } else {
+                split_weights(memory.split, source.padded + 8, c, of_first, of_second);
+            }
+        }
+    }
+    copy_wait<decltype(slabs)::ring - 1>();  // the inputs are there
+    __syncthreads();
+    // Calls body(row, products with both weights, 0 or NaN) for each row of the chunk, one thread a row.
+    const auto for_each_row = [&](const auto& body) {
+        if constexpr (shared_tile<T>::plain) {
+            float of_first, of_second, finite;
+            row_products(x, thread / 2, thread % 2, memory.weights, source.padded, of_first, of_second,
+                         finite);
+            if (thread % 2 == 0) {
+                body(thread / 2, of_first, of_second, finite);
+            }
+        } else {
+            float of_first[2], of_second[2], finite[2];
+            const int from = thread / 32 * 16, lane = lane_id(), r = lane % 4;
+            split_products(x, from, memory.split, source.padded, of_first, of_second, finite);
+            if (r < 2) {
+                body(from + lane / 4 + 8 * r, r == 0 ? of_first[0] : of_first[1],
+                     r == 0 ? of_second[0] : of_second[1], r == 0 ? finite[0] : finite[1]);
+            }
+        }
+    };
+    if (queries) {
+        if (problem.skip != nullptr && active) {  // rows without a read have inputs that are 0
+            for_each_row([&](int r, float product, float, float) { problem.skipped[row + r] = product; });
+        }
+        project_features<F, Hedgehog>(x, active, slabs, problem.projection, stats, problem.q + row * F);
+        return;
+    }
+    double* const log_input = memory.log_input + own * scorer_chunk;
+    double* const log_forget = memory.log_forget + own * scorer_chunk;
+    std::int32_t* const bad = memory.bad + own * scorer_chunk;
+    if (active) {
+        for_each_row([&](int r, float input, float forget, float finite) {
+            const bool good = finite == 0.0f;
+            double of_input, of_forget;
+            compute_gates(problem, s, r, input, forget, good, of_input, of_forget);
+            log_input[r] = of_input;
+            log_forget[r] = of_forget;
+            bad[r] = good ? 0 : 1;
+        });
+    }
+    __syncthreads();
+    if (active) {
+        // What is not finite must not reach the reads before it, not even multiplied by 0.
+        for (int r = warp_id() % 4; r < s.count; r += 4) {
+            if (bad[r] != 0) {
+                for (int c = 2 * lane_id(); c < source.padded; c += 64) {
+                    x.set_pair(r, c, 0.0f, 0.0f);
+                }
+            }
+        }
+    }
+    __syncthreads();
+    project_features<F, Hedgehog>(x, active, slabs, problem.projection, stats, problem.k + row * F);
+    // Nobody waits for the scan any more.
+    const auto scan = [&] {
+        if (active && warp_id() % 4 == 0) {
+            scan_gates(problem, s, log_input, log_forget, bad);
+        }
+    };
+    if (!projects) {
+        if (active) {
+            for (int i = thread; i < scorer_chunk * V / 8; i += 128) {
+                const int r = i / (V / 8), c = i % (V / 8) * 8;
+                float of[8] = {};
+                if (c < problem.width) {
+                    x.get_eight(r, source.k.dim + c, of);
+#pragma unroll
+                    for (int e = 0; e < 8; ++e) {
+                        of[e] = c + e < problem.width ? of[e] : 0.0f;
+                    }
+                }
+                store_eight(problem.v + row * V + i * 8, of);
+            }
+        }
+        scan();
+        return;
+    }
+    const mlstm_product<T, V / 16> warp;
+    typename mlstm_product<T, V / 16>::numbers y;
+    project_slots(warp, y, x, active, slabs, source.padded / 64);
+    if (!active) {
+        return;
+    }
+#pragma unroll
+    for (auto& rows : y) {
+#pragma unroll
+        for (int j = 0; j < warp.across; ++j) {
+#pragma unroll
+            for (int e = 0; e < 4; ++e) {
+                if (warp.column(j, e % 2) >= problem.width) {
+                    rows[j][e] = 0.0f;  // the stack's next rows
+                }
+            }
+        }
+    }
+    store_rows(warp, problem.v + row * V, V, 0, y);
+    scan();
+}
+
+}  // namespace cuda_backend
+}  // namespace KVPOLICY_HIDDEN
+}  // namespace kvpolicy

@@ -1,0 +1,253 @@
+// Gradients of ConvScorer. Every parity of every segment is a dense sequence (scorers/host/host_conv.hpp) that is computed again
+// whole, layer by layer; a second pass, parallel over the weights' rows and in order over the sequences, adds up what they
+// add to the weights, so that sums do not depend on the threads.
+#pragma once
+
+#include <kvpolicy/core/workspace.hpp>
+#include <kvpolicy/scorers/backward.hpp>
+#include <kvpolicy/scorers/host/host_conv.hpp>
+#include <kvpolicy/scorers/host/host_sequence.hpp>
+#include <kvpolicy/scorers/host/rows.hpp>
+
+#include <algorithm>
+
+namespace kvpolicy {
+
+namespace host_backend {
+
+/// One parity of one segment of a sequence: outputs are tokens first, first + 2, ... (`rows` of them), counted from the
+/// segment's first token, which is token `begin` of the call. Its rows of x start at row `at` of the sequence's arrays.
+struct conv_stream {
+    std::int64_t segment, begin, at;
+    position_t first;
+    std::int32_t rows;
+};
+
+/// Calls visit(stream) for the streams of sequence b, in order.
+template <class Visit>
+void for_each_conv_stream(const Sequences& sequences, std::int64_t b, std::int32_t delay, Visit&& visit) {
+    for_each_leaving(sequences, b, 0, sequences.length_of(b), delay,
+                     [&](std::int64_t segment, std::int64_t begin, std::int64_t first, std::int64_t end) {
+                         // A segment has delay >= 13 tokens more than outputs, and 12 rows more than those here.
+                         std::int64_t at = begin;
+                         for (std::int32_t parity = 0; parity < 2; ++parity) {
+                             const auto rows = static_cast<std::int32_t>((end - first - parity + 1) / 2);
+                             if (rows > 0) {
+                                 visit(conv_stream{segment, begin, at, first - begin + parity, rows});
+                             }
+                             at += rows + 6;
+                         }
+                     });
+}
+
+/// Arrays [B, Hkv, S, Cl] of x and the layers: y before the activation, then a = drop(SiLU(y)), then d y.
+template <class Real>
+struct conv_backward_memory {
+    Real* x;
+    Real* y[4];
+    Real* a[4];
+    Real* d[4];
+    Real* d_x;
+    Real* w[4];          // converted weights, where they must be
+    float* frequencies;  // of the RoPE
+    std::size_t bytes;
+
+    template <class S, Storage T>
+    conv_backward_memory(const S& scorer, const ScoreBackward<T>& call, void* data) {
+        arena from(data);
+        const std::size_t rows = static_cast<std::size_t>(call.k.batch) *
+                                 static_cast<std::size_t>(call.k.heads) *
+                                 static_cast<std::size_t>(std::max(call.sequences.length, 0));
+        const auto width = [&](std::int32_t layer) {
+            return static_cast<std::size_t>(scorer.channels(layer));
+        };
+        x = from.take<Real>(rows * width(0));
+        d_x = from.take<Real>(call.d_k.data != nullptr ? rows * width(0) : 0);
+        for (std::int32_t layer = 1; layer <= 3; ++layer) {
+            for (Real** array : {&y[layer], &a[layer], &d[layer]}) {
+                *array = from.take<Real>(rows * width(layer));
+            }
+            const bool convert = !std::is_same_v<Real, float>;
+            w[layer] = from.take<Real>(
+                convert ? static_cast<std::size_t>(scorer.heads) * width(layer) * 3 * width(layer - 1) : 0);
+        }
+        frequencies = from.take<float>(static_cast<std::size_t>(scorer.dim_k));
+        bytes = from.bytes();
+    }
+};
+
+}  // namespace host_backend
+
+template <std::int32_t D, Storage T>
+std::size_t backward_workspace_bytes(const host&, const ConvScorer<D>& scorer, const ScoreBackward<T>& call) {
+    host_backend::check_shape(call.sequences, call.k.heads);
+    return host_backend::conv_backward_memory<compute_t<T>>(scorer, call, nullptr).bytes;
+}
+
+template <std::int32_t D, Storage T>
+void backward(const host& on, const ConvScorer<D>& scorer, const ScoreBackward<T>& call,
+              ConvParameters<compute_t<T>> gradients, workspace_view workspace) {
+    namespace hb = host_backend;
+    using Real = compute_t<T>;
+    using stream = hb::conv_stream;
+    hb::check_workspace(workspace, backward_workspace_bytes(on, scorer, call));
+    const hb::conv_backward_memory<Real> memory(scorer, call, workspace.data);
+    const isa set = on.instructions();
+    const std::int32_t heads = call.k.heads, dim_k = scorer.dim_k, dim_v = scorer.dim_v;
+    const std::int64_t length = call.sequences.length;
+    const bool inputs = call.d_k.data != nullptr;
+    const auto width = [&](std::int32_t layer) { return std::ptrdiff_t{scorer.channels(layer)}; };
+    // Row i of layer l is token first - 2 (3 - l) + 2 i, of x token first - 6 + 2 i.
+    const auto rows_of = [&](Real* array, std::int32_t layer, std::int64_t b, std::int64_t h,
+                             const stream& s) {
+        return array + ((b * heads + h) * length + s.at) * width(layer);
+    };
+    const auto rows_in = [](std::int32_t layer, const stream& s) { return s.rows + 2 * (3 - layer); };
+    const Real* weights[4] = {};
+    for (std::int32_t layer = 1; layer <= 3; ++layer) {
+        const auto all = hb::conv_layer_of(scorer, scorer.weights, layer, 0);
+        weights[layer] = hb::real_weights(
+            all.w, static_cast<std::size_t>(heads * width(layer) * 3 * width(layer - 1)), memory.w[layer]);
+    }
+    scorer.rope.fill_frequencies(dim_k, memory.frequencies);
+
+    on.parallel_for(std::int64_t{call.k.batch} * heads, [&](std::int64_t task) {
+        const std::int64_t b = task / heads, h = task % heads;
+        const auto head = static_cast<std::int32_t>(h);
+        if (inputs) {
+            for (std::int64_t t = 0; t < call.sequences.length_of(b); ++t) {
+                std::fill_n(call.d_k.row(b, h, t), dim_k, Real(0));
+                std::fill_n(call.d_v.row(b, h, t), dim_v, Real(0));
+            }
+        }
+        hb::for_each_conv_stream(call.sequences, b, call.delay, [&](const stream& s) {
+            const DropoutStream dropout{call.dropout, hb::dropout_stream(b, h, heads, s.segment)};
+            Real* const x = rows_of(memory.x, 0, b, h, s);
+            for (std::int32_t i = 0; i < s.rows + 6; ++i) {
+                const position_t t = s.first - scorer.reach + 2 * i;
+                Real* row = x + i * width(0);
+                if (t < 0) {
+                    std::fill_n(row, width(0), Real(0));
+                    continue;
+                }
+                hb::convert_row(call.k.row(b, h, s.begin + t), dim_k, row);
+                scorer.rope.undo(t, dim_k, memory.frequencies, row);
+                hb::convert_row(call.v.row(b, h, s.begin + t), dim_v, row + dim_k);
+            }
+            const Real* in = x;
+            for (std::int32_t layer = 1; layer <= 3; ++layer) {
+                const std::int32_t rows = rows_in(layer, s);
+                Real* y = rows_of(memory.y[layer], layer, b, h, s);
+                Real* a = rows_of(memory.a[layer], layer, b, h, s);
+                hb::conv_project(set, scorer, layer, head, in, rows, y);
+                std::copy_n(y, rows * width(layer), a);
+                hb::conv_activate(set, scorer, layer, s.first - std::int64_t{2} * (3 - layer), rows, dropout,
+                                  a);
+                in = a;
+            }
+            for (std::int32_t layer = 3; layer >= 0; --layer) {
+                if (layer == 0 && !inputs) {
+                    break;
+                }
+                Real* d = rows_of(layer == 0 ? memory.d_x : memory.d[layer], layer, b, h, s);
+                const std::int32_t rows = rows_in(layer, s);
+                if (layer == 3) {
+                    const float* readout = scorer.weights.readout + h * width(3);
+                    for (std::int32_t i = 0; i < rows; ++i) {
+                        const Real d_score =
+                            call.d_scores.head(b, h)[s.begin + s.first + std::int64_t{2} * i];
+                        for (std::ptrdiff_t c = 0; c < width(3); ++c) {
+                            d[i * width(3) + c] = d_score * static_cast<Real>(readout[c]);
+                        }
+                    }
+                } else {
+                    // From the layer above, tap by tap: rows overlap between taps only.
+                    std::fill_n(d, rows * width(layer), Real(0));
+                    const Real* above = rows_of(memory.d[layer + 1], layer + 1, b, h, s);
+                    const std::ptrdiff_t wide = width(layer + 1);
+                    for (std::int32_t tap = 0; tap < 3; ++tap) {
+                        hb::run_kernel<hb::combine_kernel>(
+                            set, above, wide, std::ptrdiff_t{1}, rows - 2, static_cast<int>(wide),
+                            weights[layer + 1] + (h * wide * 3 + tap) * width(layer), 3 * width(layer),
+                            static_cast<int>(width(layer)), d + tap * width(layer), width(layer), true);
+                    }
+                }
+                if (layer == 0) {
+                    break;
+                }
+                const Real* y = rows_of(memory.y[layer], layer, b, h, s);
+                for (std::int32_t i = 0; i < rows; ++i) {
+                    const position_t t = s.first - std::int64_t{2} * (3 - layer) + std::int64_t{2} * i;
+                    dropout.apply(static_cast<std::uint64_t>(layer), t + scorer.reach, scorer.channels(layer),
+                                  d + i * width(layer));
+                    Silu::pull_back(y + i * width(layer), d + i * width(layer), scorer.channels(layer));
+                }
+            }
+            for (std::int32_t i = 0; inputs && i < s.rows + 6; ++i) {
+                const position_t t = s.first - scorer.reach + 2 * i;
+                if (t < 0) {
+                    continue;
+                }
+                // Each token is in one stream.
+                const Real* d_x = rows_of(memory.d_x, 0, b, h, s) + i * width(0);
+                Real* d_k = call.d_k.row(b, h, s.begin + t);
+                std::copy_n(d_x, dim_k, d_k);
+                scorer.rope.apply(t, dim_k, memory.frequencies, d_k);
+                std::copy_n(d_x + dim_k, dim_v, call.d_v.row(b, h, s.begin + t));
+            }
+        });
+    });
+
+    // A task is some rows of the weights of one layer of one head; the score head goes with the last layer's.
+    constexpr std::int32_t strip = 16;
+    std::int64_t strips[4] = {};
+    for (std::int32_t layer = 1; layer <= 3; ++layer) {
+        strips[layer] = (width(layer) + strip - 1) / strip;
+    }
+    const std::int64_t each = strips[1] + strips[2] + strips[3];
+    on.parallel_for(each * heads, [&](std::int64_t task) {
+        const std::int64_t h = task / each;
+        std::int64_t part = task % each;
+        std::int32_t layer = 1;
+        for (; part >= strips[layer]; ++layer) {
+            part -= strips[layer];
+        }
+        const std::ptrdiff_t from = part * strip;
+        const auto some = static_cast<int>(std::min<std::ptrdiff_t>(strip, width(layer) - from));
+        const auto into = hb::conv_layer_of(scorer, gradients, layer, h);
+        for (std::int64_t b = 0; b < call.k.batch; ++b) {
+            hb::for_each_conv_stream(call.sequences, b, call.delay, [&](const stream& s) {
+                const std::int32_t rows = rows_in(layer, s);
+                const Real* d = rows_of(memory.d[layer], layer, b, h, s) + from;
+                const Real* in = layer == 1 ? rows_of(memory.x, 0, b, h, s)
+                                            : rows_of(memory.a[layer - 1], layer - 1, b, h, s);
+                const std::ptrdiff_t taps = 3 * width(layer - 1);
+                if (into.w != nullptr) {
+                    hb::run_kernel<hb::combine_kernel>(set, d, std::ptrdiff_t{1}, width(layer), some, rows,
+                                                       in, width(layer - 1), static_cast<int>(taps),
+                                                       into.w + from * taps, taps, true);
+                }
+                for (std::int32_t i = 0; into.b != nullptr && i < rows; ++i) {
+                    for (int c = 0; c < some; ++c) {
+                        into.b[from + c] += d[i * width(layer) + c];
+                    }
+                }
+                if (layer != 3) {
+                    return;
+                }
+                const Real* a = rows_of(memory.a[3], 3, b, h, s) + from;
+                for (std::int32_t i = 0; i < rows; ++i) {
+                    const Real d_score = call.d_scores.head(b, h)[s.begin + s.first + std::int64_t{2} * i];
+                    for (int c = 0; gradients.readout != nullptr && c < some; ++c) {
+                        gradients.readout[h * width(3) + from + c] += d_score * a[i * width(3) + c];
+                    }
+                    if (from == 0 && gradients.readout_bias != nullptr) {
+                        gradients.readout_bias[h] += d_score;
+                    }
+                }
+            });
+        }
+    });
+}
+
+}  // namespace kvpolicy

@@ -1,0 +1,103 @@
+// As tests/unit/core/test_mutable_views.cpp, of the calls on a device: whether they take views of rows that may be written.
+#include <kvpolicy/attention/attend.hpp>
+#include <kvpolicy/attention/cuda_attend_backward.cuh>
+#include <kvpolicy/attention/future_mass.hpp>
+#include <kvpolicy/caches/dual.hpp>
+#include <kvpolicy/caches/fixed_budget.hpp>
+#include <kvpolicy/losses/boundary.hpp>
+#include <kvpolicy/losses/distill.hpp>
+#include <kvpolicy/losses/dms.hpp>
+#include <kvpolicy/losses/gates.hpp>
+#include <kvpolicy/masks/build.hpp>
+#include <kvpolicy/masks/log_bias.hpp>
+#include <kvpolicy/metrics/cuda_metrics.cuh>
+#include <kvpolicy/metrics/density.hpp>
+#include <kvpolicy/metrics/recall.hpp>
+#include <kvpolicy/policies/sink.hpp>
+#include <kvpolicy/policies/threshold_gate.hpp>
+#include <kvpolicy/policies/topk_budget.hpp>
+#include <kvpolicy/policies/window.hpp>
+#include <kvpolicy/scorers/linear.hpp>
+#include <kvpolicy/scorers/sequence.hpp>
+
+#include <doctest/doctest.h>
+
+#include <type_traits>
+
+using namespace kvpolicy;
+
+namespace {
+
+using Budget = Policy<Sink<1>, Window<3>, TopKBudget<4>>;
+using Gated = Policy<Sink<1>, Window<3>, ThresholdGate<at_least>>;
+
+template <class Cache, class Rows, class Plane>
+constexpr bool cache_takes = requires(const kvpolicy::cuda& on, Rows rows, Plane plane, rows_view<bf16> out,
+                                      plane_view<float> written, workspace_view workspace,
+                                      const typename Cache::ref_type& cache, const Batch& batch) {
+    step(on, cache, batch, rows, rows, rows, out, workspace, nullptr, CacheExtras{.scores = plane});
+    prefill(on, cache, batch, rows, rows, rows, out, workspace, nullptr, CacheExtras{.scores = plane});
+    propose(on, cache, batch, rows, rows, rows, out, workspace, CacheExtras{.scores = plane});
+    attend(on, cache, batch, rows, out, written, workspace);
+};
+
+/// Whether every public call on a device that reads rows or planes takes these.
+template <class Rows, class Plane, class Words>
+constexpr bool takes = requires(const kvpolicy::cuda& on, const Attention& attention, Rows rows, Plane plane,
+                                Words words, const Sequences& sequences, rows_view<bf16> out,
+                                plane_view<float> written, plane_view<std::int32_t> integers,
+                                workspace_view workspace, double* doubles, Recall* recalls, LossValue* value,
+                                BoundaryValue* boundary, EvictionSums* sums, const Budget& budget,
+                                const Gated& gated, const LinearScorer<8>& linear,
+                                LinearParameters<float> linear_gradients, rows_view<std::int32_t> indices) {
+    attend_workspace_bytes(on, attention, rows, keys{rows, rows}, sequences);
+    attend(on, attention, rows, keys{rows, rows, mask_view{words, plane}}, sequences, out, written,
+           workspace);
+    attend_backward_workspace_bytes(on, attention, rows, keys{rows, rows}, sequences);
+    attend_backward(on, attention, rows, keys{rows, rows}, sequences, AttendGradient{rows, plane, rows},
+                    AttendGradients<bf16>{out, out, out}, workspace);
+    future_mass_workspace_bytes(on, rows, rows);
+    causal_lse(on, attention, rows, rows, sequences, written, workspace);
+    future_mass(on, attention, rows, rows, plane, sequences, FutureMassOptions{}, written, workspace);
+    build_mask(on, budget, plane, sequences, integers, workspace);
+    build_cutoffs(on, budget, plane, sequences, integers, integers, workspace);
+    expiry_from_cutoffs(on, budget, words, words, sequences, integers, workspace);
+    build_log_bias(on, gated, SoftGate{}, plane, sequences, integers, written, workspace);
+    log_bias_backward(on, gated, SoftGate{}, plane, plane, sequences, written, workspace);
+    boundary_loss(on, BoundaryLoss{}, budget, plane, plane, sequences, written, doubles, boundary, workspace);
+    top_logits(on, rows, sequences, out, indices);
+    top_distillation_workspace_bytes(on, TopDistillation{}, rows, sequences);
+    row_loss(on, TopDistillation{}, rows, rows, sequences, out, value, workspace);
+    row_loss(on, TopDistillation{}, rows, indices, rows, sequences, out, value, workspace);
+    row_loss(on, CrossEntropy{}, words, rows, sequences, out, value, workspace);
+    row_loss(on, L2Distillation{}, rows, rows, sequences, out, value, workspace);
+    gate_loss(on, GateSparsity{}, gated, plane, sequences, written, value, workspace);
+    straight_through_values(on, gated, plane, rows, rows, sequences, written, workspace);
+    retention_counts(on, gated, plane, sequences, doubles, workspace);
+    compression_sums(on, CompressionLoss{}, gated, plane, sequences, sums, workspace);
+    compression_loss(on, CompressionLoss{}, gated, plane, sequences, written, value, workspace);
+    live_keys(on, words, sequences, integers);
+    density(on, words, sequences, doubles);
+    evict_ratio(on, budget, words, sequences, doubles);
+    oracle_recall_workspace_bytes(on, words, sequences);
+    oracle_recall(on, budget, words, words, sequences, recalls, workspace);
+    score_sequence_workspace_bytes(on, linear, rows, rows, sequences);
+    score_sequence(on, linear, rows, rows, sequences, 0, written, workspace);
+    score_sequence_backward(on, linear, ScoreBackward{rows, rows, sequences, 0, plane}, linear_gradients,
+                            workspace);
+    requires cache_takes<FixedBudgetCache<Budget, bf16>, Rows, Plane>;
+    requires cache_takes<DualCache<Gated, bf16>, Rows, Plane>;
+};
+static_assert(takes<rows_view<const bf16>, plane_view<const float>, plane_view<const std::int32_t>>);
+static_assert(takes<rows_view<bf16>, plane_view<float>, plane_view<std::int32_t>>);
+// As they are compiled for head_dims that are named.
+static_assert(requires(const kvpolicy::cuda& on, rows_view<bf16> may, rows_view<const bf16> may_not,
+                       plane_view<float> plane, const Sequences& sequences, workspace_view workspace) {
+    causal_lse<bf16, head_dims<64>>(on, {}, may, may_not, sequences, plane, workspace);
+    causal_lse<bf16, head_dims<64>>(on, {}, may_not, may, sequences, plane, workspace);
+    future_mass<bf16, head_dims<64>>(on, {}, may, may, plane, sequences, {}, plane, workspace);
+});
+
+}  // namespace
+
+TEST_CASE("compiled") {}
