@@ -3,9 +3,9 @@
 
     benchmarks/plot_attention.py benchmarks/results/library_h200_DATE.json docs/images
 
-writes attention-time.png (milliseconds against sequence length, beside FlexAttention and cuDNN), attention-density.png (rate
-against the share of visible pairs) and attention-roofline.png. Needs matplotlib (pip install matplotlib, or Debian's
-python3-matplotlib). What the report has no numbers for is left out.
+writes attention-time.png (milliseconds against sequence length, beside FlexAttention and cuDNN),
+attention-density.png (rate against the share of visible pairs) and attention-roofline.png. Needs matplotlib
+(pip install matplotlib, or Debian's python3-matplotlib). What the report has no numbers for is left out.
 """
 import argparse
 import json
@@ -86,8 +86,8 @@ def density_plot(plt, ours, baselines, caption, path):
             dense = 4 * 128 * causal / row["median_ms"] * 1e-9
             axes.plot([100 * x for x, _ in points], [dense * x for x, _ in points], "--", color=color,
                       label=f"{name}: visible pairs over its time")
-    axes.set(xlabel="visible pairs, % of causal", ylabel="TF/s over visible pairs", title="forward, 32k tokens",
-             ylim=(0, None))
+    axes.set(xlabel="visible pairs, % of causal", ylabel="TF/s over visible pairs",
+             title="forward, 32k tokens", ylim=(0, None))
     axes.grid(alpha=0.3)
     axes.legend(fontsize=8)
     finish(figure, caption, path)
@@ -108,8 +108,8 @@ def roofline_plot(plt, ours, card, caption, path):
         if of:
             axes.plot([row["flops"] / row["tensor_bytes"] for row in of], [row["tflops"] for row in of], marker, ls="",
                       label=word)
-    axes.set(xlabel="FLOP per byte of the call's tensors", ylabel="TF/s over visible pairs", xscale="log", yscale="log",
-             ylim=(10, 1500))
+    axes.set(xlabel="FLOP per byte of the call's tensors", ylabel="TF/s over visible pairs",
+             xscale="log", yscale="log", ylim=(10, 1500))
     axes.grid(alpha=0.3, which="both")
     axes.legend(fontsize=8)
     finish(figure, caption, path)

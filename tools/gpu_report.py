@@ -173,8 +173,8 @@ def provenance():
     commit = os.environ.get("KVPOLICY_COMMIT")
     if not commit:
         try:
-            commit = subprocess.run(["git", "describe", "--always", "--dirty", "--abbrev=12", "--exclude=*"], check=True,
-                                    capture_output=True, text=True).stdout.strip()
+            command = ["git", "describe", "--always", "--dirty", "--abbrev=12", "--exclude=*"]
+            commit = subprocess.run(command, check=True, capture_output=True, text=True).stdout.strip()
         except (OSError, subprocess.CalledProcessError):
             commit = None
     only = os.environ.get("KVPOLICY_GPU_ONLY")
@@ -184,7 +184,8 @@ def provenance():
 
 def main():
     folder, target = sys.argv[1:]
-    report = {"date": time.strftime("%Y-%m-%d"), **provenance(), "card": (lines(folder, "card.txt") or [None])[0],
+    report = {"date": time.strftime("%Y-%m-%d"), **provenance(),
+              "card": (lines(folder, "card.txt") or [None])[0],
               "cards": len(lines(folder, "card.txt")),
               "stages": dict(line.split("\t") for line in lines(folder, "stages.txt")),
               "tests": tests(folder, "tests"), "portable_tests": tests(folder, "portable"), "operations": {}}
