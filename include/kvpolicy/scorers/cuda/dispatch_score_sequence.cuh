@@ -4,12 +4,12 @@
 #include <kvpolicy/cuda/config.cuh>
 #include <kvpolicy/cuda/launch.cuh>
 #include <kvpolicy/scorers/backward.hpp>
+#include <kvpolicy/scorers/check_score.hpp>
 #include <kvpolicy/scorers/cuda/common/scorer_call.cuh>
 #include <kvpolicy/scorers/cuda/conv/dispatch_conv.cuh>
 #include <kvpolicy/scorers/cuda/mlp/kernel_mlp.cuh>
 #include <kvpolicy/scorers/cuda/mlstm/dispatch_mlstm.cuh>
 #include <kvpolicy/scorers/cuda_sequence.cuh>
-#include <kvpolicy/scorers/host/host_backward.hpp>
 
 #include <cstddef>
 #include <cstdint>

@@ -6,15 +6,16 @@
 #include <kvpolicy/cuda/check.cuh>
 #include <kvpolicy/cuda/config.cuh>
 #include <kvpolicy/cuda/launch.cuh>
+#include <kvpolicy/scorers/check_score.hpp>
 #include <kvpolicy/scorers/conv.hpp>
 #include <kvpolicy/scorers/cuda/common/kernel_scale_gradients.cuh>
 #include <kvpolicy/scorers/cuda/common/kernel_scorer_weights.cuh>
 #include <kvpolicy/scorers/cuda/common/scorer_params.cuh>
 #include <kvpolicy/scorers/cuda/mlp/kernel_mlp.cuh>
-#include <kvpolicy/scorers/host/host_sequence.hpp>
 #include <kvpolicy/scorers/linear.hpp>
 #include <kvpolicy/scorers/mlp.hpp>
 #include <kvpolicy/scorers/mlstm.hpp>
+#include <kvpolicy/scorers/sequence.hpp>
 
 #include <algorithm>
 #include <cstdint>
