@@ -1,7 +1,7 @@
 // What attend() refuses.
 #pragma once
 
-#include <kvpolicy/attention/host/types.hpp>
+#include <kvpolicy/attention/head_dim.hpp>
 #include <kvpolicy/attention/kv_view.hpp>
 #include <kvpolicy/core/check.hpp>
 #include <kvpolicy/core/error.hpp>

@@ -247,31 +247,4 @@ void check_in_parallel(const host& on, std::int64_t count, Good&& good) {
     }
 }
 
-/// The first address at or after `data` that is aligned to 64 bytes, and how many bytes the alignment may cost.
-inline constexpr std::size_t alignment = 64;
-inline std::byte* aligned(void* data) {
-    const auto address = reinterpret_cast<std::uintptr_t>(data);
-    return static_cast<std::byte*>(data) + (alignment - address % alignment) % alignment;
-}
-constexpr std::size_t aligned_size(std::size_t bytes) {
-    return (bytes + alignment - 1) / alignment * alignment;
-}
-
-/// The most bytes that a plan may come to: a quarter of the address space, so that sums of a few such cannot wrap.
-inline constexpr std::size_t most_bytes = static_cast<std::size_t>(-1) / 4;
-/// The product of sizes, none of them negative, or most_bytes + 1 where it is more than that: a plan of sizes that nobody
-/// has must not wrap to a small one.
-template <class... Sizes>
-constexpr std::size_t product_of(Sizes... sizes) {
-    std::size_t product = 1;
-    bool fits = true;
-    const auto times = [&](std::size_t size) {
-        fits = fits && (size == 0 || product <= most_bytes / size);
-        product = fits ? product * size : product;
-    };
-    const bool empty = ((static_cast<std::size_t>(sizes) == 0) || ...);
-    (times(static_cast<std::size_t>(sizes)), ...);
-    return empty ? 0 : fits ? product : most_bytes + 1;
-}
-
 }  // namespace kvpolicy::host_backend

@@ -3,6 +3,7 @@
 
 #include <kvpolicy/core/error.hpp>
 #include <kvpolicy/core/view.hpp>
+#include <kvpolicy/core/workspace.hpp>
 
 #include <cstddef>
 #include <memory>

@@ -2,6 +2,7 @@
 #pragma once
 
 #include <kvpolicy/core/random.hpp>
+#include <kvpolicy/core/sigmoid.hpp>
 #include <kvpolicy/masks/log_bias.hpp>
 
 #include <cstdint>

@@ -5,6 +5,7 @@
 #include <kvpolicy/core/context.hpp>
 #include <kvpolicy/core/types.hpp>
 #include <kvpolicy/core/view.hpp>
+#include <kvpolicy/core/workspace.hpp>
 #include <kvpolicy/policies/compose.hpp>
 
 #include <algorithm>

@@ -1,13 +1,14 @@
 // Bodies of attention/cuda_future_mass.cuh: checks, and which kernel gets the call.
 #pragma once
 
+#include <kvpolicy/attention/check_future_mass.hpp>
 #include <kvpolicy/attention/cuda/future_mass/kernel_lse_hopper.cuh>
 #include <kvpolicy/attention/cuda/future_mass/kernel_qk_reduce_hopper.cuh>
 #include <kvpolicy/attention/cuda/future_mass/kernel_qk_reduce_plain.cuh>
 #include <kvpolicy/attention/cuda/future_mass/kernel_qk_reduce_portable.cuh>
 #include <kvpolicy/attention/cuda/future_mass/qk_reduce_params.cuh>
 #include <kvpolicy/attention/cuda_future_mass.cuh>
-#include <kvpolicy/attention/host/host_future_mass.hpp>
+#include <kvpolicy/attention/future_mass.hpp>
 #include <kvpolicy/cuda/check.cuh>
 #include <kvpolicy/cuda/config.cuh>
 #include <kvpolicy/cuda/head_tiles.cuh>

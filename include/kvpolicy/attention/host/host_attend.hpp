@@ -5,6 +5,7 @@
 #include <kvpolicy/attention/check_attend.hpp>
 #include <kvpolicy/attention/host/kernel.hpp>
 #include <kvpolicy/core/check.hpp>
+#include <kvpolicy/core/workspace.hpp>
 
 #include <algorithm>
 #include <cmath>

@@ -6,6 +6,7 @@
 #include <kvpolicy/attention/observed_mask.hpp>
 #include <kvpolicy/core/check.hpp>
 #include <kvpolicy/core/finite_rows.hpp>
+#include <kvpolicy/core/workspace.hpp>
 
 #include <algorithm>
 

@@ -5,6 +5,7 @@
 #include <kvpolicy/attention/host/mass_pass.hpp>
 #include <kvpolicy/attention/received_mass.hpp>
 #include <kvpolicy/core/check.hpp>
+#include <kvpolicy/core/workspace.hpp>
 
 #include <algorithm>
 #include <limits>

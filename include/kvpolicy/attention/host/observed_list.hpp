@@ -10,6 +10,7 @@
 #pragma once
 
 #include <kvpolicy/attention/host/mass_pass.hpp>
+#include <kvpolicy/core/workspace.hpp>
 #include <kvpolicy/policies/ranking.hpp>
 #include <kvpolicy/scorers/observed.hpp>
 

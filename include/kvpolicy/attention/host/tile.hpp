@@ -7,6 +7,7 @@
 #include <kvpolicy/attention/host/types.hpp>
 #include <kvpolicy/attention/softmax_state.hpp>
 #include <kvpolicy/core/check.hpp>
+#include <kvpolicy/core/workspace.hpp>
 #include <kvpolicy/masks/expiry.hpp>
 
 #include <algorithm>

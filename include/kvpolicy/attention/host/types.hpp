@@ -2,6 +2,7 @@
 // another. attention/host/kernel.hpp says how they play together.
 #pragma once
 
+#include <kvpolicy/attention/head_dim.hpp>
 #include <kvpolicy/core/types.hpp>
 #include <kvpolicy/core/view.hpp>
 
@@ -53,12 +54,6 @@ struct attention_shape {
     float scale = 1.0f;
     float softcap = 0.0f;
 };
-
-/// The head dimensions that the host backend has bodies for: multiples of 8 (a vector of fp32) up to this.
-inline constexpr std::int32_t max_head_dim = 1024;
-constexpr bool head_dim_supported(std::int32_t dim) {
-    return dim >= 8 && dim <= max_head_dim && dim % 8 == 0;
-}
 
 // Sizes of the passes. A panel is what one register block of the matrix products reads.
 inline constexpr std::int32_t block_keys = 64;   ///< keys that go through the passes together

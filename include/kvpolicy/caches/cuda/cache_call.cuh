@@ -2,6 +2,7 @@
 #pragma once
 
 #include <kvpolicy/attention/cuda/attend_call.cuh>
+#include <kvpolicy/caches/check.hpp>
 #include <kvpolicy/caches/cuda/agent_decode_stream.cuh>
 #include <kvpolicy/caches/cuda/contiguous/contiguous_view.cuh>
 #include <kvpolicy/caches/cuda/scoring/dispatch_cache_conv.cuh>

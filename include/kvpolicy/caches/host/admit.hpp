@@ -5,6 +5,7 @@
 #include <kvpolicy/caches/layer_ref.hpp>
 #include <kvpolicy/core/check.hpp>
 #include <kvpolicy/core/status.hpp>
+#include <kvpolicy/core/workspace.hpp>
 
 #include <algorithm>
 #include <limits>

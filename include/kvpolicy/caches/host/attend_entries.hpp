@@ -6,6 +6,7 @@
 #include <kvpolicy/caches/host/select.hpp>
 #include <kvpolicy/caches/layer_ref.hpp>
 #include <kvpolicy/core/check.hpp>
+#include <kvpolicy/core/workspace.hpp>
 
 #include <algorithm>
 #include <cmath>

@@ -1,6 +1,7 @@
 // One head's rows in a cache, and how they change when a key leaves the window: what all calls share.
 #pragma once
 
+#include <kvpolicy/caches/check.hpp>
 #include <kvpolicy/caches/host/select.hpp>
 #include <kvpolicy/caches/layer_ref.hpp>
 #include <kvpolicy/core/check.hpp>
@@ -70,15 +71,6 @@ inline std::int32_t check_packed(const Batch& batch, const std::int32_t* cu_seql
         }
     }
     return batch.count == 0 ? 0 : cu_seqlens[batch.count];
-}
-
-/// Scores that nobody would read.
-template <class P>
-void check_scores_wanted(const CacheExtras& extras) {
-    if constexpr (P::scorer_type::when != score_time::given) {
-        detail::require(!extras.scores, "extras.scores", "given",
-                        "nothing, since this policy has a scorer of its own");
-    }
 }
 
 /// Refuses tokens for a layer that has taken some which advance() has not counted.

@@ -4,6 +4,7 @@
 #include <kvpolicy/caches/host/entries.hpp>
 #include <kvpolicy/caches/layer_ref.hpp>
 #include <kvpolicy/core/check.hpp>
+#include <kvpolicy/core/workspace.hpp>
 #include <kvpolicy/scorers/host/host_hidden.hpp>
 
 #include <algorithm>

@@ -4,6 +4,7 @@
 #include <kvpolicy/attention/host/types.hpp>
 #include <kvpolicy/caches/cache.hpp>
 #include <kvpolicy/core/check.hpp>
+#include <kvpolicy/core/workspace.hpp>
 
 #include <algorithm>
 #include <cstring>

@@ -4,6 +4,7 @@
 #include <kvpolicy/caches/dual.hpp>
 #include <kvpolicy/caches/host/admit.hpp>
 #include <kvpolicy/caches/host/host_cache.hpp>
+#include <kvpolicy/core/workspace.hpp>
 
 #include <algorithm>
 #include <cstring>

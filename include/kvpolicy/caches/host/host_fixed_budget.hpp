@@ -3,6 +3,7 @@
 
 #include <kvpolicy/caches/fixed_budget.hpp>
 #include <kvpolicy/caches/host/host_cache.hpp>
+#include <kvpolicy/core/workspace.hpp>
 
 #include <algorithm>
 #include <cstring>

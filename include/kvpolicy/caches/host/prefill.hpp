@@ -8,6 +8,7 @@
 #include <kvpolicy/caches/host/hidden_scores.hpp>
 #include <kvpolicy/caches/host/observed_step.hpp>
 #include <kvpolicy/caches/host/score_step.hpp>
+#include <kvpolicy/core/workspace.hpp>
 #include <kvpolicy/masks/top_k_set.hpp>
 #include <kvpolicy/scorers/host/scorer_input.hpp>
 

@@ -2,6 +2,7 @@
 #pragma once
 
 #include <kvpolicy/caches/host/entries.hpp>
+#include <kvpolicy/core/workspace.hpp>
 #include <kvpolicy/scorers/host/scorer_input.hpp>
 
 #include <algorithm>

@@ -4,6 +4,7 @@
 #include <kvpolicy/attention/host/portable.hpp>
 #include <kvpolicy/caches/layer_ref.hpp>
 #include <kvpolicy/core/check.hpp>
+#include <kvpolicy/core/workspace.hpp>
 #include <kvpolicy/policies/ranking.hpp>
 
 #include <algorithm>

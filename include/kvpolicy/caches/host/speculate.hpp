@@ -3,6 +3,7 @@
 
 #include <kvpolicy/caches/calls.hpp>
 #include <kvpolicy/caches/host/prefill.hpp>
+#include <kvpolicy/core/workspace.hpp>
 
 #include <algorithm>
 #include <cstring>

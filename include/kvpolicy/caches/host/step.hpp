@@ -2,12 +2,14 @@
 #pragma once
 
 #include <kvpolicy/caches/calls.hpp>
+#include <kvpolicy/caches/check.hpp>
 #include <kvpolicy/caches/host/admit.hpp>
 #include <kvpolicy/caches/host/attend_entries.hpp>
 #include <kvpolicy/caches/host/entries.hpp>
 #include <kvpolicy/caches/host/hidden_scores.hpp>
 #include <kvpolicy/caches/host/observed_step.hpp>
 #include <kvpolicy/caches/host/score_step.hpp>
+#include <kvpolicy/core/workspace.hpp>
 
 #include <algorithm>
 #include <limits>
@@ -152,25 +154,6 @@ void attend(const host& on, const Ref<P, T>& cache, const Batch& batch, input_ro
     hb::check_workspace(workspace, cache_workspace_bytes<P, T>(on, cache, batch.count, 1));
     hb::attend_rows(on, cache, batch, q, out, lse, 0, hb::aligned(workspace.data));
 }
-
-namespace host_backend {
-
-/// The arrays of an export; reads no memory of the call, so that it serves every backend. `needed` pages, which are what `of` says.
-template <class Cache>
-void check_head_pages(const Cache& cache, const Batch& batch, const HeadPages& pages, std::int64_t needed,
-                      const char* of) {
-    detail::require(pages.indices_capacity >= needed, "pages.indices_capacity", pages.indices_capacity,
-                    [&] { return detail::text("at least ", of, ", ", needed); });
-    detail::require(pages.indptr != nullptr, "pages.indptr", "null", "an array of batch.count * Hkv + 1");
-    detail::require(pages.indices != nullptr || needed == 0, "pages.indices", "null",
-                    "an array of indices_capacity");
-    detail::require(pages.last_page_rows != nullptr || batch.count == 0, "pages.last_page_rows", "null",
-                    "an array of batch.count * Hkv");
-    detail::require(cache.page_count() <= std::numeric_limits<std::int32_t>::max(), "pages of the layer",
-                    cache.page_count(), "below 2^31, as indices are 32 bits");
-}
-
-}  // namespace host_backend
 
 template <class P, Storage T, template <class, class> class Ref>
 requires CacheRef<Ref<P, T>>

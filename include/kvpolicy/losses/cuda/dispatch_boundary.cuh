@@ -4,9 +4,10 @@
 #include <kvpolicy/cuda/check.cuh>
 #include <kvpolicy/cuda/config.cuh>
 #include <kvpolicy/cuda/launch.cuh>
+#include <kvpolicy/losses/boundary.hpp>
+#include <kvpolicy/losses/check.hpp>
 #include <kvpolicy/losses/cuda/kernel_boundary.cuh>
 #include <kvpolicy/losses/cuda_boundary.cuh>
-#include <kvpolicy/losses/host/host_boundary.hpp>
 #include <kvpolicy/masks/cuda/dispatch_build_mask.cuh>
 #include <kvpolicy/masks/cuda/mask_call.cuh>
 

@@ -5,6 +5,7 @@
 #include <kvpolicy/cuda/check.cuh>
 #include <kvpolicy/cuda/config.cuh>
 #include <kvpolicy/cuda/launch.cuh>
+#include <kvpolicy/losses/check.hpp>
 #include <kvpolicy/losses/cuda/kernel_gates.cuh>
 #include <kvpolicy/losses/cuda_dms.cuh>
 #include <kvpolicy/losses/cuda_gates.cuh>

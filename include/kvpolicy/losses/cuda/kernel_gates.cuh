@@ -1,6 +1,7 @@
 // Losses of gates: a thread a key, as in log_bias.cuh, and each block's share of a sum in workspace, added up in one order.
 #pragma once
 
+#include <kvpolicy/core/sigmoid.hpp>
 #include <kvpolicy/core/status.hpp>
 #include <kvpolicy/cuda/config.cuh>
 #include <kvpolicy/cuda/primitives/block_reduce.cuh>

@@ -4,7 +4,9 @@
 
 #include <kvpolicy/core/check.hpp>
 #include <kvpolicy/core/random.hpp>
+#include <kvpolicy/core/workspace.hpp>
 #include <kvpolicy/losses/boundary.hpp>
+#include <kvpolicy/losses/check.hpp>
 #include <kvpolicy/masks/host/host_build.hpp>
 #include <kvpolicy/masks/host/host_log_bias.hpp>
 #include <kvpolicy/masks/top_k_set.hpp>
@@ -54,24 +56,6 @@ inline double softplus(double x) { return std::max(x, 0.0) + std::log1p(std::exp
 /// The first query of a segment with a saturated budget, relative to it.
 inline std::int64_t first_saturated(const HeadRule& rule) {
     return std::int64_t{rule.sinks} + rule.window + rule.budget;
-}
-
-inline void check_boundary(const BoundaryLoss& loss) {
-    using detail::require;
-    require(loss.temperature > 0.0f && std::isfinite(loss.temperature), "temperature", loss.temperature,
-            "above 0 and finite");
-    require(loss.margin.omega_min >= 0.0f && loss.margin.omega_min <= 1.0f, "margin.omega_min",
-            loss.margin.omega_min, "0 to 1");
-    require(loss.margin.temperature > 0.0f && std::isfinite(loss.margin.temperature), "margin.temperature",
-            loss.margin.temperature, "above 0 and finite");
-    require(loss.balance.least > 0.0f && std::isfinite(loss.balance.least), "balance.least",
-            loss.balance.least, "above 0 and finite");
-    require(loss.balance.most >= loss.balance.least, "balance.most", loss.balance.most,
-            "balance.least or more");
-    require(loss.sampler.count >= 0, "sampler.count", loss.sampler.count, "0 or more");
-    require(loss.sampler.late >= 0.0f && loss.sampler.late <= 1.0f, "sampler.late", loss.sampler.late,
-            "0 to 1");
-    require(std::isfinite(loss.scale), "scale", loss.scale, "finite");
 }
 
 /// Draws the query positions of one (sequence, head).

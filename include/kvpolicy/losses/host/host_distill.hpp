@@ -3,6 +3,8 @@
 
 #include <kvpolicy/core/check.hpp>
 #include <kvpolicy/core/error.hpp>
+#include <kvpolicy/core/workspace.hpp>
+#include <kvpolicy/losses/check.hpp>
 #include <kvpolicy/losses/distill.hpp>
 
 #include <algorithm>
@@ -12,12 +14,6 @@
 namespace kvpolicy {
 
 namespace host_backend {
-
-inline void check_temperature(float temperature, float scale) {
-    detail::require(temperature > 0.0f && std::isfinite(temperature), "temperature", temperature,
-                    "above 0 and finite");
-    detail::require(std::isfinite(scale), "scale", scale, "finite");
-}
 
 /// Whether a row has no NaN; refuses it by name where `refuse` says so.
 template <class Real>

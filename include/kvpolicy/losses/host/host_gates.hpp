@@ -1,6 +1,8 @@
 // Bodies of losses/gates.hpp on the host.
 #pragma once
 
+#include <kvpolicy/core/sigmoid.hpp>
+#include <kvpolicy/losses/check.hpp>
 #include <kvpolicy/losses/gates.hpp>
 #include <kvpolicy/masks/host/host_build.hpp>
 #include <kvpolicy/masks/host/host_log_bias.hpp>
@@ -79,8 +81,6 @@ LossValue gate_loss(const L& loss, const P& policy, const plane_view<const Real>
     }
     return result;
 }
-
-inline void check_gate_scale(float scale) { detail::require(std::isfinite(scale), "scale", scale, "finite"); }
 
 }  // namespace host_backend
 

@@ -3,6 +3,7 @@
 
 #include <kvpolicy/core/check.hpp>
 #include <kvpolicy/core/status.hpp>
+#include <kvpolicy/core/workspace.hpp>
 #include <kvpolicy/masks/build.hpp>
 #include <kvpolicy/masks/top_k_set.hpp>
 

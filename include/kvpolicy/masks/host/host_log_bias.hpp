@@ -3,6 +3,7 @@
 
 #include <kvpolicy/core/check.hpp>
 #include <kvpolicy/core/random.hpp>
+#include <kvpolicy/core/sigmoid.hpp>
 #include <kvpolicy/masks/host/host_build.hpp>
 #include <kvpolicy/masks/log_bias.hpp>
 #include <kvpolicy/policies/threshold_gate.hpp>
@@ -13,13 +14,6 @@
 namespace kvpolicy {
 
 namespace host_backend {
-
-/// sigmoid, exact in relative terms at both ends.
-template <class Real>
-KVPOLICY_HOST_DEVICE Real sigmoid(Real z) {
-    const Real e = std::exp(-std::abs(z));
-    return (z < Real(0) ? e : Real(1)) / (Real(1) + e);
-}
 
 /// log sigmoid, the same.
 template <class Real>

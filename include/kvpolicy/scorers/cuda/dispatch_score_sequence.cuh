@@ -4,10 +4,10 @@
 #include <kvpolicy/cuda/config.cuh>
 #include <kvpolicy/cuda/launch.cuh>
 #include <kvpolicy/scorers/backward.hpp>
+#include <kvpolicy/scorers/check_score.hpp>
 #include <kvpolicy/scorers/cuda/common/device_scorer.cuh>
 #include <kvpolicy/scorers/cuda/common/scorer_call.cuh>
 #include <kvpolicy/scorers/cuda_sequence.cuh>
-#include <kvpolicy/scorers/host/host_backward.hpp>
 
 #include <cstddef>
 #include <cstdint>

@@ -3,6 +3,7 @@
 
 #include <kvpolicy/core/check.hpp>
 #include <kvpolicy/core/workspace.hpp>
+#include <kvpolicy/scorers/check_hidden.hpp>
 #include <kvpolicy/scorers/hidden.hpp>
 #include <kvpolicy/scorers/host/host_mlp.hpp>
 #include <kvpolicy/scorers/host/kernels.hpp>
@@ -34,42 +35,6 @@ void score_hidden_tokens(isa set, const S& scorer, const HiddenRows& hidden, std
             hidden.read(b, first + at + t, memory + t * width);
         }
         scorer.score_tokens(tokens, static_cast<const Real*>(memory), scores + at, head_stride, scratch, set);
-    }
-}
-
-/// Refuses hidden states of another shape than the call's.
-inline void check_hidden(const char* name, const HiddenRows& hidden, std::int32_t batch, std::int32_t length,
-                         std::int32_t width) {
-    detail::require(hidden.data != nullptr || batch == 0 || length == 0, name, "null", [&] {
-        return detail::text("the tokens' hidden states, ", batch, " x 1 x at least ", length, " x ", width);
-    });
-    const bool fits =
-        hidden.batch == batch && hidden.heads == 1 && hidden.length >= length && hidden.width == width;
-    if (!fits) {
-        detail::refuse(
-            name, detail::text(hidden.batch, " x ", hidden.heads, " x ", hidden.length, " x ", hidden.width),
-            detail::text(batch, " x 1 x at least ", length, " x ", width,
-                         ", the width that the scorer reads"));
-    }
-}
-
-template <class S, class Real>
-void check_hidden_call(const S& scorer, const HiddenRows& hidden, const Sequences& sequences,
-                       plane_view<const Real> scores, const char* scores_name) {
-    check_sequences(sequences, hidden.batch, hidden.length);
-    std::int32_t last = 0;
-    for (std::int32_t b = 0; b < hidden.batch; ++b) {
-        const std::int64_t start = sequences.start_of(b), end = start + sequences.length_of(b);
-        detail::require(
-            start >= 0 && end <= hidden.length, [&] { return detail::text("sequences.starts[", b, "]"); },
-            start,
-            [&] { return detail::text("0 or more, and with its length at most hidden's ", hidden.length); });
-        last = std::max(last, static_cast<std::int32_t>(end));
-    }
-    check_hidden("hidden", hidden, hidden.batch, last, scorer.hidden_width());
-    check_plane(scores_name, scores, hidden.batch, scores.heads, last);
-    if constexpr (CheckedScorer<S>) {
-        scorer.check(scores.heads, 0, 0);
     }
 }
 

@@ -13,6 +13,7 @@
 
 #include <kvpolicy/core/check.hpp>
 #include <kvpolicy/core/context.hpp>
+#include <kvpolicy/core/workspace.hpp>
 #include <kvpolicy/policies/scorer_concept.hpp>
 #include <kvpolicy/scorers/host/host_mlstm.hpp>
 #include <kvpolicy/scorers/host/kernels.hpp>

@@ -13,11 +13,6 @@
 
 namespace kvpolicy::host_backend {
 
-template <class T>
-std::string shape_text(const rows_view<T>& rows) {
-    return detail::text("[", rows.batch, ", ", rows.heads, ", ", rows.length, ", ", rows.dim, "]");
-}
-
 /// One row in the type that is computed in.
 template <class T, class Real>
 void convert_row(const T* from, std::int32_t dim, Real* to) {

@@ -2,6 +2,7 @@
 #pragma once
 
 #include <kvpolicy/core/check.hpp>
+#include <kvpolicy/core/workspace.hpp>
 #include <kvpolicy/policies/scorer_concept.hpp>
 
 #include <algorithm>

@@ -1,10 +1,12 @@
 // What the owner of a FixedBudgetCache does on a device, and the export of its pages.
 #pragma once
 
+#include <kvpolicy/caches/check.hpp>
 #include <kvpolicy/caches/cuda/cache_call.cuh>
 #include <kvpolicy/caches/cuda/kernel_sequences.cuh>
 #include <kvpolicy/caches/cuda/read_counts.cuh>
 #include <kvpolicy/caches/fixed_budget.hpp>
+#include <kvpolicy/core/workspace.hpp>
 #include <kvpolicy/cuda/config.cuh>
 #include <kvpolicy/cuda/launch.cuh>
 

@@ -1,6 +1,7 @@
 // What the owner of a DualCache does on a device, and the export of its pages.
 #pragma once
 
+#include <kvpolicy/caches/check.hpp>
 #include <kvpolicy/caches/cuda/kernel_sequences.cuh>
 #include <kvpolicy/caches/cuda/paged/dispatch_paged_decode.cuh>
 #include <kvpolicy/caches/cuda/paged/kernel_page_pool.cuh>
@@ -10,6 +11,7 @@
 #include <kvpolicy/caches/cuda/paged/kernel_paged_snapshot.cuh>
 #include <kvpolicy/caches/cuda/read_counts.cuh>
 #include <kvpolicy/caches/dual.hpp>
+#include <kvpolicy/core/workspace.hpp>
 #include <kvpolicy/cuda/config.cuh>
 #include <kvpolicy/cuda/launch.cuh>
 

@@ -6,12 +6,13 @@
 #include <kvpolicy/cuda/check.cuh>
 #include <kvpolicy/cuda/config.cuh>
 #include <kvpolicy/cuda/launch.cuh>
+#include <kvpolicy/scorers/check_score.hpp>
 #include <kvpolicy/scorers/cuda/common/device_scorer.cuh>
 #include <kvpolicy/scorers/cuda/common/kernel_scale_gradients.cuh>
 #include <kvpolicy/scorers/cuda/common/kernel_scorer_weights.cuh>
 #include <kvpolicy/scorers/cuda/common/kernel_streams.cuh>
 #include <kvpolicy/scorers/cuda/common/scorer_params.cuh>
-#include <kvpolicy/scorers/host/host_sequence.hpp>
+#include <kvpolicy/scorers/sequence.hpp>
 
 #include <algorithm>
 #include <cstdint>

@@ -4,6 +4,7 @@
 #include <kvpolicy/cuda/check.cuh>
 #include <kvpolicy/cuda/cublaslt.cuh>
 #include <kvpolicy/cuda/launch.cuh>
+#include <kvpolicy/scorers/check_hidden.hpp>
 #include <kvpolicy/scorers/cuda/common/kernel_scale_gradients.cuh>
 #include <kvpolicy/scorers/cuda/common/scorer_call.cuh>
 #include <kvpolicy/scorers/cuda/mlp/kernel_predictor.cuh>

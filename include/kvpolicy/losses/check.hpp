@@ -1,0 +1,38 @@
+// What the losses refuse of their own numbers.
+#pragma once
+
+#include <kvpolicy/core/error.hpp>
+
+#include <cmath>
+
+namespace kvpolicy::host_backend {
+
+/// The numbers of a BoundaryLoss.
+template <class Loss>
+void check_boundary(const Loss& loss) {
+    using detail::require;
+    require(loss.temperature > 0.0f && std::isfinite(loss.temperature), "temperature", loss.temperature,
+            "above 0 and finite");
+    require(loss.margin.omega_min >= 0.0f && loss.margin.omega_min <= 1.0f, "margin.omega_min",
+            loss.margin.omega_min, "0 to 1");
+    require(loss.margin.temperature > 0.0f && std::isfinite(loss.margin.temperature), "margin.temperature",
+            loss.margin.temperature, "above 0 and finite");
+    require(loss.balance.least > 0.0f && std::isfinite(loss.balance.least), "balance.least",
+            loss.balance.least, "above 0 and finite");
+    require(loss.balance.most >= loss.balance.least, "balance.most", loss.balance.most,
+            "balance.least or more");
+    require(loss.sampler.count >= 0, "sampler.count", loss.sampler.count, "0 or more");
+    require(loss.sampler.late >= 0.0f && loss.sampler.late <= 1.0f, "sampler.late", loss.sampler.late,
+            "0 to 1");
+    require(std::isfinite(loss.scale), "scale", loss.scale, "finite");
+}
+
+inline void check_temperature(float temperature, float scale) {
+    detail::require(temperature > 0.0f && std::isfinite(temperature), "temperature", temperature,
+                    "above 0 and finite");
+    detail::require(std::isfinite(scale), "scale", scale, "finite");
+}
+
+inline void check_gate_scale(float scale) { detail::require(std::isfinite(scale), "scale", scale, "finite"); }
+
+}  // namespace kvpolicy::host_backend
